@@ -1,0 +1,22 @@
+// Python module jax_paged._cuda: the CUDA handlers and how they were built.
+#include <nanobind/nanobind.h>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+namespace jax_paged::cuda {
+extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame*);
+}  // namespace jax_paged::cuda
+
+NB_MODULE(_cuda, m) {
+  m.def("registrations", [] {
+    nb::dict handlers;
+    handlers["jax_paged.write_kv.v1"] =
+        nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::WriteKvHandler));
+    return handlers;
+  });
+  m.attr("ffi_api") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("toolkit") = JAX_PAGED_CUDA_TOOLKIT;
+  m.attr("architectures") = JAX_PAGED_CUDA_ARCHS;
+}

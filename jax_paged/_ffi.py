@@ -1,0 +1,168 @@
+"""Loads the native modules, registers their handlers and picks the implementation per platform.
+
+Both modules register the same target names, `_cpu` for "cpu" and `_cuda` for "CUDA", so one
+`ffi_call` serves both and XLA picks the handler at lowering. A module that is not there is no error
+at import: the error comes when a program that needs it is lowered, and names the remedy.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+Implementation = Literal["native", "reference"] | None
+
+_PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
+_REMEDIES = {
+    "_cpu": "install with `pip install .`, or `pip install -e . --no-build-isolation` to run from "
+    "the source tree; implementation='reference' needs no native code",
+    "_cuda": "reinstall with JAX_PAGED_CUDA=on and an nvcc on PATH, or JAX_PAGED_CUDA=wheels; "
+    "implementation='reference' needs no native code",
+}
+
+
+def _runtime_ffi_api() -> tuple[int, int]:
+    """The XLA FFI version (major, minor) of the installed jaxlib, read from its header."""
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
+    found = {
+        part: int(number)
+        for part, number in re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header)
+    }
+    return found["MAJOR"], found["MINOR"]
+
+
+def _load(name: str) -> ModuleType | str:
+    """Loads and registers one native module; returns it, or the reason why it is not usable."""
+    if importlib.util.find_spec(f"jax_paged.{name}") is None:
+        return "not built"
+    try:
+        module = importlib.import_module(f"jax_paged.{name}")
+    except ImportError as error:  # a library that is there but does not load: keep its own words
+        return f"broken: {error}"
+    built, runtime = module.ffi_api, _runtime_ffi_api()
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        # Registering it would make XLA refuse the whole backend, so stop here.
+        raise ImportError(
+            f"jax_paged.{name} was built for XLA FFI {built[0]}.{built[1]}, but the installed "
+            f"jaxlib offers {runtime[0]}.{runtime[1]}: rebuild jax_paged against this jaxlib, or "
+            "upgrade jaxlib"
+        )
+    for target, handler in module.registrations().items():
+        jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[name])
+    return module
+
+
+_modules = {name: _load(name) for name in _PLATFORMS}
+
+
+def cpu_module() -> ModuleType:
+    """The native CPU module; raises ImportError when it is not there."""
+    module = _modules["_cpu"]
+    if isinstance(module, str):
+        raise ImportError(f"jax_paged: native CPU kernels: {module}; {_REMEDIES['_cpu']}")
+    return module
+
+
+def _targets(name: str) -> tuple[str, ...]:
+    module = _modules[name]
+    return () if isinstance(module, str) else tuple(sorted(module.registrations()))
+
+
+def build_info() -> dict[str, Any]:
+    """What was built and what runs: native modules, instruction set, CUDA toolkit, FFI versions.
+
+    Returns:
+      A dict: `version`; `ffi_api`, the XLA FFI version of the jaxlib at hand; `targets`, the FFI
+      target names (give them to `jax.export.DisabledSafetyCheck.custom_call` when exporting);
+      `cpu` and `cuda`, each with `status` ("ok", "not built" or the reason why it does not load),
+      and, when ok, the handlers and how they were built.
+    """
+    info: dict[str, Any] = {
+        "version": importlib.metadata.version("jax_paged"),
+        "ffi_api": _runtime_ffi_api(),
+        "targets": sorted({*_targets("_cpu"), *_targets("_cuda")}),
+    }
+    for name in _PLATFORMS:
+        module = _modules[name]
+        entry: dict[str, Any] = {"status": module if isinstance(module, str) else "ok"}
+        if not isinstance(module, str):
+            entry |= {"targets": _targets(name), "ffi_api": tuple(module.ffi_api)}
+            if name == "_cpu":
+                entry |= {"isa": module.isa()}
+            else:
+                entry |= {"toolkit": module.toolkit, "architectures": module.architectures}
+        info[name.removeprefix("_")] = entry
+    return info
+
+
+# A primitive that can be traced anywhere and raises when it is lowered. It stands in the branch of a
+# platform that cannot run, so that only programs which really are for that platform fail.
+_unavailable_p = Primitive("jax_paged_unavailable")
+_unavailable_p.multiple_results = True
+
+
+@_unavailable_p.def_abstract_eval
+def _unavailable_abstract(*_, results, **__):
+    return [jax.core.ShapedArray(r.shape, r.dtype) for r in results]
+
+
+def _unavailable_lowering(ctx, *_, message, **__):
+    raise NotImplementedError(message)
+
+
+mlir.register_lowering(_unavailable_p, _unavailable_lowering)
+
+
+def ffi_call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    attributes: dict[str, Any],
+    *,
+    aliases: dict[int, int] | None = None,
+    implementation: Implementation,
+    reference: Callable[..., Sequence[jax.Array]],
+) -> Sequence[jax.Array]:
+    """Calls `target` on CPU and CUDA and `reference(*operands)` elsewhere.
+
+    implementation="native" fails on other platforms instead; "reference" never calls `target`.
+    """
+    if implementation == "reference":
+        return reference(*operands)
+
+    def native(*operands):
+        call = jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases)
+        return tuple(call(*operands, **attributes))
+
+    def unavailable(message):
+        def branch(*operands):
+            return tuple(_unavailable_p.bind(*operands, results=tuple(results), message=message))
+
+        return branch
+
+    def branch(name):
+        module = _modules[name]
+        if target in _targets(name):
+            return native
+        reason = module if isinstance(module, str) else f"this build has no {target}"
+        return unavailable(
+            f"jax_paged: {_PLATFORMS[name]} kernels not built ({reason}); {_REMEDIES[name]}"
+        )
+
+    default = reference
+    if implementation == "native":
+        default = unavailable(
+            f"{target}: native kernels exist for cpu and CUDA; implementation=None uses the "
+            "reference on other platforms"
+        )
+    return jax.lax.platform_dependent(
+        *operands, cpu=branch("_cpu"), cuda=branch("_cuda"), default=default
+    )

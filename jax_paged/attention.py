@@ -1,0 +1,219 @@
+"""Attention over paged K and V: one query per row, or ragged batches of prefill and decode rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float, Int
+
+from jax_paged import _ffi, reference
+from jax_paged._ffi import Implementation
+from jax_paged.layout import Layout
+from jax_paged.validation import AttentionSpec, check_attention
+
+TARGET = "jax_paged.attention.v1"
+
+
+def paged_attention(
+    q: Float[Array, "num_seqs num_q_heads head_dim"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    page_table: Int[Array, "num_seqs pages_per_seq"],
+    seq_lens: Int[Array, "num_seqs"],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    sm_scale: Float[Array, ""] | float | None = None,
+    return_lse: bool = False,
+    num_kv_splits: int | None = None,
+    split_tokens: int | None = None,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+):
+    """Attends one query per row to that row's pages: the decode step.
+
+    out[i, h] = Σ_j softmax_j(sm_scale · q[i, h] · k[i, j, h // group]) · v[i, j, h // group] over the
+    seq_lens[i] tokens j that page_table[i] names, with group = num_q_heads / num_kv_heads.
+
+    Args:
+      q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
+      k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
+        [num_pages, page_size, num_kv_heads, head_dim] ("NHD"), optionally with a leading num_layers
+        axis (then give `layer`). Same dtype as q; v may have another head_dim.
+      page_table: page ids in token order. An id outside [0, num_pages), e.g. −1, is never read: its
+        tokens are left out.
+      seq_lens: KV length of each row, this step's token included. 0: the row's output is exactly 0
+        and its lse −inf. Lengths are clamped to [0, pages_per_seq · page_size].
+      layer: which layer of stacked pages; may be traced. Out of range: output 0.
+      sm_scale: factor on the logits, default head_dim ** −0.5; may be traced.
+      return_lse: also return log Σ_j exp(logit_j), natural logarithm.
+      num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
+        1 = not cut.
+      split_tokens: cut at fixed multiples of this many tokens instead, so that the bits of a row do
+        not depend on the rest of the batch.
+      implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
+
+    Returns:
+      [num_seqs, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[num_seqs,
+      num_q_heads]. NaN in unused pages or slots never reaches it.
+
+    Raises:
+      ValueError: an argument's shape, dtype or static value is wrong.
+      NotImplementedError: the native kernels do not take this head_dim.
+
+    Differentiable in q, k_pages, v_pages and sm_scale by reverse mode (the backward pass is the
+    reference). vmap runs one call after another; the batch axis of the op itself is the fast one.
+
+    Split KV after Flash-Decoding (Dao et al. 2023) and vLLM's paged attention v2.
+
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.ones((2, 1, 4, 8))  # two pages of four tokens, one KV head
+    >>> q, table = jnp.ones((1, 2, 8)), jnp.array([[1, -1]])
+    >>> print(paged_attention(q, pages, 3 * pages, table, jnp.array([3]))[0, :, 0])
+    [3. 3.]
+    """
+    spec = AttentionSpec(
+        layout, True, num_kv_splits, split_tokens, one_query_per_row=True,
+        implementation=implementation,
+    )  # fmt: skip
+    operands = check_attention(
+        q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale, spec
+    )
+    out, lse = _attention(spec, *operands)
+    return (out, lse) if return_lse else out
+
+
+def ragged_paged_attention(
+    q: Float[Array, "tokens num_q_heads head_dim"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    page_table: Int[Array, "num_seqs pages_per_seq"],
+    seq_lens: Int[Array, "num_seqs"],
+    cu_q_lens: Int[Array, "num_seqs+1"],
+    num_seqs: Int[Array, "..."] | int | None = None,
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    sm_scale: Float[Array, ""] | float | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    num_kv_splits: int | None = None,
+    split_tokens: int | None = None,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+):
+    """Attends each row's new tokens to that row's pages: prefill chunks and decode in one call.
+
+    Row i owns the queries cu_q_lens[i] ≤ t < cu_q_lens[i + 1]. Its last query stands at position
+    seq_lens[i] − 1, so query t of q_len = cu_q_lens[i + 1] − cu_q_lens[i] sees the keys at positions
+    up to seq_lens[i] − q_len + (t − cu_q_lens[i]); with causal=False it sees all seq_lens[i] keys.
+    The K and V of the new tokens must be in the pages already (`write_kv`).
+
+    Args:
+      q: [tokens, num_q_heads, head_dim], all rows' new tokens one after another, padding at the end.
+      cu_q_lens: start of each row's tokens; clamped to be monotone and within [0, tokens].
+      num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
+      causal: whether a query is kept from later keys.
+      The other arguments are those of `paged_attention`.
+
+    Returns:
+      [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
+      Tokens of no live row (padding) are exactly 0 with lse −inf.
+
+    Raises and derivatives: as `paged_attention`.
+
+    The contract is that of JAX's TPU ragged paged attention; rows with few queries run as decode, the
+    others as prefill, told apart on the device.
+
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.ones((2, 1, 4, 8))
+    >>> q, table = jnp.ones((3, 2, 8)), jnp.array([[1, 0], [0, -1]])
+    >>> out = ragged_paged_attention(  # row 0: two new tokens of five; row 1: one; no padding
+    ...     q, pages, 3 * pages, table, jnp.array([5, 1]), jnp.array([0, 2, 3]))
+    >>> print(out.shape, out[2, 0, 0])
+    (3, 2, 8) 3.0
+    """
+    spec = AttentionSpec(
+        layout, causal, num_kv_splits, split_tokens, one_query_per_row=False,
+        implementation=implementation,
+    )  # fmt: skip
+    operands = check_attention(
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec
+    )
+    out, lse = _attention(spec, *operands)
+    return (out, lse) if return_lse else out
+
+
+def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
+    cu_q_lens, num_seqs, layer, sm_scale = rest
+    options = {
+        "layer": layer if k_pages.ndim == 5 else None,
+        "sm_scale": sm_scale,
+        "return_lse": True,
+        "layout": spec.layout,
+    }
+    if spec.one_query_per_row:
+        return reference.paged_attention(q, k_pages, v_pages, page_table, seq_lens, **options)
+    return reference.ragged_paged_attention(
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, causal=spec.causal,
+        **options,
+    )  # fmt: skip
+
+
+def _call(spec: AttentionSpec, q, k_pages, v_pages, *rest):
+    shape = (*q.shape[:2], v_pages.shape[-1])
+    results = (
+        jax.ShapeDtypeStruct(shape, q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+    )
+    return tuple(
+        _ffi.ffi_call(
+            TARGET,
+            results,
+            (q, k_pages, v_pages, *rest),
+            {
+                "layout": spec.layout,
+                "causal": spec.causal,
+                "num_kv_splits": spec.num_kv_splits or 0,
+                "split_tokens": spec.split_tokens or 0,
+            },
+            implementation=spec.implementation,
+            reference=functools.partial(_reference, spec),
+        )
+    )
+
+
+@functools.cache
+def _batched(spec: AttentionSpec):
+    """`_call` with a batching rule: one call after another over the mapped axis."""
+    call = custom_vmap(functools.partial(_call, spec))
+
+    @call.def_vmap
+    def rule(axis_size, in_batched, *operands):
+        def one(mapped):
+            mapped = iter(mapped)
+            return call(
+                *(next(mapped) if b else x for x, b in zip(operands, in_batched, strict=True))
+            )
+
+        mapped = [x for x, b in zip(operands, in_batched, strict=True) if b]
+        return jax.lax.map(one, mapped), (True, True)
+
+    return call
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(spec: AttentionSpec, *operands):
+    return _batched(spec)(*operands)
+
+
+def _forward(spec: AttentionSpec, *operands):
+    return _batched(spec)(*operands), operands
+
+
+def _backward(spec: AttentionSpec, operands, cotangents):
+    _, pullback = jax.vjp(functools.partial(_reference, spec), *operands)
+    return pullback(cotangents)
+
+
+_differentiable.defvjp(_forward, _backward)
+_attention = jax.jit(_differentiable, static_argnums=0)

@@ -1,0 +1,140 @@
+"""The public ops in plain jax.numpy: the same signatures, the same results, any platform.
+
+They gather the pages into dense arrays, so they are slow and need memory for it; they are the oracle
+of the tests, the backward pass of the native reads, and the implementation on platforms without
+native kernels.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jax_paged.layout import Layout, pages_shape, slots_first
+
+
+def _gather_rows(pages, page_table, layer, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Each row's tokens in order: ([rows, capacity, num_kv_heads, head_dim], is there a page)."""
+    shape = pages_shape(pages, layout)
+    has_page = (page_table >= 0) & (page_table < shape.num_pages)
+    if shape.num_pages == 0 or shape.num_layers == 0:
+        rows, width = page_table.shape
+        capacity = width * shape.page_size
+        empty = jnp.zeros((rows, capacity, shape.num_kv_heads, shape.head_dim), pages.dtype)
+        return empty, jnp.zeros((rows, capacity), bool)
+    ids = jnp.where(has_page, page_table, 0)
+    if shape.num_layers is not None:
+        has_page &= (layer >= 0) & (layer < shape.num_layers)
+        gathered = pages[jnp.clip(layer, 0, shape.num_layers - 1), ids]
+    else:
+        gathered = pages[ids]
+    gathered = slots_first(gathered, layout)
+    rows, width, page_size, heads, dim = gathered.shape
+    tokens = gathered.reshape(rows, width * page_size, heads, dim)
+    return tokens, jnp.repeat(has_page, page_size, axis=1)
+
+
+def _softmax_attention(q, k, v, visible, sm_scale) -> tuple[jax.Array, jax.Array]:
+    """Dense attention of one row: q [t, Hq, D], k and v [l, Hkv, D], visible [t, l]."""
+    tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    exact = jax.lax.Precision.HIGHEST
+    grouped = q.reshape(tokens, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    logits = jnp.einsum(
+        "thgd,lhd->thgl", grouped.astype(jnp.float32), k.astype(jnp.float32), precision=exact
+    )
+    logits = jnp.where(visible[:, None, None, :], logits * sm_scale, -jnp.inf)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), jnp.float32(0), top))
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1)
+    out = jnp.einsum("thgl,lhd->thgd", weights, v.astype(jnp.float32), precision=exact)
+    empty = total == 0
+    out = out / jnp.where(empty, jnp.float32(1), total)[..., None]
+    lse = jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(jnp.where(empty, 1, total)))
+    return out.reshape(tokens, num_q_heads, v.shape[-1]), lse.reshape(tokens, num_q_heads)
+
+
+def ragged_paged_attention(
+    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
+    layer=None, sm_scale=None, causal=True, return_lse=False, layout: Layout = "HND",
+):  # fmt: skip
+    """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    rows = page_table.shape[0]
+    sm_scale = jnp.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
+    layer = jnp.int32(0 if layer is None else layer)
+    num_seqs = jnp.int32(rows) if num_seqs is None else jnp.reshape(num_seqs, ())
+    bounds = jax.lax.cummax(jnp.clip(cu_q_lens, 0, num_tokens))
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+
+    def attend_row(carry, row):
+        out, lse = carry
+        index, table, seq_len, start, end = row
+        k, has_page = _gather_rows(k_pages, table[None], layer, layout)
+        v, _ = _gather_rows(v_pages, table[None], layer, layout)
+        position = jnp.arange(k.shape[1], dtype=jnp.int32)
+        stored = has_page[0] & (position < seq_len)
+        k = jnp.where(stored[:, None, None], k[0], jnp.zeros((), k.dtype))
+        v = jnp.where(stored[:, None, None], v[0], jnp.zeros((), v.dtype))
+        visible = jnp.broadcast_to(stored[None], (num_tokens, k.shape[0]))
+        if causal:
+            visible &= position[None] <= (token - end + jnp.clip(seq_len, 0, k.shape[0]))[:, None]
+        row_out, row_lse = _softmax_attention(q, k, v, visible, sm_scale)
+        mine = (token >= start) & (token < end) & (index < num_seqs)
+        out = jnp.where(mine[:, None, None], row_out, out)
+        return (out, jnp.where(mine[:, None], row_lse, lse)), None
+
+    nothing = (
+        jnp.zeros((num_tokens, num_q_heads, v_pages.shape[-1]), jnp.float32),
+        jnp.full((num_tokens, num_q_heads), -jnp.inf, jnp.float32),
+    )
+    index = jnp.arange(rows, dtype=jnp.int32)
+    (out, lse), _ = jax.lax.scan(
+        attend_row, nothing, (index, page_table, seq_lens, bounds[:-1], bounds[1:])
+    )
+    out = out.astype(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def paged_attention(
+    q, k_pages, v_pages, page_table, seq_lens, *,
+    layer=None, sm_scale=None, return_lse=False, layout: Layout = "HND",
+):  # fmt: skip
+    """`jax_paged.paged_attention` in jax.numpy, all rows at once. Differentiable."""
+    sm_scale = jnp.float32(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+    layer = jnp.int32(0 if layer is None else layer)
+    k, has_page = _gather_rows(k_pages, page_table, layer, layout)
+    v, _ = _gather_rows(v_pages, page_table, layer, layout)
+    position = jnp.arange(k.shape[1], dtype=jnp.int32)
+    stored = has_page & (position[None] < seq_lens[:, None])
+    k = jnp.where(stored[..., None, None], k, jnp.zeros((), k.dtype))
+    v = jnp.where(stored[..., None, None], v, jnp.zeros((), v.dtype))
+    out, lse = jax.vmap(_softmax_attention, in_axes=(0, 0, 0, 0, None))(
+        q[:, None], k, v, stored[:, None], sm_scale
+    )
+    out, lse = out[:, 0].astype(q.dtype), lse[:, 0]
+    return (out, lse) if return_lse else out
+
+
+def write_kv(k_pages, v_pages, k, v, slot_mapping, *, layer=None, layout: Layout = "HND"):
+    """`jax_paged.write_kv` in jax.numpy: a scatter that drops what has no slot."""
+    shape = pages_shape(k_pages, layout)
+    num_slots = shape.num_pages * shape.page_size
+    layer = jnp.int32(0 if layer is None else layer)
+    # The last of several tokens for one slot wins; a scatter does not promise which would.
+    order = jnp.argsort(slot_mapping, stable=True)
+    in_order = slot_mapping[order]
+    wins = jnp.ones(in_order.shape, bool).at[:-1].set(in_order[:-1] != in_order[1:])
+    wins &= (in_order >= 0) & (in_order < num_slots)
+    if shape.num_layers is not None:
+        wins &= (layer >= 0) & (layer < shape.num_layers)
+    slot = jnp.where(wins, in_order, num_slots)  # out of range: dropped
+    page, offset = slot // shape.page_size, slot % shape.page_size
+
+    def scatter(pages, tokens):
+        tokens = tokens[order].astype(pages.dtype)
+        index = (page, slice(None), offset) if layout == "HND" else (page, offset)
+        if shape.num_layers is not None:
+            index = (jnp.broadcast_to(layer, page.shape), *index)
+        return pages.at[index].set(tokens, mode="drop")
+
+    return scatter(k_pages, k), scatter(v_pages, v)

@@ -1,0 +1,229 @@
+"""Test data and oracles, shared by the tests and the benchmarks.
+
+Batches are hostile: pages in random order, every slot that no sequence owns is NaN, unused table
+entries are wild, there are empty rows, dead rows and padding tokens.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged.layout import Layout, PagesShape, make_shape
+
+WILD_PAGE = 2_147_480_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes of an attention batch, named after the model (or the trap) they come from."""
+
+    name: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int = 16
+    v_head_dim: int | None = None
+    layout: Layout = "HND"
+    num_layers: int | None = None
+    causal: bool = True
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("qwen3_30b_a3b", 32, 4, 128),
+        Case("llama3_8b", 32, 8, 128),
+        Case("smollm2_135m", 9, 3, 64),
+        Case("gemma_mqa", 8, 1, 256),
+        Case("phi_mha", 4, 4, 80),
+        Case("wide_group", 71, 1, 64),
+        Case("page_544", 8, 2, 64, page_size=544),
+    )
+}
+
+# Relative error per token and head, and maximal error relative to max|out|. Rounding the exact answer
+# to the output dtype costs about half of each; the rest is for the order of f32 sums.
+TOLERANCES = {
+    "bfloat16": (4e-3, 2.0**-7),
+    "float16": (8e-4, 2.0**-10),
+    "float32": (1e-5, 2.0**-16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The operands of one ragged call, as numpy arrays (pages and q in the dtype under test)."""
+
+    case: Case
+    q: np.ndarray  # [T, Hq, D]
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    page_table: np.ndarray  # i32[S, pages_per_seq]
+    seq_lens: np.ndarray  # i32[S]
+    cu_q_lens: np.ndarray  # i32[S + 1]
+    num_seqs: int
+    layer: int | None
+    sm_scale: float
+
+    def operands(self) -> tuple[jax.Array, ...]:
+        """q, k_pages, v_pages, page_table, seq_lens as device arrays."""
+        arrays = (self.q, self.k_pages, self.v_pages, self.page_table, self.seq_lens)
+        return tuple(jnp.asarray(x) for x in arrays)
+
+    def ragged(self) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+        """Positional and keyword arguments for `ragged_paged_attention`."""
+        arguments = (*self.operands(), jnp.asarray(self.cu_q_lens), jnp.int32(self.num_seqs))
+        options = {
+            "layer": None if self.layer is None else jnp.int32(self.layer),
+            "sm_scale": jnp.float32(self.sm_scale),
+            "layout": self.case.layout,
+            "causal": self.case.causal,
+        }
+        return arguments, options
+
+
+def make_batch(
+    case: Case, dtype: Any, q_lens, seq_lens, *, num_tokens: int | None = None,
+    num_seqs: int | None = None, pages_per_seq: int | None = None, shared_pages: bool = False,
+    spare_pages: int = 3, seed: int = 0,
+) -> Batch:  # fmt: skip
+    """Builds a hostile batch.
+
+    Args:
+      q_lens, seq_lens: new tokens and KV length per row; rows from num_seqs on are dead.
+      num_tokens: length of the flat batch (default the sum of the live q_lens; more = padding).
+      shared_pages: rows may share the pages of their common full prefix with row 0.
+      spare_pages: pages that no row owns.
+    """
+    rng = np.random.default_rng(seed)
+    rows, page = len(seq_lens), case.page_size
+    num_seqs = rows if num_seqs is None else num_seqs
+    pages_of = [-(-int(n) // page) for n in seq_lens]
+    pages_per_seq = max([*pages_of, 1]) if pages_per_seq is None else pages_per_seq
+    num_pages = sum(pages_of) + spare_pages
+    free = list(rng.permutation(num_pages))
+    table = rng.choice(np.array([-1, WILD_PAGE, -7], np.int32), (rows, pages_per_seq))
+    for row, count in enumerate(pages_of):
+        for index in range(count):
+            full_in_both = (index + 1) * page <= min(int(seq_lens[row]), int(seq_lens[0]))
+            if shared_pages and row and full_in_both:
+                table[row, index] = table[0, index]
+            else:
+                table[row, index] = free.pop()
+    shape = PagesShape(case.num_layers, num_pages, case.num_kv_heads, page, case.head_dim)
+    layer = None if case.num_layers is None else int(rng.integers(case.num_layers))
+    owned = np.zeros((num_pages, page), bool)
+    for row in range(rows):
+        for index in range(pages_of[row]):
+            used = min(page, int(seq_lens[row]) - index * page)
+            owned[table[row, index], :used] = True
+
+    def pages(head_dim: int) -> np.ndarray:
+        values = np.full(make_shape(shape._replace(head_dim=head_dim), case.layout), np.nan, "f4")
+        view = values if layer is None else values[layer]
+        view = (
+            np.swapaxes(view, -3, -2) if case.layout == "HND" else view
+        )  # [page, slot, head, dim]
+        view[owned] = rng.standard_normal((owned.sum(), case.num_kv_heads, head_dim), "f4")
+        return values.astype(dtype)
+
+    cu_q_lens = np.zeros(rows + 1, np.int32)
+    cu_q_lens[1:] = np.cumsum(q_lens)
+    num_tokens = int(cu_q_lens[num_seqs]) if num_tokens is None else num_tokens
+    q = rng.standard_normal((num_tokens, case.num_q_heads, case.head_dim), "f4").astype(dtype)
+    v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
+    return Batch(
+        case=case, q=q, k_pages=pages(case.head_dim), v_pages=pages(v_head_dim), page_table=table,
+        seq_lens=np.asarray(seq_lens, np.int32), cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        layer=layer, sm_scale=float(case.head_dim**-0.5),
+    )  # fmt: skip
+
+
+def dense_oracle(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention in float64 on dense K and V: (out [T, Hq, Dv], lse [T, Hq])."""
+    case = batch.case
+    group = case.num_q_heads // case.num_kv_heads
+
+    def dense(pages: np.ndarray) -> np.ndarray:
+        pages = pages if batch.layer is None else pages[batch.layer]
+        return np.swapaxes(pages, -3, -2) if case.layout == "HND" else pages
+
+    k_pages, v_pages = dense(batch.k_pages), dense(batch.v_pages)
+    out = np.zeros((*batch.q.shape[:2], v_pages.shape[-1]))
+    lse = np.full(batch.q.shape[:2], -np.inf)
+    for row in range(batch.num_seqs):
+        length, start, end = batch.seq_lens[row], *batch.cu_q_lens[row : row + 2]
+        if length == 0 or start == end:
+            continue
+        ids = batch.page_table[row, : -(-length // case.page_size)]
+        k = k_pages[ids].reshape(-1, *k_pages.shape[-2:])[:length].astype(np.float64)
+        v = v_pages[ids].reshape(-1, *v_pages.shape[-2:])[:length].astype(np.float64)
+        k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+        q = batch.q[start:end].astype(np.float64)
+        logits = np.einsum("thd,lhd->thl", q, k) * batch.sm_scale
+        if case.causal:
+            position = length - (end - start) + np.arange(end - start)
+            hidden = np.arange(length)[None, None] > position[:, None, None]
+            logits = np.where(hidden, -np.inf, logits)
+        top = np.max(logits, axis=-1, keepdims=True)
+        weights = np.exp(logits - np.where(np.isneginf(top), 0, top))
+        total = weights.sum(-1)
+        seen = total > 0
+        out[start:end] = np.einsum("thl,lhd->thd", weights, v) / np.where(seen, total, 1)[..., None]
+        lse[start:end] = np.where(seen, top[..., 0] + np.log(np.where(seen, total, 1)), -np.inf)
+    return out, lse
+
+
+def assert_attention_close(out, lse, expected, expected_lse) -> None:
+    """Compares with the oracle: tolerances of `TOLERANCES`; empty rows exactly 0 with lse −inf."""
+    tolerance, peak_tolerance = TOLERANCES[jnp.dtype(out.dtype).name]
+    out, lse = np.asarray(out).astype(np.float64), np.asarray(lse).astype(np.float64)
+    assert np.isfinite(out).all(), f"{np.count_nonzero(~np.isfinite(out))} outputs are not finite"
+    empty = np.isneginf(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty, err_msg="lse: empty rows")
+    np.testing.assert_array_equal(out[empty], 0, err_msg="out: empty rows")
+    if empty.all():
+        return
+    norm = np.linalg.norm(expected, axis=-1)
+    error = np.linalg.norm(out - expected, axis=-1)
+    relative = np.where(empty, 0, error / np.where(empty, 1, norm))
+    worst = np.unravel_index(np.argmax(relative), relative.shape)
+    assert relative[worst] <= tolerance, (
+        f"relative error {relative[worst]:.3g} > {tolerance:.3g} at token, head {worst}"
+    )
+    peak = np.abs(out - expected).max()
+    limit = peak_tolerance * np.abs(expected).max()
+    assert peak <= limit, f"largest error {peak:.3g} > {limit:.3g}"
+    np.testing.assert_allclose(lse[~empty], expected_lse[~empty], rtol=0, atol=2e-5, err_msg="lse")
+
+
+def is_in_place(compiled: jax.stages.Compiled, pool: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether a compiled program never makes an array as large as `pool` beside the donated one.
+
+    Looks in the optimised HLO for pool-sized copies, selects, fusions and the like; a custom call,
+    parameter, tuple access, bitcast, while or call passes the pool on without touching it.
+    """
+    return not pool_sized_ops(compiled, pool)
+
+
+def pool_sized_ops(
+    compiled: jax.stages.Compiled, pool: jax.Array | jax.ShapeDtypeStruct
+) -> list[str]:
+    """The HLO lines of `compiled` that write a new array with as many elements as `pool`."""
+    passes = {
+        "custom-call", "parameter", "get-tuple-element", "bitcast", "tuple", "while", "call",
+        "conditional", "opt-barrier",
+    }  # fmt: skip
+    size = int(np.prod(pool.shape))
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?\S+ = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", line)
+        if match and match[2] and match[3] not in passes:
+            elements = int(np.prod([int(n) for n in match[2].split(",")]))
+            if elements >= size:
+                found.append(line.strip())
+    return found

@@ -1,0 +1,256 @@
+"""Argument checks: `check_*` raise at trace time, `check_values` reads values on the host.
+
+A wrong call is a ValueError; a right call that the native kernels cannot serve is a
+NotImplementedError that says who can. Each message is one line: argument, expected, got.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged._ffi import Implementation
+from jax_paged.layout import LAYOUTS, Layout, PagesShape, pages_shape
+
+FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
+MAX_HEAD_DIM = 512
+_I32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """The static part of an attention call."""
+
+    layout: Layout
+    causal: bool
+    num_kv_splits: int | None
+    split_tokens: int | None
+    one_query_per_row: bool
+    implementation: Implementation
+
+
+def expect(ok: bool, name: str, expected: str, got: Any) -> None:
+    """Raises ValueError(f"{name}: expected {expected}, got {got}") unless ok."""
+    if not ok:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def check_shape(name: str, x: jax.Array, axes: str, sizes: tuple[int | None, ...]) -> None:
+    """Checks rank and sizes; `axes` names them in the message, None in `sizes` is any size."""
+    ok = len(x.shape) == len(sizes) and all(
+        want is None or have == want for have, want in zip(x.shape, sizes, strict=True)
+    )
+    if ok:
+        return
+    names = axes.split()
+    expected = ", ".join(
+        n if s is None or n == str(s) else f"{n}={s}" for n, s in zip(names, sizes, strict=True)
+    )
+    raise ValueError(f"{name}: expected shape [{expected}], got {_shape_text(x.shape)}")
+
+
+def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None:
+    """Checks for bf16, f16 or f32, or for one dtype."""
+    allowed = FLOAT_DTYPES if dtype is None else (dtype,)
+    expect(x.dtype in allowed, name, "dtype " + " or ".join(d.name for d in allowed), x.dtype.name)
+
+
+def as_index(name: str, x: Any) -> jax.Array:
+    """Any integer array as i32. Values beyond i32 saturate, so that no cast makes a valid index."""
+    x = jnp.asarray(x)
+    expect(jnp.issubdtype(x.dtype, jnp.integer), name, "an integer dtype", f"dtype {x.dtype.name}")
+    info = jnp.iinfo(x.dtype)
+    if info.max > _I32_MAX:
+        x = jnp.minimum(x, jnp.asarray(_I32_MAX, x.dtype))
+    if info.min < -_I32_MAX - 1:
+        x = jnp.maximum(x, jnp.asarray(-_I32_MAX - 1, x.dtype))
+    return x.astype(jnp.int32)
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Checks that value is one of choices."""
+    expect(value in choices, name, " or ".join(map(repr, choices)), repr(value))
+
+
+def check_pages(
+    k_pages: jax.Array, v_pages: jax.Array, layout: Layout, layer: Any
+) -> tuple[PagesShape, PagesShape]:
+    """Checks a K and a V pool against each other; returns their named shapes."""
+    check_choice("layout", layout, LAYOUTS)
+    axes = "[num_pages, num_kv_heads, page_size, head_dim]"
+    if layout == "NHD":
+        axes = "[num_pages, page_size, num_kv_heads, head_dim]"
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        expect(
+            len(pages.shape) in (4, 5),
+            name,
+            f"rank 4, {axes}, or 5 with a leading num_layers",
+            _shape_text(pages.shape),
+        )
+        check_float(name, pages)
+    stacked = len(k_pages.shape) == 5
+    expect(
+        stacked == (layer is not None),
+        "layer",
+        "an i32 scalar for stacked pages, None for pages without a layer axis",
+        f"{'None' if layer is None else 'a value'} for k_pages of rank {len(k_pages.shape)}",
+    )
+    k_shape, v_shape = pages_shape(k_pages, layout), pages_shape(v_pages, layout)
+    expect(
+        k_shape._replace(head_dim=0) == v_shape._replace(head_dim=0)
+        and len(k_pages.shape) == len(v_pages.shape),
+        "v_pages",
+        f"the shape of k_pages {_shape_text(k_pages.shape)}, head_dim aside",
+        _shape_text(v_pages.shape),
+    )
+    check_float("v_pages", v_pages, k_pages.dtype)
+    expect(k_shape.page_size >= 1, "k_pages", "page_size >= 1", k_shape.page_size)
+    return k_shape, v_shape
+
+
+def _check_native(name: str, head_dim: int, implementation: Implementation) -> None:
+    if implementation != "reference" and (head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM):
+        raise NotImplementedError(
+            f"{name}: native kernels take a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, "
+            f"got {head_dim}; implementation='reference' takes any"
+        )
+
+
+def check_write(
+    k_pages, v_pages, k, v, slot_mapping, layer, layout, implementation
+) -> tuple[jax.Array, jax.Array]:
+    """Checks a page write; returns slot_mapping and layer as i32."""
+    check_choice("implementation", implementation, (None, "native", "reference"))
+    k_shape, v_shape = check_pages(k_pages, v_pages, layout, layer)
+    slot_mapping = as_index("slot_mapping", slot_mapping)
+    check_shape("slot_mapping", slot_mapping, "tokens", (None,))
+    for name, x, shape in (("k", k, k_shape), ("v", v, v_shape)):
+        check_float(name, x)
+        check_shape(
+            name,
+            x,
+            "tokens num_kv_heads head_dim",
+            (slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim),
+        )
+    layer = as_index("layer", 0 if layer is None else layer)
+    check_shape("layer", layer, "", ())
+    return slot_mapping, layer
+
+
+def check_attention(
+    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec
+) -> tuple[jax.Array, ...]:
+    """Checks an attention call at trace time; returns the operands in the order of the FFI target.
+
+    cu_q_lens None means one query per row.
+    """
+    check_choice("implementation", spec.implementation, (None, "native", "reference"))
+    k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
+    page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
+    check_shape("seq_lens", seq_lens, "num_seqs", (None,))
+    rows = seq_lens.shape[0]
+    check_shape("page_table", page_table, "num_seqs pages_per_seq", (rows, None))
+    tokens = rows if cu_q_lens is None else None
+    check_float("q", q)
+    check_shape(
+        "q", q, f"{'num_seqs' if tokens is not None else 'tokens'} num_q_heads head_dim",
+        (tokens, None, k_shape.head_dim),
+    )  # fmt: skip
+    check_float("k_pages", k_pages, q.dtype)
+    num_q_heads = q.shape[1]
+    expect(
+        k_shape.num_kv_heads > 0 and num_q_heads % k_shape.num_kv_heads == 0,
+        "q",
+        f"num_q_heads to be a multiple of num_kv_heads={k_shape.num_kv_heads}",
+        num_q_heads,
+    )
+    for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
+        _check_native(name, shape.head_dim, spec.implementation)
+    if cu_q_lens is None:
+        cu_q_lens = jnp.arange(rows + 1, dtype=jnp.int32)
+    cu_q_lens = as_index("cu_q_lens", cu_q_lens)
+    check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (rows + 1,))
+    num_seqs = as_index("num_seqs", rows if num_seqs is None else num_seqs)
+    expect(num_seqs.size == 1 and num_seqs.ndim <= 1, "num_seqs", "a scalar or [1]", num_seqs.shape)
+    layer = as_index("layer", 0 if layer is None else layer)
+    check_shape("layer", layer, "", ())
+    for name, value in (("num_kv_splits", spec.num_kv_splits), ("split_tokens", spec.split_tokens)):
+        expect(value is None or value >= 1, name, "None or at least 1", value)
+    expect(
+        spec.num_kv_splits is None or spec.split_tokens is None,
+        "split_tokens",
+        "None when num_kv_splits is given",
+        spec.split_tokens,
+    )
+    sm_scale = check_scale("sm_scale", k_shape.head_dim**-0.5 if sm_scale is None else sm_scale)
+    return (
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs.reshape(1), layer, sm_scale
+    )  # fmt: skip
+
+
+def check_scale(name: str, value: Any) -> jax.Array:
+    """A scalar scale as f32; a value known now must be finite and not negative."""
+    if isinstance(value, (int, float, np.generic)):
+        expect(math.isfinite(value) and value >= 0, name, "a finite scale >= 0", value)
+    value = jnp.asarray(value, jnp.float32)
+    check_shape(name, value, "", ())
+    return value
+
+
+def check_values(
+    page_table, seq_lens, cu_q_lens=None, *, num_pages: int, page_size: int,
+    num_tokens: int | None = None, num_seqs: int | None = None,
+) -> None:  # fmt: skip
+    """Checks the values of a batch on the host (it waits for the device); for debugging and tests.
+
+    The ops never read out of bounds whatever the values are: bad ids are skipped, bad lengths
+    clamped. This function is for finding out why a result is not what was expected.
+
+    Args:
+      page_table: i32[num_seqs, pages_per_seq].
+      seq_lens: i32[num_seqs], KV length including this step's tokens.
+      cu_q_lens: i32[num_seqs + 1] or None for one query per row.
+      num_pages, page_size: of the pool.
+      num_tokens: length of the flat batch; None = cu_q_lens may end anywhere.
+      num_seqs: live rows; None = all.
+    Raises:
+      ValueError: naming the argument, the row, what was expected and what was found.
+    """
+    page_table, seq_lens = np.asarray(page_table), np.asarray(seq_lens)
+    live = seq_lens.shape[0] if num_seqs is None else num_seqs
+    expect(0 <= live <= seq_lens.shape[0], "num_seqs", f"a value in [0, {seq_lens.shape[0]}]", live)
+    capacity = page_table.shape[1] * page_size
+    for row in range(live):
+        length = int(seq_lens[row])
+        expect(0 <= length <= capacity, f"seq_lens[{row}]", f"a length in [0, {capacity}]", length)
+        used = page_table[row, : -(-length // page_size)]
+        bad = np.flatnonzero((used < 0) | (used >= num_pages))
+        if bad.size:
+            expect(
+                False,
+                f"page_table[{row}, {bad[0]}]",
+                f"a page id in [0, {num_pages})",
+                int(used[bad[0]]),
+            )
+    if cu_q_lens is None:
+        return
+    cu_q_lens = np.asarray(cu_q_lens)
+    expect(cu_q_lens[0] == 0, "cu_q_lens[0]", "0", int(cu_q_lens[0]))
+    for row in range(live):
+        q_len = int(cu_q_lens[row + 1]) - int(cu_q_lens[row])
+        expect(
+            0 <= q_len <= int(seq_lens[row]),
+            f"cu_q_lens[{row + 1}]",
+            f"a q_len in [0, seq_lens[{row}]={int(seq_lens[row])}]",
+            q_len,
+        )
+    if num_tokens is not None:
+        end = int(cu_q_lens[live])
+        expect(end == num_tokens, f"cu_q_lens[{live}]", f"the number of tokens {num_tokens}", end)

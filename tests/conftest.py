@@ -1,0 +1,24 @@
+"""Test-wide settings: strict dtypes and ranks, 64-bit only on request, runtime-checked signatures."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_report_header(config):
+    import jax_paged
+
+    info = jax_paged.build_info()
+    return f"jax {jax.__version__}, jax_paged cpu={info['cpu']}, cuda={info['cuda']['status']}"
+
+
+@pytest.fixture(params=["native", "reference"])
+def implementation(request):
+    """Both implementations of an op: one suite serves them."""
+    return request.param
