@@ -103,8 +103,8 @@ def build_info() -> dict[str, Any]:
     return info
 
 
-# A primitive that can be traced anywhere and raises when it is lowered. It stands in the branch of a
-# platform that cannot run, so that only programs which really are for that platform fail.
+# A primitive that can be traced anywhere and raises when it is lowered. It stands in the branch of
+# a platform that cannot run, so that only programs which really are for that platform fail.
 _unavailable_p = Primitive("jax_paged_unavailable")
 _unavailable_p.multiple_results = True
 

@@ -32,8 +32,8 @@ def paged_attention(
 ):
     """Attends one query per row to that row's pages: the decode step.
 
-    out[i, h] = Σ_j softmax_j(sm_scale · q[i, h] · k[i, j, h // group]) · v[i, j, h // group] over the
-    seq_lens[i] tokens j that page_table[i] names, with group = num_q_heads / num_kv_heads.
+    out[i, h] = Σ_j softmax_j(sm_scale · q[i, h] · k[i, j, h // group]) · v[i, j, h // group] over
+    the seq_lens[i] tokens j that page_table[i] names, with group = num_q_heads / num_kv_heads.
 
     Args:
       q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
@@ -104,12 +104,12 @@ def ragged_paged_attention(
     """Attends each row's new tokens to that row's pages: prefill chunks and decode in one call.
 
     Row i owns the queries cu_q_lens[i] ≤ t < cu_q_lens[i + 1]. Its last query stands at position
-    seq_lens[i] − 1, so query t of q_len = cu_q_lens[i + 1] − cu_q_lens[i] sees the keys at positions
-    up to seq_lens[i] − q_len + (t − cu_q_lens[i]); with causal=False it sees all seq_lens[i] keys.
+    seq_lens[i] − 1, so query t of q_len = cu_q_lens[i + 1] − cu_q_lens[i] sees the keys at
+    positions up to seq_lens[i] − q_len + (t − cu_q_lens[i]); with causal=False all seq_lens[i] keys.
     The K and V of the new tokens must be in the pages already (`write_kv`).
 
     Args:
-      q: [tokens, num_q_heads, head_dim], all rows' new tokens one after another, padding at the end.
+      q: [tokens, num_q_heads, head_dim], the rows' new tokens in row order, padding at the end.
       cu_q_lens: start of each row's tokens; clamped to be monotone and within [0, tokens].
       num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
       causal: whether a query is kept from later keys.
@@ -121,8 +121,8 @@ def ragged_paged_attention(
 
     Raises and derivatives: as `paged_attention`.
 
-    The contract is that of JAX's TPU ragged paged attention; rows with few queries run as decode, the
-    others as prefill, told apart on the device.
+    The contract is that of JAX's TPU ragged paged attention; rows with few queries run as decode,
+    the others as prefill, told apart on the device.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((2, 1, 4, 8))

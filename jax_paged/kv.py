@@ -1,8 +1,8 @@
 """Writes to the pages: new tokens into their slots, whole pages onto others.
 
-These ops donate the pages they are given and update them in place. Called eagerly, the arrays passed
-in are gone afterwards: use the returned ones. Inside a jitted function the update is in place when
-that function itself donates the pages; else XLA copies the pool once.
+These ops donate the pages they are given and update them in place. Called eagerly, the arrays
+passed in are gone afterwards: use the returned ones. Inside a jitted function the update is in
+place when that function itself donates the pages; else XLA copies the pool once.
 """
 
 import functools

@@ -42,5 +42,5 @@ def make_shape(shape: PagesShape, layout: Layout) -> tuple[int, ...]:
 
 
 def slots_first(pages: jax.Array, layout: Layout) -> jax.Array:
-    """[..., page, head, slot, dim] or [..., page, slot, head, dim] → [..., page, slot, head, dim]."""
+    """Pages of either layout as [..., page, slot, head, dim]."""
     return jnp.swapaxes(pages, -3, -2) if layout == "HND" else pages

@@ -1,8 +1,8 @@
 """The public ops in plain jax.numpy: the same signatures, the same results, any platform.
 
-They gather the pages into dense arrays, so they are slow and need memory for it; they are the oracle
-of the tests, the backward pass of the native reads, and the implementation on platforms without
-native kernels.
+They gather the pages into dense arrays, so they are slow and need memory for it; they are the
+oracle of the tests, the backward pass of the native reads, and the implementation on platforms
+without native kernels.
 """
 
 import jax

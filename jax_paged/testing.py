@@ -45,8 +45,8 @@ CASES = {
     )
 }
 
-# Relative error per token and head, and maximal error relative to max|out|. Rounding the exact answer
-# to the output dtype costs about half of each; the rest is for the order of f32 sums.
+# Relative error per token and head, and maximal error relative to max|out|. Rounding the exact
+# answer to the output dtype costs about half of each; the rest is for the order of f32 sums.
 TOLERANCES = {
     "bfloat16": (4e-3, 2.0**-7),
     "float16": (8e-4, 2.0**-10),

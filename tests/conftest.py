@@ -1,4 +1,4 @@
-"""Test-wide settings: strict dtypes and ranks, 64-bit only on request, runtime-checked signatures."""
+"""Test-wide settings: CPU by default, strict dtype and rank promotion."""
 
 import os
 
