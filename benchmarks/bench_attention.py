@@ -77,7 +77,7 @@ def measure(case: Case, q_lens, seq_lens, dtype: str, torch_call, implementation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Paged attention on this machine, against peers.")
     parser.add_argument("--quick", action="store_true", help="only the first three decode shapes")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -111,7 +112,7 @@ _unavailable_p.multiple_results = True
 
 @_unavailable_p.def_abstract_eval
 def _unavailable_abstract(*_, results, **__):
-    return [jax.core.ShapedArray(r.shape, r.dtype) for r in results]
+    return [ShapedArray(r.shape, r.dtype) for r in results]
 
 
 def _unavailable_lowering(ctx, *_, message, **__):

@@ -105,7 +105,7 @@ def ragged_paged_attention(
 
     Row i owns the queries cu_q_lens[i] ≤ t < cu_q_lens[i + 1]. Its last query stands at position
     seq_lens[i] − 1, so query t of q_len = cu_q_lens[i + 1] − cu_q_lens[i] sees the keys at
-    positions up to seq_lens[i] − q_len + (t − cu_q_lens[i]); with causal=False all seq_lens[i] keys.
+    positions up to seq_lens[i] − q_len + (t − cu_q_lens[i]); with causal=False it sees them all.
     The K and V of the new tokens must be in the pages already (`write_kv`).
 
     Args:
@@ -152,11 +152,12 @@ def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *
         "layout": spec.layout,
     }
     if spec.one_query_per_row:
-        return reference.paged_attention(q, k_pages, v_pages, page_table, seq_lens, **options)
-    return reference.ragged_paged_attention(
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, causal=spec.causal,
-        **options,
-    )  # fmt: skip
+        attend, ragged = reference.paged_attention, ()
+    else:
+        attend = functools.partial(reference.ragged_paged_attention, causal=spec.causal)
+        ragged = (cu_q_lens, num_seqs)
+    out, lse = attend(q, k_pages, v_pages, page_table, seq_lens, *ragged, **options)
+    return out, lse
 
 
 def _call(spec: AttentionSpec, q, k_pages, v_pages, *rest):

@@ -5,6 +5,7 @@ entries are wild, there are empty rows, dead rows and padding tokens.
 """
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -88,25 +89,27 @@ class Batch:
 
 def make_batch(
     case: Case, dtype: Any, q_lens, seq_lens, *, num_tokens: int | None = None,
-    num_seqs: int | None = None, pages_per_seq: int | None = None, shared_pages: bool = False,
-    spare_pages: int = 3, seed: int = 0,
+    num_seqs: int | None = None, pages_per_seq: int | None = None, num_pages: int | None = None,
+    shared_pages: bool = False, seed: int = 0,
 ) -> Batch:  # fmt: skip
     """Builds a hostile batch.
 
     Args:
-      q_lens, seq_lens: new tokens and KV length per row; rows from num_seqs on are dead.
-      num_tokens: length of the flat batch (default the sum of the live q_lens; more = padding).
-      shared_pages: rows may share the pages of their common full prefix with row 0.
-      spare_pages: pages that no row owns.
+      q_lens, seq_lens: new tokens and KV length per row. Rows from num_seqs on are dead: what is
+        given for them is replaced by wild values.
+      num_tokens: length of the flat batch (default the sum of the live q_lens; more = padding, NaN).
+      num_pages: of the pool (default three more than the rows own).
+      shared_pages: rows share the pages of their common full prefix with row 0.
     """
     rng = np.random.default_rng(seed)
     rows, page = len(seq_lens), case.page_size
     num_seqs = rows if num_seqs is None else num_seqs
-    pages_of = [-(-int(n) // page) for n in seq_lens]
+    pages_of = [-(-int(n) // page) for n in seq_lens[:num_seqs]]
     pages_per_seq = max([*pages_of, 1]) if pages_per_seq is None else pages_per_seq
-    num_pages = sum(pages_of) + spare_pages
+    num_pages = sum(pages_of) + 3 if num_pages is None else num_pages
     free = list(rng.permutation(num_pages))
-    table = rng.choice(np.array([-1, WILD_PAGE, -7], np.int32), (rows, pages_per_seq))
+    table = rng.choice(np.array([-1, WILD_PAGE, -7, num_pages], np.int32), (rows, pages_per_seq))
+    owned = np.zeros((num_pages, page), bool)
     for row, count in enumerate(pages_of):
         for index in range(count):
             full_in_both = (index + 1) * page <= min(int(seq_lens[row]), int(seq_lens[0]))
@@ -114,67 +117,77 @@ def make_batch(
                 table[row, index] = table[0, index]
             else:
                 table[row, index] = free.pop()
+            owned[table[row, index], : int(seq_lens[row]) - index * page] = True
+
     shape = PagesShape(case.num_layers, num_pages, case.num_kv_heads, page, case.head_dim)
     layer = None if case.num_layers is None else int(rng.integers(case.num_layers))
-    owned = np.zeros((num_pages, page), bool)
-    for row in range(rows):
-        for index in range(pages_of[row]):
-            used = min(page, int(seq_lens[row]) - index * page)
-            owned[table[row, index], :used] = True
 
     def pages(head_dim: int) -> np.ndarray:
-        values = np.full(make_shape(shape._replace(head_dim=head_dim), case.layout), np.nan, "f4")
-        view = values if layer is None else values[layer]
-        view = (
-            np.swapaxes(view, -3, -2) if case.layout == "HND" else view
-        )  # [page, slot, head, dim]
-        view[owned] = rng.standard_normal((owned.sum(), case.num_kv_heads, head_dim), "f4")
-        return values.astype(dtype)
+        array = np.full(make_shape(shape._replace(head_dim=head_dim), case.layout), np.nan, dtype)
+        view = array if layer is None else array[layer]
+        view = np.swapaxes(view, -3, -2) if case.layout == "HND" else view  # [page, slot, ...]
+        values = rng.standard_normal((owned.sum(), case.num_kv_heads, head_dim), "f4")
+        view[owned] = values.astype(dtype)
+        return array
 
-    cu_q_lens = np.zeros(rows + 1, np.int32)
-    cu_q_lens[1:] = np.cumsum(q_lens)
-    num_tokens = int(cu_q_lens[num_seqs]) if num_tokens is None else num_tokens
+    ends = np.cumsum(q_lens[:num_seqs], dtype=np.int32)
+    used_tokens = int(ends[-1]) if num_seqs else 0
+    num_tokens = used_tokens if num_tokens is None else num_tokens
+    wild = np.array([-5, 0, num_tokens, 2**31 - 1], np.int32)
+    seq_lens = np.concatenate([seq_lens[:num_seqs], rng.choice(wild, rows - num_seqs)])
+    cu_q_lens = np.concatenate([[0], ends, rng.choice(wild, rows - num_seqs)])
     q = rng.standard_normal((num_tokens, case.num_q_heads, case.head_dim), "f4").astype(dtype)
+    q[used_tokens:] = np.nan
     v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
     return Batch(
         case=case, q=q, k_pages=pages(case.head_dim), v_pages=pages(v_head_dim), page_table=table,
-        seq_lens=np.asarray(seq_lens, np.int32), cu_q_lens=cu_q_lens, num_seqs=num_seqs,
-        layer=layer, sm_scale=float(case.head_dim**-0.5),
+        seq_lens=seq_lens.astype(np.int32), cu_q_lens=cu_q_lens.astype(np.int32),
+        num_seqs=num_seqs, layer=layer, sm_scale=float(case.head_dim**-0.5),
     )  # fmt: skip
 
 
 def dense_oracle(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax attention in float64 on dense K and V: (out [T, Hq, Dv], lse [T, Hq])."""
-    case = batch.case
-    group = case.num_q_heads // case.num_kv_heads
+    """Softmax attention in float64 over the tokens that exist: (out [T, Hq, Dv], lse [T, Hq]).
 
-    def dense(pages: np.ndarray) -> np.ndarray:
+    Wild values mean what the ops promise: a page id out of range holds no tokens, lengths are
+    clamped to the capacity, cu_q_lens to be monotone and within [0, T].
+    """
+    case, group = batch.case, batch.case.num_q_heads // batch.case.num_kv_heads
+    out = np.zeros((*batch.q.shape[:2], batch.v_pages.shape[-1]))
+    lse = np.full(batch.q.shape[:2], -np.inf)
+    if batch.layer is not None and not 0 <= batch.layer < batch.k_pages.shape[0]:
+        return out, lse
+
+    def slots_first(pages: np.ndarray) -> np.ndarray:
         pages = pages if batch.layer is None else pages[batch.layer]
         return np.swapaxes(pages, -3, -2) if case.layout == "HND" else pages
 
-    k_pages, v_pages = dense(batch.k_pages), dense(batch.v_pages)
-    out = np.zeros((*batch.q.shape[:2], v_pages.shape[-1]))
-    lse = np.full(batch.q.shape[:2], -np.inf)
-    for row in range(batch.num_seqs):
-        length, start, end = batch.seq_lens[row], *batch.cu_q_lens[row : row + 2]
-        if length == 0 or start == end:
+    k_pages, v_pages = slots_first(batch.k_pages), slots_first(batch.v_pages)
+    bounds = np.maximum.accumulate(np.clip(batch.cu_q_lens, 0, len(batch.q)))
+    for row in range(min(batch.num_seqs, len(batch.seq_lens))):
+        start, end = bounds[row : row + 2]
+        length = np.clip(batch.seq_lens[row], 0, batch.page_table.shape[1] * case.page_size)
+        key = np.arange(length)
+        page = batch.page_table[row, key // case.page_size]
+        key = key[(page >= 0) & (page < len(k_pages))]
+        if start == end or not len(key):
             continue
-        ids = batch.page_table[row, : -(-length // case.page_size)]
-        k = k_pages[ids].reshape(-1, *k_pages.shape[-2:])[:length].astype(np.float64)
-        v = v_pages[ids].reshape(-1, *v_pages.shape[-2:])[:length].astype(np.float64)
-        k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-        q = batch.q[start:end].astype(np.float64)
-        logits = np.einsum("thd,lhd->thl", q, k) * batch.sm_scale
+        where = (batch.page_table[row, key // case.page_size], key % case.page_size)
+        k = k_pages[where].astype(np.float64).transpose(1, 2, 0)  # [Hkv, D, keys]
+        v = v_pages[where].astype(np.float64).transpose(1, 0, 2)  # [Hkv, keys, Dv]
+        q = batch.q[start:end].astype(np.float64).reshape(end - start, case.num_kv_heads, group, -1)
+        logits = q.transpose(1, 2, 0, 3) @ k[:, None] * batch.sm_scale  # [Hkv, group, t, keys]
         if case.causal:
             position = length - (end - start) + np.arange(end - start)
-            hidden = np.arange(length)[None, None] > position[:, None, None]
-            logits = np.where(hidden, -np.inf, logits)
+            logits = np.where(key > position[:, None], -np.inf, logits)
         top = np.max(logits, axis=-1, keepdims=True)
         weights = np.exp(logits - np.where(np.isneginf(top), 0, top))
-        total = weights.sum(-1)
-        seen = total > 0
-        out[start:end] = np.einsum("thl,lhd->thd", weights, v) / np.where(seen, total, 1)[..., None]
-        lse[start:end] = np.where(seen, top[..., 0] + np.log(np.where(seen, total, 1)), -np.inf)
+        total = weights.sum(-1, keepdims=True)
+        safe = np.where(total > 0, total, 1)
+        row_lse = np.where(total > 0, top + np.log(safe), -np.inf)
+        row_out = weights @ v[:, None] / safe
+        out[start:end] = row_out.transpose(2, 0, 1, 3).reshape(end - start, case.num_q_heads, -1)
+        lse[start:end] = row_lse.transpose(2, 0, 1, 3).reshape(end - start, case.num_q_heads)
     return out, lse
 
 
@@ -218,12 +231,12 @@ def pool_sized_ops(
         "custom-call", "parameter", "get-tuple-element", "bitcast", "tuple", "while", "call",
         "conditional", "opt-barrier",
     }  # fmt: skip
-    size = int(np.prod(pool.shape))
+    size = math.prod(pool.shape)
     found = []
-    for line in compiled.as_text().splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?\S+ = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", line)
-        if match and match[2] and match[3] not in passes:
-            elements = int(np.prod([int(n) for n in match[2].split(",")]))
-            if elements >= size:
+    for line in (compiled.as_text() or "").splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
+        if match and match[2] not in passes:
+            shapes = re.findall(r"\w+\[([\d,]+)\]", match[1])
+            if any(math.prod(map(int, shape.split(","))) >= size for shape in shapes):
                 found.append(line.strip())
     return found

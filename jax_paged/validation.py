@@ -198,7 +198,8 @@ def check_attention(
 def check_scale(name: str, value: Any) -> jax.Array:
     """A scalar scale as f32; a value known now must be finite and not negative."""
     if isinstance(value, (int, float, np.generic)):
-        expect(math.isfinite(value) and value >= 0, name, "a finite scale >= 0", value)
+        known = float(value)
+        expect(math.isfinite(known) and known >= 0, name, "a finite scale >= 0", known)
     value = jnp.asarray(value, jnp.float32)
     check_shape(name, value, "", ())
     return value
