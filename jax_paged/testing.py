@@ -97,7 +97,7 @@ def make_batch(
     Args:
       q_lens, seq_lens: new tokens and KV length per row. Rows from num_seqs on are dead: what is
         given for them is replaced by wild values.
-      num_tokens: length of the flat batch (default the sum of the live q_lens; more = padding, NaN).
+      num_tokens: length of the flat batch (default: what the live rows need; more = NaN padding).
       num_pages: of the pool (default three more than the rows own).
       shared_pages: rows share the pages of their common full prefix with row 0.
     """
