@@ -64,14 +64,16 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
 
 def as_index(name: str, x: Any) -> jax.Array:
     """Any integer array as i32. Values beyond i32 saturate, so that no cast makes a valid index."""
-    x = jnp.asarray(x)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)  # jnp.asarray would wrap 64-bit values unless x64 is on
     expect(jnp.issubdtype(x.dtype, jnp.integer), name, "an integer dtype", f"dtype {x.dtype.name}")
+    xp = jnp if isinstance(x, jax.Array) else np
     info = jnp.iinfo(x.dtype)
     if info.max > _I32_MAX:
-        x = jnp.minimum(x, jnp.asarray(_I32_MAX, x.dtype))
+        x = xp.minimum(x, xp.asarray(_I32_MAX, x.dtype))
     if info.min < -_I32_MAX - 1:
-        x = jnp.maximum(x, jnp.asarray(-_I32_MAX - 1, x.dtype))
-    return x.astype(jnp.int32)
+        x = xp.maximum(x, xp.asarray(-_I32_MAX - 1, x.dtype))
+    return jnp.asarray(x.astype(np.int32))
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -1,0 +1,239 @@
+"""The page table as a pytree, and the primitives that the verbs in `pages` are made of."""
+
+import enum
+import functools
+import operator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged.validation import expect
+
+INT32_MAX = 2**31 - 1
+
+
+class Status(enum.IntEnum):
+    """What a verb reports for each row."""
+
+    OK = 0
+    POOL_FULL = 1  # not enough free pages for this row and those before it
+    ROW_FULL = 2  # more tokens than a row can have (reserve), or than it has reserved (step_batch)
+    BAD_ROW = 3  # an id out of range or given twice, or a count that makes no sense for the row
+    STALE_ROW = 4  # the row is not live
+    UNCOMMITTED_TREE = 5  # kept for token trees: no verb reports it yet
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PageTable:
+    """Which row holds which pages. Make one with `create`, change it with the verbs of `pages`."""
+
+    page_table: jax.Array  # i32[max_seqs, pages_per_seq], page ids in order, -1 = unused
+    seq_lens: jax.Array  # i32[max_seqs], tokens in the row
+    pages_held: jax.Array  # i32[max_seqs], pages of the row, at least pages_for(seq_len, page_size)
+    is_live: jax.Array  # bool[max_seqs], False = the row is free
+    ref_counts: jax.Array  # i32[num_pages], rows that hold the page
+    free_stack: jax.Array  # i32[num_pages], the first num_free entries are free pages, top last
+    num_free: jax.Array  # i32[]
+    peak_pages: jax.Array  # i32[], most pages held after any verb
+    page_size: int = field(metadata={"static": True})
+
+    @property
+    def max_seqs(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def pages_per_seq(self) -> int:
+        return self.page_table.shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        return self.ref_counts.shape[0]
+
+    @property
+    def row_capacity(self) -> int:
+        """Most tokens that one row can have, however many pages are free."""
+        return min(self.pages_per_seq * self.page_size, INT32_MAX - 1)
+
+    @staticmethod
+    def create(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> "PageTable":
+        """An empty table: every row and every page is free.
+
+        Args:
+          num_pages: pages in the pool; num_pages * page_size must stay below 2**31 - 1.
+          max_seqs: rows; max_seqs * pages_per_seq must stay below 2**31.
+          pages_per_seq: most pages of one row.
+          page_size: tokens in a page, any number from 1 up.
+
+        Raises:
+          ValueError: a size is no integer, below 1 or too large.
+
+        >>> from jax_paged.pages import PageTable, reserve
+        >>> table = PageTable.create(num_pages=8, max_seqs=2, pages_per_seq=4, page_size=16)
+        >>> table, status = reserve(table, [0, 1], 20)
+        >>> print(table.page_table, status)
+        [[ 0  1 -1 -1]
+         [ 2  3 -1 -1]] [0 0]
+        """
+        num_pages = check_size("num_pages", num_pages)
+        max_seqs = check_size("max_seqs", max_seqs)
+        pages_per_seq = check_size("pages_per_seq", pages_per_seq)
+        page_size = check_size("page_size", page_size)
+        slots, entries = num_pages * page_size, max_seqs * pages_per_seq
+        expect(slots < INT32_MAX, "num_pages * page_size", "less than 2**31 - 1", slots)
+        expect(entries <= INT32_MAX, "max_seqs * pages_per_seq", "less than 2**31", entries)
+        return make_table(num_pages, max_seqs, pages_per_seq, page_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepBatch:
+    """What a forward step needs: S rows and their T flat tokens, row after row, then padding."""
+
+    page_table: jax.Array  # i32[S, pages_per_seq]
+    seq_lens: jax.Array  # i32[S], including this step's tokens; 0 for a row of -1
+    cu_q_lens: jax.Array  # i32[S + 1], where each row's tokens start
+    num_seqs: jax.Array  # i32[1], rows up to the last one that takes part
+    slot_mapping: jax.Array  # i32[T], page * page_size + offset; -1 for padding
+    positions: jax.Array  # i32[T], place of the token in its row; 0 for padding
+
+
+class PageCopies(NamedTuple):
+    """Whole pages to copy in every layer, -1 = none. No page is both a source and a target."""
+
+    src: jax.Array  # i32[N]
+    dst: jax.Array  # i32[N]
+
+
+def check_size(name: str, value: Any) -> int:
+    """`value` as an int if it is an integer of at least 1, else a ValueError that names it."""
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool | jax.Array)
+    expect(is_integer and value >= 1, name, "an integer of at least 1", repr(value))
+    return operator.index(value)
+
+
+def pages_for(tokens: Any, page_size: int) -> Any:
+    """Pages that hold `tokens` tokens: ceil(tokens / page_size), and 0 for a negative count.
+
+    Args:
+      tokens: an int, or an integer array of any shape, traced or not.
+      page_size: tokens in a page, at least 1.
+
+    Returns:
+      An int for an int, an array of the same dtype for an array.
+
+    Raises:
+      ValueError: page_size is no integer or below 1, or tokens are no integers.
+
+    >>> pages_for(33, 16)
+    3
+    """
+    page_size = check_size("page_size", page_size)
+    if isinstance(tokens, int | np.integer):
+        return max(0, -(-int(tokens) // page_size))
+    tokens = jnp.asarray(tokens)
+    is_integer = jnp.issubdtype(tokens.dtype, jnp.integer)
+    expect(is_integer, "tokens", "an integer dtype", f"dtype {tokens.dtype.name}")
+    tokens = jnp.maximum(tokens, jnp.zeros((), tokens.dtype))
+    # Not (tokens + page_size - 1) // page_size, which overflows near the end of the dtype.
+    return tokens // page_size + (tokens % page_size != 0).astype(tokens.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def make_table(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> PageTable:
+    """`PageTable.create` on checked sizes."""
+    return PageTable(
+        page_table=jnp.full((max_seqs, pages_per_seq), -1, jnp.int32),
+        seq_lens=jnp.zeros(max_seqs, jnp.int32),
+        pages_held=jnp.zeros(max_seqs, jnp.int32),
+        is_live=jnp.zeros(max_seqs, jnp.bool_),
+        ref_counts=jnp.zeros(num_pages, jnp.int32),
+        free_stack=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
+        num_free=jnp.full((), num_pages, jnp.int32),
+        peak_pages=jnp.zeros((), jnp.int32),
+        page_size=page_size,
+    )
+
+
+def replace(table: PageTable, *, num_free: jax.Array, **changes: jax.Array) -> PageTable:
+    """`table` with some leaves changed and the peak brought up to date."""
+    leaves = {name: getattr(table, name) for name in PageTable.__dataclass_fields__}
+    peak = jnp.maximum(table.peak_pages, table.num_pages - num_free)
+    return PageTable(**(leaves | changes | {"num_free": num_free, "peak_pages": peak}))
+
+
+# In what follows `max_seqs` as a row index and `num_pages` as a page id mean "none": every scatter
+# has mode="drop", and -1 would wrap around.
+
+
+def code(status: Status) -> jax.Array:
+    """A status as an i32 scalar."""
+    return jnp.int32(int(status))
+
+
+def all_ok(status: jax.Array) -> jax.Array:
+    """bool[]: no row failed."""
+    return jnp.all(status == code(Status.OK))
+
+
+def first_status(*cases: tuple[jax.Array, Status]) -> jax.Array:
+    """Per row the status of the first condition that holds, else OK."""
+    conditions = [condition for condition, _ in cases]
+    return jnp.select(conditions, [code(status) for _, status in cases], code(Status.OK))
+
+
+def look_up(rows: jax.Array, max_seqs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each of `rows`: does it take part, is its id bad, and an id safe to index with."""
+    takes_part = rows != -1
+    inside = (rows >= 0) & (rows < max_seqs)
+    place = jnp.where(inside, rows, max_seqs)
+    times = jnp.zeros(max_seqs, jnp.int32).at[place].add(jnp.int32(1), mode="drop")
+    safe = jnp.where(inside, rows, 0)
+    return takes_part, takes_part & (~inside | (times[safe] > 1)), safe
+
+
+def hand_out(
+    status: jax.Array, need: jax.Array, num_free: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Promises need[i] pages to row i, in order, if its status is OK.
+
+    Returns the status with POOL_FULL filled in, and the need, all 0 if any row failed.
+    """
+    need = jnp.where(status == code(Status.OK), need, 0)
+    too_late = jnp.cumsum(need, dtype=jnp.int32) > num_free
+    status = jnp.where((need > 0) & too_late, code(Status.POOL_FULL), status)
+    return status, jnp.where(all_ok(status), need, 0)
+
+
+def pop(
+    free_stack: jax.Array, num_free: jax.Array, need: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array]:
+    """Takes need[i] <= width free pages for row i: (ids [N, width], number of free pages left)."""
+    num_pages = free_stack.shape[0]
+    end = jnp.cumsum(need, dtype=jnp.int32)
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
+    place = num_free - 1 - (end - need)[:, None] - column
+    pages = free_stack[jnp.clip(place, 0, num_pages - 1)]
+    return jnp.where(column < need[:, None], pages, num_pages), num_free - end[-1]
+
+
+def push(
+    ref_counts: jax.Array, free_stack: jax.Array, num_free: jax.Array, pages: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lets go of `pages`, in order; each is freed where its last reference goes.
+
+    Returns the new ref_counts, free_stack and num_free.
+    """
+    num_pages = ref_counts.shape[0]
+    pages = pages.reshape(-1)
+    ref_counts = ref_counts.at[pages].add(jnp.int32(-1), mode="drop")
+    entry = jnp.arange(pages.shape[0], dtype=jnp.int32)
+    last_entry = jnp.full(num_pages, -1, jnp.int32).at[pages].max(entry, mode="drop")
+    safe = jnp.minimum(pages, num_pages - 1)
+    freed = (pages < num_pages) & (ref_counts[safe] == 0) & (last_entry[safe] == entry)
+    end = jnp.cumsum(freed, dtype=jnp.int32)
+    place = jnp.where(freed, num_free + end - 1, num_pages)
+    return ref_counts, free_stack.at[place].set(pages, mode="drop"), num_free + end[-1]

@@ -1,0 +1,145 @@
+"""KV pages of all layers together with their page table, and the verbs on both.
+
+The verbs are those of `pages` under the same names, with the same statuses. They take a `KVState`
+and return a new one. Only `fork` and `truncate` touch the pages: they copy the few pages that
+change hands, in place when the caller's jit donates the state. Called eagerly, these two donate the
+pages of the state that they are given: use the returned one.
+
+Hand `k_pages` and `v_pages` to the ops whole, with a `layer` scalar: slicing out a layer copies it.
+After a write, put the returned arrays back with `dataclasses.replace(state, k_pages=, v_pages=)`.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_paged import pages
+from jax_paged._page_table import check_size
+from jax_paged.kv import copy_pages
+from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
+from jax_paged.pages import Integers, PageCopies, PageTable, StepBatch
+from jax_paged.validation import FLOAT_DTYPES, check_choice, expect
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVState:
+    """The KV cache of a model: one K and one V pool, stacked over layers, and one page table."""
+
+    k_pages: jax.Array  # [num_layers, num_pages, num_kv_heads, page_size, head_dim] for "HND"
+    v_pages: jax.Array  # the same with v_head_dim
+    table: PageTable
+    layout: Layout = field(metadata={"static": True})
+
+    @staticmethod
+    def create(
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seqs: int,
+        pages_per_seq: int,
+        dtype: Any,
+        v_head_dim: int | None = None,
+        layout: Layout = "HND",
+    ) -> "KVState":
+        """An empty state with zeroed pages.
+
+        Args:
+          num_layers, num_kv_heads, head_dim: of the model, at least 1.
+          num_pages, page_size, max_seqs, pages_per_seq: see `PageTable.create`. All layers share
+            one page table, so a page id stands for num_layers pages.
+          dtype: of both pools: bf16, f16 or f32.
+          v_head_dim: head_dim of V; None = head_dim.
+          layout: "HND" or "NHD", see `layout`.
+
+        Raises:
+          ValueError: a size, the dtype or the layout is wrong.
+
+        >>> state = KVState.create(num_layers=2, num_pages=8, page_size=16, num_kv_heads=4,
+        ...                        head_dim=64, max_seqs=2, pages_per_seq=4, dtype="bfloat16")
+        >>> state, status = reserve(state, [0], 20)
+        >>> state.k_pages.shape, int(pages.num_free_pages(state.table))
+        ((2, 8, 4, 16, 64), 6)
+        """
+        table = PageTable.create(num_pages, max_seqs, pages_per_seq, page_size)
+        check_choice("layout", layout, LAYOUTS)
+        names = " or ".join(d.name for d in FLOAT_DTYPES)
+        expect(dtype is not None and dtype in FLOAT_DTYPES, "dtype", names, dtype)
+        shape = PagesShape(
+            num_layers=check_size("num_layers", num_layers),
+            num_pages=table.num_pages,
+            num_kv_heads=check_size("num_kv_heads", num_kv_heads),
+            page_size=table.page_size,
+            head_dim=check_size("head_dim", head_dim),
+        )
+        v_head_dim = shape.head_dim if v_head_dim is None else check_size("v_head_dim", v_head_dim)
+        k_pages, v_pages = _zeros(
+            make_shape(shape, layout),
+            make_shape(shape._replace(head_dim=v_head_dim), layout),
+            jnp.dtype(dtype),
+        )
+        return KVState(k_pages, v_pages, table, layout)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(k_shape, v_shape, dtype):
+    return jnp.zeros(k_shape, dtype), jnp.zeros(v_shape, dtype)
+
+
+def reserve(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVState, jax.Array]:
+    """Makes room for num_tokens[i] more tokens in row i: `pages.reserve`."""
+    table, status = pages.reserve(state.table, rows, num_tokens)
+    return dataclasses.replace(state, table=table), status
+
+
+def step_batch(
+    state: KVState, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None
+) -> tuple[KVState, StepBatch, jax.Array]:
+    """Appends q_lens[i] tokens to row i and tells where they go: `pages.step_batch`."""
+    table, batch, status = pages.step_batch(state.table, rows, q_lens, num_tokens=num_tokens)
+    return dataclasses.replace(state, table=table), batch, status
+
+
+def release(state: KVState, rows: Integers) -> tuple[KVState, jax.Array]:
+    """Frees rows: `pages.release`. What the pages hold stays until it is overwritten."""
+    table, status = pages.release(state.table, rows)
+    return dataclasses.replace(state, table=table), status
+
+
+def fork(
+    state: KVState, parent: Integers, child: Integers, length: Integers
+) -> tuple[KVState, jax.Array]:
+    """Starts the free row child[i] with the first length[i] tokens of row parent[i].
+
+    `pages.fork`, and the last page is copied where `length` fills it only partly.
+    """
+    table, copies, status = pages.fork(state.table, parent, child, length)
+    return _with_copies(state, table, copies), status
+
+
+def truncate(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVState, jax.Array]:
+    """Drops the last num_tokens[i] tokens of row i and the pages behind the new end.
+
+    `pages.truncate`, and the last page is copied where other rows hold it too.
+    """
+    table, copies, status = pages.truncate(state.table, rows, num_tokens)
+    return _with_copies(state, table, copies), status
+
+
+def reset(state: KVState) -> KVState:
+    """Frees all rows: `pages.reset`. What the pages hold stays until it is overwritten."""
+    return dataclasses.replace(state, table=pages.reset(state.table))
+
+
+def _with_copies(state: KVState, table: PageTable, copies: PageCopies) -> KVState:
+    k_pages, v_pages = copy_pages(
+        state.k_pages, state.v_pages, copies.src, copies.dst, stacked=True
+    )
+    return KVState(k_pages, v_pages, table, state.layout)
