@@ -1,8 +1,19 @@
-"""Paged attention for JAX: native kernels on CPU and CUDA, and a functional page state."""
+"""Paged attention for JAX: native kernels on CPU and CUDA, and a functional page state.
 
+The verbs of the page state are in `jax_paged.state` (on a KVState) and `jax_paged.pages` (on a
+PageTable alone).
+"""
+
+from jax_paged import pages as pages
+from jax_paged import state as state
 from jax_paged._ffi import build_info as build_info
 from jax_paged.attention import paged_attention as paged_attention
 from jax_paged.attention import ragged_paged_attention as ragged_paged_attention
 from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import write_kv as write_kv
+from jax_paged.pages import PageTable as PageTable
+from jax_paged.pages import Status as Status
+from jax_paged.pages import StepBatch as StepBatch
+from jax_paged.pages import pages_for as pages_for
+from jax_paged.state import KVState as KVState
 from jax_paged.validation import check_values as check_values
