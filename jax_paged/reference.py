@@ -78,8 +78,10 @@ def ragged_paged_attention(
         visible = jnp.broadcast_to(stored[None], (num_tokens, k.shape[0]))
         if causal:
             visible &= position[None] <= (token - end + jnp.clip(seq_len, 0, k.shape[0]))[:, None]
-        row_out, row_lse = _softmax_attention(q, k, v, visible, sm_scale)
         mine = (token >= start) & (token < end) & (index < num_seqs)
+        # The other queries may be NaN, which would reach the gradients of k and v as 0 · NaN.
+        row_q = jnp.where(mine[:, None, None], q, jnp.zeros((), q.dtype))
+        row_out, row_lse = _softmax_attention(row_q, k, v, visible, sm_scale)
         out = jnp.where(mine[:, None, None], row_out, out)
         return (out, jnp.where(mine[:, None], row_lse, lse)), None
 
