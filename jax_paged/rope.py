@@ -1,0 +1,106 @@
+"""Rotary position embedding, NeoX style: dimension i turns together with i + head_dim / 2."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """theta ** (−2 i / head_dim) for i < head_dim / 2, float64: radians per position."""
+    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+
+def llama3_frequencies(
+    frequencies: np.ndarray,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_context: int,
+) -> np.ndarray:
+    """Llama 3.1's long-context frequencies: slow ones divided by `factor`, fast ones kept.
+
+    A dimension that turns at most low_freq_factor times within the original context is slow, one
+    that turns at least high_freq_factor times is fast; in between the two are blended linearly in
+    the number of turns.
+    """
+    turns = original_context * frequencies / (2 * math.pi)
+    keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / factor
+
+
+def yarn_frequencies(
+    frequencies: np.ndarray,
+    *,
+    theta: float,
+    factor: float,
+    original_context: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+) -> np.ndarray:
+    """YaRN (Peng et al. 2023): as `llama3_frequencies`, blended linearly in the dimension's index.
+
+    Dimensions that turn more than beta_fast times in the original context are kept, those that turn
+    less than beta_slow times are divided by `factor`; `truncate` rounds the two bounds outwards.
+    """
+    half = len(frequencies)
+    head_dim = 2 * half
+
+    def index_with(turns: float) -> float:
+        return head_dim * math.log(original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_with(beta_fast), index_with(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    slow = np.clip((np.arange(half, dtype=np.float64) - low) / width, 0, 1)
+    return (1 - slow) * frequencies + slow * frequencies / factor
+
+
+def yarn_attention_factor(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """What YaRN multiplies cos and sin by, to sharpen attention over the stretched context."""
+
+    def sharpen(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return sharpen(mscale) / sharpen(mscale_all_dim)
+    return sharpen(1.0)
+
+
+def rope_tables(
+    positions: Int[Array, "tokens"], frequencies: np.ndarray, scale: float = 1.0
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """(cos, sin) of position · frequency, times scale: f32[tokens, head_dim / 2] each.
+
+    >>> cos, sin = rope_tables(jnp.array([0, 1]), inverse_frequencies(4, 1e4))
+    >>> print(cos.shape, cos[0], sin[0])
+    (2, 2) [1. 1.] [0. 0.]
+    """
+    frequencies = jnp.asarray(frequencies, jnp.float32)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+    scale = jnp.float32(scale)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def apply_rope(
+    x: Float[Array, "tokens heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+) -> Float[Array, "tokens heads head_dim"]:
+    """Turns each head's pairs (x[i], x[i + head_dim / 2]) by the tables' angles; f32 inside.
+
+    Args:
+      x: [tokens, heads, head_dim], any float dtype; the result has the same.
+      cos, sin: f32[tokens, head_dim / 2], from `rope_tables`.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

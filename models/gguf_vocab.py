@@ -1,0 +1,121 @@
+"""Builds the tokenizer that a GGUF file describes: byte-level BPE with a named pre-tokeniser."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from .tokenizer import MissingTokenizer, Tokenizer
+
+# How text is split before BPE runs in each piece. The patterns are those of the released
+# tokenizers: Qwen2 takes digits one by one, Llama 3 up to three at a time.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|"
+    r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2():
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _single_digits():
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _pattern(digits: str):
+    pattern = Regex(_SPLIT.format(digits=digits))
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# tokenizer.ggml.pre → (how to split, whether text is NFC-normalised, whether a piece that is a
+# token as a whole skips the merges).
+_PRE = {
+    "gpt-2": (_gpt2, False, False),
+    "smollm": (_single_digits, False, False),
+    "qwen2": (lambda: _pattern(r"\p{N}"), True, False),
+    "llama-bpe": (lambda: _pattern(r"\p{N}{1,3}"), False, True),
+}
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | MissingTokenizer:
+    """The tokenizer of a GGUF file's metadata; a MissingTokenizer says which part is not supported.
+
+    Args:
+      metadata: key → value; read are the keys tokenizer.ggml.{model, pre, tokens, token_type,
+        merges, bos_token_id, eos_token_id, unknown_token_id, padding_token_id, add_bos_token,
+        add_eos_token, add_space_prefix} and tokenizer.chat_template.
+      where: what messages call the file.
+    """
+
+    def key(name: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{name}", default)
+
+    if key("model") != "gpt2":
+        return MissingTokenizer(
+            f"{where}: key 'tokenizer.ggml.model' must be 'gpt2' (byte-level BPE) for text, got "
+            f"{key('model')!r}; token ids work"
+        )
+    pre = key("pre", "gpt-2")
+    if pre not in _PRE:
+        return MissingTokenizer(
+            f"{where}: key 'tokenizer.ggml.pre' must be one of {', '.join(_PRE)} for text, got "
+            f"{pre!r}; token ids work"
+        )
+    for name in ("add_eos_token", "add_space_prefix", "add_sep_token"):
+        if key(name, False):
+            return MissingTokenizer(
+                f"{where}: key 'tokenizer.ggml.{name}' must be False for text, got True; token "
+                "ids work"
+            )
+    tokens, merges = key("tokens"), key("merges")
+    if not tokens or not merges:
+        return MissingTokenizer(f"{where}: no tokenizer.ggml.tokens and merges; token ids work")
+    split, normalize, ignore_merges = _PRE[pre]
+    backend = Backend(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            ignore_merges=ignore_merges,
+        )
+    )
+    if normalize:
+        backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    backend.pre_tokenizer = split()  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    types = key("token_type", [1] * len(tokens))
+    for kind, add in (
+        (_CONTROL, backend.add_special_tokens),
+        (_USER_DEFINED, backend.add_tokens),
+    ):
+        add(
+            [
+                AddedToken(token, normalized=False, special=kind == _CONTROL)
+                for token, token_type in zip(tokens, types, strict=True)
+                if token_type == kind
+            ]
+        )
+    ids = {
+        name: key(f"{long}_token_id")
+        for name, long in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
+    }
+    add_bos = key("add_bos_token", pre == "llama-bpe") and ids["bos_token"] is not None
+    return Tokenizer(
+        backend,
+        prefix_ids=[ids["bos_token"]] if add_bos else [],
+        eos_ids=() if ids["eos_token"] is None else (ids["eos_token"],),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        named_tokens={name: tokens[i] for name, i in ids.items() if i is not None},
+    )

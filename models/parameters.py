@@ -1,0 +1,154 @@
+"""The tensors that a published checkpoint of a configuration holds, and how they reach the model.
+
+Names are those of Hugging Face, with one exception: the experts of a layer count as one stacked
+tensor, `…mlp.experts.gate_proj.weight` [num_experts, inner, hidden] and so on. The readers
+(`weights.py`, `gguf_file.py`) say how their format stores a name; the decoder asks for tensors by
+name through a `TensorSource` and joins some of them into one leaf.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from .config import DecoderConfig
+
+Shape = tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """Gives the named tensors, joined along `axis`, as one array in the model's dtype."""
+
+    def __call__(self, *names: str, axis: int = 0) -> jax.Array: ...
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
+    """Name → shape of every tensor of the configuration, in the order the decoder reads them.
+
+    >>> from jax_paged.models.config import config_from_hf
+    >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    >>> config = config_from_hf(dict(sizes, model_type="llama", num_attention_heads=2,
+    ...                              max_position_embeddings=64))
+    >>> print(expected_tensors(config)["model.layers.0.mlp.up_proj.weight"])
+    (24, 16)
+    """
+    hidden = config.hidden_size
+    q_out, kv_out = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        tensors[layer + "input_layernorm.weight"] = (hidden,)
+        for name, rows, columns in (
+            ("q_proj", q_out, hidden),
+            ("k_proj", kv_out, hidden),
+            ("v_proj", kv_out, hidden),
+            ("o_proj", hidden, q_out),
+        ):
+            tensors[f"{layer}self_attn.{name}.weight"] = (rows, columns)
+            if config.attention_bias:
+                tensors[f"{layer}self_attn.{name}.bias"] = (rows,)
+        if config.qk_norm:
+            tensors[layer + "self_attn.q_norm.weight"] = (config.head_dim,)
+            tensors[layer + "self_attn.k_norm.weight"] = (config.head_dim,)
+        tensors[layer + "post_attention_layernorm.weight"] = (hidden,)
+        experts, inner, mlp, bias = (), config.intermediate_size, layer + "mlp.", config.mlp_bias
+        if config.moe_layers[i]:
+            tensors[layer + "mlp.gate.weight"] = (config.num_experts, hidden)
+            experts, inner, bias = (config.num_experts,), config.moe_intermediate_size, False
+            mlp += "experts."
+        for name, rows, columns in (
+            ("gate_proj", inner, hidden),
+            ("up_proj", inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
+            tensors[f"{mlp}{name}.weight"] = (*experts, rows, columns)
+            if bias:
+                tensors[f"{mlp}{name}.bias"] = (rows,)
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+def check_tensors(where: object, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+    """Raises a ValueError of one line unless a file holds just the expected tensors."""
+    missing = [name for name in expected if name not in found]
+    if missing:
+        name, more = missing[0], len(missing) - 1
+        others = f" ({more} more are missing too)" if more else ""
+        raise ValueError(
+            f"{where}: tensor {name!r} is missing; expected shape {expected[name]}{others}"
+        )
+    for name, shape in found.items():
+        if name not in expected:
+            raise ValueError(
+                f"{where}: tensor {name!r} of shape {shape} has no place in this model; expected "
+                f"{len(expected)} tensors, got {len(found)}"
+            )
+        if tuple(shape) != expected[name]:
+            raise ValueError(
+                f"{where}: tensor {name!r} must have shape {expected[name]}, got {tuple(shape)}"
+            )
+
+
+def tensor_source(
+    config: DecoderConfig,
+    load: Callable[[str], np.ndarray],
+    dtype: DTypeLike,
+    on_tensor: Callable[[str], object] = lambda name: None,
+) -> TensorSource:
+    """A source that loads one tensor at a time, casts it and hands it to the device.
+
+    Args:
+      load: gives the tensor of a name from `expected_tensors`, any float dtype.
+      dtype: what the arrays become.
+      on_tensor: called with each name that was loaded, for progress.
+    """
+    shapes = expected_tensors(config)
+
+    def source(*names: str, axis: int = 0) -> jax.Array:
+        joined = list(shapes[names[0]])
+        joined[axis] = sum(shapes[name][axis] for name in names)
+        out = np.empty(joined, dtype)
+        begin = 0
+        for name in names:
+            end = begin + shapes[name][axis]
+            out[(slice(None),) * axis + (slice(begin, end),)] = load(name)
+            on_tensor(name)
+            begin = end
+        return jnp.asarray(out)
+
+    return source
+
+
+def random_source(
+    config: DecoderConfig, seed: int = 0, dtype: DTypeLike = jnp.float32, scale: float = 1.0
+) -> TensorSource:
+    """Random weights, for tests and benchmarks: normal, variance scale / fan-in; norms near 1."""
+    shapes = expected_tensors(config)
+
+    def load(name: str) -> np.ndarray:
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        values = rng.standard_normal(shapes[name], np.float32)
+        if name.endswith("norm.weight"):
+            return 1 + 0.1 * values
+        fan_in = 1 if "embed" in name else shapes[name][-1]
+        return values * np.float32((scale / fan_in) ** 0.5)
+
+    return tensor_source(config, load, dtype)
+
+
+def abstract_source(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> TensorSource:
+    """Shapes and dtypes only: a decoder to lower and compile, not to run."""
+    shapes = expected_tensors(config)
+
+    def source(*names: str, axis: int = 0):
+        joined = list(shapes[names[0]])
+        joined[axis] = sum(shapes[name][axis] for name in names)
+        return jax.ShapeDtypeStruct(tuple(joined), dtype)
+
+    return source  # type: ignore[return-value]

