@@ -168,7 +168,7 @@ def check_attention(
     check_float("k_pages", k_pages, q.dtype)
     num_q_heads = q.shape[1]
     expect(
-        k_shape.num_kv_heads > 0 and num_q_heads % k_shape.num_kv_heads == 0,
+        0 < k_shape.num_kv_heads <= num_q_heads and num_q_heads % k_shape.num_kv_heads == 0,
         "q",
         f"num_q_heads to be a multiple of num_kv_heads={k_shape.num_kv_heads}",
         num_q_heads,
@@ -184,7 +184,8 @@ def check_attention(
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
     for name, value in (("num_kv_splits", spec.num_kv_splits), ("split_tokens", spec.split_tokens)):
-        expect(value is None or value >= 1, name, "None or at least 1", value)
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        expect(value is None or (whole and value >= 1), name, "None or an int >= 1", value)
     expect(
         spec.num_kv_splits is None or spec.split_tokens is None,
         "split_tokens",

@@ -1,0 +1,270 @@
+"""Bad input: one line that names the argument, what was expected and what came."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import check_values, copy_pages, paged_attention, ragged_paged_attention, write_kv
+
+
+def whole(message):
+    """A pattern for just this message; JAX may add its note about tracebacks."""
+    return rf"^{re.escape(message)}(\n-+\nFor simplicity, JAX|$)"
+
+
+def f32(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+def i32(*shape):
+    return jnp.zeros(shape, jnp.int32)
+
+
+# Four rows, six new tokens, four query heads, two KV heads of dim 16, nine pages of five tokens.
+POOL = f32(9, 2, 5, 16)
+DECODE = {
+    "q": f32(4, 4, 16), "k_pages": POOL, "v_pages": POOL, "page_table": i32(4, 3),
+    "seq_lens": i32(4),
+}  # fmt: skip
+RAGGED = DECODE | {"q": f32(6, 4, 16), "cu_q_lens": i32(5)}
+WRITE = {
+    "k_pages": POOL, "v_pages": POOL, "k": f32(6, 2, 16), "v": f32(6, 2, 16),
+    "slot_mapping": i32(6),
+}  # fmt: skip
+
+# What is changed in a good call → the whole message.
+ATTENTION = [
+    ({"q": f32(6, 4)}, "q: expected shape [tokens, num_q_heads, head_dim=16], got [6, 4]"),
+    (
+        {"q": f32(6, 4, 24)},
+        "q: expected shape [tokens, num_q_heads, head_dim=16], got [6, 4, 24]",
+    ),
+    ({"q": f32(6, 3, 16)}, "q: expected num_q_heads to be a multiple of num_kv_heads=2, got 3"),
+    ({"q": f32(6, 0, 16)}, "q: expected num_q_heads to be a multiple of num_kv_heads=2, got 0"),
+    (
+        {"k_pages": f32(9, 0, 5, 16), "v_pages": f32(9, 0, 5, 16)},
+        "q: expected num_q_heads to be a multiple of num_kv_heads=0, got 4",
+    ),
+    ({"q": i32(6, 4, 16)}, "q: expected dtype bfloat16 or float16 or float32, got int32"),
+    (
+        {"q": f32(6, 4, 16).astype(jnp.bfloat16)},
+        "k_pages: expected dtype bfloat16, got float32",
+    ),
+    (
+        {"k_pages": f32(2, 5, 16)},
+        "k_pages: expected rank 4, [num_pages, num_kv_heads, page_size, head_dim], or 5 with a "
+        "leading num_layers, got [2, 5, 16]",
+    ),
+    (
+        {"v_pages": f32(2, 5, 16), "layout": "NHD"},
+        "v_pages: expected rank 4, [num_pages, page_size, num_kv_heads, head_dim], or 5 with a "
+        "leading num_layers, got [2, 5, 16]",
+    ),
+    (
+        {"k_pages": POOL.astype(jnp.int8)},
+        "k_pages: expected dtype bfloat16 or float16 or float32, got int8",
+    ),
+    ({"v_pages": POOL.astype(jnp.float16)}, "v_pages: expected dtype float32, got float16"),
+    (
+        {"v_pages": f32(9, 2, 4, 16)},
+        "v_pages: expected the shape of k_pages [9, 2, 5, 16], head_dim aside, got [9, 2, 4, 16]",
+    ),
+    (
+        {"v_pages": f32(1, 9, 2, 5, 16)},
+        "v_pages: expected the shape of k_pages [9, 2, 5, 16], head_dim aside, "
+        "got [1, 9, 2, 5, 16]",
+    ),
+    (
+        {"k_pages": f32(9, 2, 0, 16), "v_pages": f32(9, 2, 0, 16)},
+        "k_pages: expected page_size >= 1, got 0",
+    ),
+    (
+        {"layer": 0},
+        "layer: expected an i32 scalar for stacked pages, None for pages without a layer axis, "
+        "got a value for k_pages of rank 4",
+    ),
+    (
+        {"k_pages": POOL[None], "v_pages": POOL[None]},
+        "layer: expected an i32 scalar for stacked pages, None for pages without a layer axis, "
+        "got None for k_pages of rank 5",
+    ),
+    (
+        {"k_pages": POOL[None], "v_pages": POOL[None], "layer": i32(1)},
+        "layer: expected shape [], got [1]",
+    ),
+    (
+        {"k_pages": POOL[None], "v_pages": POOL[None], "layer": 1.0},
+        f"layer: expected an integer dtype, got dtype {np.asarray(1.0).dtype}",
+    ),
+    (
+        {"page_table": i32(3, 3)},
+        "page_table: expected shape [num_seqs=4, pages_per_seq], got [3, 3]",
+    ),
+    ({"page_table": i32(4)}, "page_table: expected shape [num_seqs=4, pages_per_seq], got [4]"),
+    ({"page_table": f32(4, 3)}, "page_table: expected an integer dtype, got dtype float32"),
+    ({"seq_lens": i32(4, 1)}, "seq_lens: expected shape [num_seqs], got [4, 1]"),
+    ({"seq_lens": f32(4)}, "seq_lens: expected an integer dtype, got dtype float32"),
+    ({"seq_lens": i32(4) > 0}, "seq_lens: expected an integer dtype, got dtype bool"),
+    ({"cu_q_lens": i32(4)}, "cu_q_lens: expected shape [num_seqs+1=5], got [4]"),
+    ({"cu_q_lens": f32(5)}, "cu_q_lens: expected an integer dtype, got dtype float32"),
+    ({"num_seqs": i32(2)}, "num_seqs: expected a scalar or [1], got (2,)"),
+    ({"num_seqs": i32(1, 1)}, "num_seqs: expected a scalar or [1], got (1, 1)"),
+    ({"num_seqs": True}, "num_seqs: expected an integer dtype, got dtype bool"),
+    ({"sm_scale": -0.5}, "sm_scale: expected a finite scale >= 0, got -0.5"),
+    ({"sm_scale": float("nan")}, "sm_scale: expected a finite scale >= 0, got nan"),
+    ({"sm_scale": np.float32(-2)}, "sm_scale: expected a finite scale >= 0, got -2.0"),
+    ({"sm_scale": f32(1)}, "sm_scale: expected shape [], got [1]"),
+    ({"num_kv_splits": 0}, "num_kv_splits: expected None or an int >= 1, got 0"),
+    ({"num_kv_splits": 2.5}, "num_kv_splits: expected None or an int >= 1, got 2.5"),
+    ({"split_tokens": -512}, "split_tokens: expected None or an int >= 1, got -512"),
+    ({"split_tokens": True}, "split_tokens: expected None or an int >= 1, got True"),
+    (
+        {"split_tokens": 64, "num_kv_splits": 2},
+        "split_tokens: expected None when num_kv_splits is given, got 64",
+    ),
+    ({"layout": "HDN"}, "layout: expected 'HND' or 'NHD', got 'HDN'"),
+    (
+        {"implementation": "cuda"},
+        "implementation: expected None or 'native' or 'reference', got 'cuda'",
+    ),
+]
+WRITES = [
+    ({"k": f32(6, 16)}, "k: expected shape [tokens=6, num_kv_heads=2, head_dim=16], got [6, 16]"),
+    (
+        {"k": f32(5, 2, 16)},
+        "k: expected shape [tokens=6, num_kv_heads=2, head_dim=16], got [5, 2, 16]",
+    ),
+    (
+        {"v": f32(6, 1, 16)},
+        "v: expected shape [tokens=6, num_kv_heads=2, head_dim=16], got [6, 1, 16]",
+    ),
+    ({"v": i32(6, 2, 16)}, "v: expected dtype bfloat16 or float16 or float32, got int32"),
+    ({"slot_mapping": i32(6, 1)}, "slot_mapping: expected shape [tokens], got [6, 1]"),
+    ({"slot_mapping": f32(6)}, "slot_mapping: expected an integer dtype, got dtype float32"),
+    ({"layout": None}, "layout: expected 'HND' or 'NHD', got None"),
+    (
+        {"implementation": "c++"},
+        "implementation: expected None or 'native' or 'reference', got 'c++'",
+    ),
+    (
+        {"k_pages": POOL[0]},
+        "k_pages: expected rank 4, [num_pages, num_kv_heads, page_size, head_dim], or 5 with a "
+        "leading num_layers, got [2, 5, 16]",
+    ),
+    (
+        {"layer": 3},
+        "layer: expected an i32 scalar for stacked pages, None for pages without a layer axis, "
+        "got a value for k_pages of rank 4",
+    ),
+]
+CASES = [
+    *((ragged_paged_attention, RAGGED, *case) for case in ATTENTION),
+    *((write_kv, WRITE, *case) for case in WRITES),
+    (
+        paged_attention, DECODE, {"q": f32(5, 4, 16)},
+        "q: expected shape [num_seqs=4, num_q_heads, head_dim=16], got [5, 4, 16]",
+    ),
+    (
+        paged_attention, DECODE, {"page_table": i32(5, 3)},
+        "page_table: expected shape [num_seqs=4, pages_per_seq], got [5, 3]",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "good", "change", "message"), CASES, ids=[c[3][:60] for c in CASES])
+def test_a_wrong_call_is_told_in_one_line(op, good, change, message):
+    with pytest.raises(ValueError, match=whole(message)):
+        op(**good | change)
+    traced = {name: x for name, x in (good | change).items() if isinstance(x, jax.Array)}
+    static = {name: x for name, x in change.items() if name not in traced}
+    with pytest.raises(ValueError, match=whole(message)):
+        jax.eval_shape(functools.partial(op, **static), **traced)
+
+
+def test_the_good_calls_are_good(implementation):
+    assert ragged_paged_attention(**RAGGED, implementation=implementation).shape == (6, 4, 16)
+    assert paged_attention(**DECODE, implementation=implementation).shape == (4, 4, 16)
+    fresh = {name: x + 0 for name, x in WRITE.items()}
+    assert write_kv(**fresh, implementation=implementation)[0].shape == POOL.shape
+
+
+@pytest.mark.parametrize("head_dim", [4, 20, 520])
+@pytest.mark.parametrize("name", ["k_pages", "v_pages"])
+def test_a_head_dim_that_native_kernels_lack_names_who_can(name, head_dim):
+    change = {name: f32(9, 2, 5, head_dim)}
+    if name == "k_pages":
+        change["q"] = f32(6, 4, head_dim)
+    message = (
+        f"{name}: native kernels take a head_dim that is a multiple of 8 up to 512, "
+        f"got {head_dim}; implementation='reference' takes any"
+    )
+    with pytest.raises(NotImplementedError, match=whole(message)):
+        ragged_paged_attention(**RAGGED | change)
+    out = ragged_paged_attention(**RAGGED | change, implementation="reference")
+    assert out.shape == (6, 4, head_dim if name == "v_pages" else 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"src_pages": i32(2, 1)}, "src_pages: expected shape [n], got [2, 1]"),
+        ({"dst_pages": i32(3)}, "dst_pages: expected shape [n=2], got [3]"),
+        ({"dst_pages": f32(2)}, "dst_pages: expected an integer dtype, got dtype float32"),
+        (
+            {"stacked": True},
+            "layer: expected an i32 scalar for stacked pages, None for pages without a layer axis, "
+            "got a value for k_pages of rank 4",
+        ),
+    ],
+    ids=["src rank", "dst length", "dst dtype", "stacked"],
+)
+def test_a_wrong_copy_is_told_in_one_line(change, message):
+    good = {"k_pages": POOL, "v_pages": POOL, "src_pages": i32(2), "dst_pages": i32(2)}
+    with pytest.raises(ValueError, match=whole(message)):
+        copy_pages(**good | change)
+
+
+GOOD_VALUES = {
+    "page_table": np.array([[3, 1, -1], [0, -1, -1], [-1, -1, -1]]),
+    "seq_lens": np.array([7, 5, 0]),
+    "cu_q_lens": np.array([0, 3, 4, 4]),
+    "num_pages": 4,
+    "page_size": 5,
+    "num_tokens": 4,
+}
+BAD_VALUES = [
+    ({"num_seqs": 4}, "num_seqs: expected a value in [0, 3], got 4"),
+    ({"seq_lens": np.array([16, 5, 0])}, "seq_lens[0]: expected a length in [0, 15], got 16"),
+    ({"seq_lens": np.array([7, -1, 0])}, "seq_lens[1]: expected a length in [0, 15], got -1"),
+    ({"seq_lens": np.array([7, 6, 0])}, "page_table[1, 1]: expected a page id in [0, 4), got -1"),
+    ({"num_pages": 3}, "page_table[0, 0]: expected a page id in [0, 3), got 3"),
+    ({"cu_q_lens": np.array([1, 3, 4, 4])}, "cu_q_lens[0]: expected 0, got 1"),
+    (
+        {"cu_q_lens": np.array([0, 3, 2, 4])},
+        "cu_q_lens[2]: expected a q_len in [0, seq_lens[1]=5], got -1",
+    ),
+    (
+        {"cu_q_lens": np.array([0, 3, 4, 5])},
+        "cu_q_lens[3]: expected a q_len in [0, seq_lens[2]=0], got 1",
+    ),
+    ({"num_tokens": 5}, "cu_q_lens[3]: expected the number of tokens 5, got 4"),
+    ({"num_tokens": 4, "num_seqs": 1}, "cu_q_lens[1]: expected the number of tokens 4, got 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_VALUES, ids=[c[1][:40] for c in BAD_VALUES])
+def test_check_values_names_the_row(change, message):
+    with pytest.raises(ValueError, match=whole(message)):
+        check_values(**GOOD_VALUES | change)
+
+
+def test_check_values_accepts_good_values_and_ignores_dead_rows():
+    check_values(**GOOD_VALUES)
+    check_values(**{name: jnp.asarray(x) if np.ndim(x) else x for name, x in GOOD_VALUES.items()})
+    wild = GOOD_VALUES | {"seq_lens": np.array([7, 5, 999]), "cu_q_lens": np.array([0, 3, 4, -9])}
+    check_values(**wild, num_seqs=2)
+    check_values(**{n: x for n, x in GOOD_VALUES.items() if n not in ("cu_q_lens", "num_tokens")})
