@@ -1,0 +1,101 @@
+// Shape checks of the handlers. Python checks the same first with the caller's names; these defend
+// the kernels against calls that came another way. Each returns "" or one line: argument, expected,
+// got.
+
+#ifndef JAX_PAGED_COMMON_CHECKS_H_
+#define JAX_PAGED_COMMON_CHECKS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "common/page_view.h"
+
+namespace jax_paged {
+
+struct ShapeView {
+  const int64_t* dims;
+  size_t rank;
+
+  int64_t operator[](size_t i) const { return dims[i]; }
+};
+
+inline std::string ShapeText(const int64_t* dims, size_t rank) {
+  std::string text = "[";
+  for (size_t i = 0; i < rank; ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+inline std::string Mismatch(const char* op, const char* argument, const std::string& expected,
+                            const std::string& got) {
+  return std::string(op) + ": " + argument + " expected " + expected + ", got " + got;
+}
+
+inline std::string CheckSameShape(const char* op, const char* argument, ShapeView got,
+                                  ShapeView expected) {
+  bool same = got.rank == expected.rank;
+  for (size_t i = 0; same && i < got.rank; ++i) same = got[i] == expected[i];
+  if (same) return "";
+  return Mismatch(op, argument, "shape " + ShapeText(expected.dims, expected.rank),
+                  ShapeText(got.dims, got.rank));
+}
+
+inline std::string CheckShape(const char* op, const char* argument, ShapeView got,
+                              std::initializer_list<int64_t> expected) {
+  return CheckSameShape(op, argument, got, {expected.begin(), expected.size()});
+}
+
+inline std::string CheckRank(const char* op, const char* argument, ShapeView got, size_t rank) {
+  if (got.rank == rank) return "";
+  return Mismatch(op, argument, "rank " + std::to_string(rank), ShapeText(got.dims, got.rank));
+}
+
+// Reads a pool of rank 4, or 5 with a leading num_layers axis.
+inline std::string ReadPoolShape(const char* op, const char* argument, ShapeView pages,
+                                 Layout layout, int64_t element_bytes, PoolShape* shape) {
+  if (pages.rank != 4 && pages.rank != 5) {
+    return Mismatch(op, argument, "rank 4 or 5", ShapeText(pages.dims, pages.rank));
+  }
+  const int64_t* dims = pages.dims + (pages.rank - 4);
+  const bool hnd = layout == Layout::kHnd;
+  *shape = {/*num_layers=*/pages.rank == 5 ? pages[0] : 1,
+            /*num_pages=*/dims[0],
+            /*num_kv_heads=*/hnd ? dims[1] : dims[2],
+            /*page_size=*/hnd ? dims[2] : dims[1],
+            /*head_dim=*/dims[3],
+            element_bytes,
+            layout};
+  if (shape->num_kv_heads < 1 || shape->page_size < 1 || shape->head_dim < 1) {
+    return Mismatch(op, argument, "num_kv_heads, page_size and head_dim of at least 1",
+                    ShapeText(pages.dims, pages.rank));
+  }
+  return "";
+}
+
+// Whether K and V pools agree in all but head_dim.
+inline std::string CheckSamePool(const char* op, const PoolShape& k, const PoolShape& v,
+                                 ShapeView v_pages) {
+  if (k.num_layers == v.num_layers && k.num_pages == v.num_pages &&
+      k.num_kv_heads == v.num_kv_heads && k.page_size == v.page_size) {
+    return "";
+  }
+  return Mismatch(op, "v_pages", "the axes of k_pages (head_dim may differ)",
+                  ShapeText(v_pages.dims, v_pages.rank));
+}
+
+inline std::string ReadLayout(const char* op, const char* text, size_t length, Layout* layout) {
+  const std::string name(text, length);
+  if (name == "HND") {
+    *layout = Layout::kHnd;
+  } else if (name == "NHD") {
+    *layout = Layout::kNhd;
+  } else {
+    return Mismatch(op, "layout", "\"HND\" or \"NHD\"", "\"" + name + "\"");
+  }
+  return "";
+}
+
+}  // namespace jax_paged
+
+#endif  // JAX_PAGED_COMMON_CHECKS_H_

@@ -1,0 +1,84 @@
+// Storage types of q, K, V and the output, and their scalar conversions.
+//
+// Plain C++17, no intrinsics: the conversions here serve the generic kernels, on any architecture.
+
+#ifndef JAX_PAGED_COMMON_DTYPES_H_
+#define JAX_PAGED_COMMON_DTYPES_H_
+
+#include <cstdint>
+#include <cstring>
+
+namespace jax_paged {
+
+enum class Dtype : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+inline constexpr int kNumDtypes = 3;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline int64_t ByteWidth(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+inline uint32_t FloatBits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+inline float FloatFromBits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+inline float ToFloat(float x) { return x; }
+
+inline float ToFloat(BFloat16 x) { return FloatFromBits(static_cast<uint32_t>(x.bits) << 16); }
+
+inline float ToFloat(Float16 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) {  // inf, NaN: keep the payload
+    return FloatFromBits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  }
+  // Scaling by 2^112 moves the exponent bias from 15 to 127 and normalises subnormals exactly.
+  const float scaled = FloatFromBits(magnitude << 13) * 0x1p112f;
+  return FloatFromBits(sign | FloatBits(scaled));
+}
+
+inline void FromFloat(float x, float* out) { *out = x; }
+
+// Round to nearest even; NaN stays NaN.
+inline void FromFloat(float x, BFloat16* out) {
+  const uint32_t bits = FloatBits(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    out->bits = static_cast<uint16_t>((bits >> 16) | 0x40u);
+    return;
+  }
+  out->bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Round to nearest even, subnormals included; beyond the range: infinity; NaN stays NaN.
+inline void FromFloat(float x, Float16* out) {
+  const uint32_t bits = FloatBits(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {  // 65520, halfway between the largest half and infinity
+    half = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 leaves multiples of 2^-24
+    half = FloatBits(FloatFromBits(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  }
+  out->bits = static_cast<uint16_t>(sign | half);
+}
+
+}  // namespace jax_paged
+
+#endif  // JAX_PAGED_COMMON_DTYPES_H_

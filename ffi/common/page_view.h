@@ -1,0 +1,69 @@
+// Where a token of one layer lies in a page pool. All address arithmetic on pages is here, in
+// int64.
+//
+//   HND  [num_layers, num_pages, num_kv_heads, page_size, head_dim]
+//   NHD  [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+
+#ifndef JAX_PAGED_COMMON_PAGE_VIEW_H_
+#define JAX_PAGED_COMMON_PAGE_VIEW_H_
+
+#include <cstdint>
+
+namespace jax_paged {
+
+enum class Layout : int { kHnd = 0, kNhd = 1 };
+
+struct PoolShape {
+  int64_t num_layers;
+  int64_t num_pages;
+  int64_t num_kv_heads;
+  int64_t page_size;
+  int64_t head_dim;
+  int64_t element_bytes;
+  Layout layout;
+
+  int64_t token_bytes() const { return head_dim * element_bytes; }
+  int64_t page_bytes() const { return num_kv_heads * page_size * token_bytes(); }
+  int64_t layer_bytes() const { return num_pages * page_bytes(); }
+  int64_t num_slots() const { return num_pages * page_size; }
+};
+
+struct PageView {
+  char* base;  // first byte of the layer
+  int64_t num_pages;
+  int64_t page_size;
+  int64_t page_stride_bytes;
+  int64_t head_stride_bytes;
+  int64_t token_stride_bytes;
+
+  bool IsPage(int32_t page) const { return page >= 0 && page < num_pages; }
+  bool IsSlot(int32_t slot) const { return slot >= 0 && slot < num_pages * page_size; }
+
+  // First byte of the token at `offset` in `page`, which must be a page of the pool.
+  char* Token(int64_t page, int64_t head, int64_t offset) const {
+    return base + page * page_stride_bytes + head * head_stride_bytes + offset * token_stride_bytes;
+  }
+
+  // First byte of the token in `slot` = page * page_size + offset, which must be a slot of the
+  // pool.
+  char* Slot(int64_t slot, int64_t head) const {
+    return Token(slot / page_size, head, slot % page_size);
+  }
+};
+
+// The view of `layer`, which must be in [0, num_layers).
+inline PageView MakePageView(void* pool, const PoolShape& shape, int64_t layer) {
+  const bool hnd = shape.layout == Layout::kHnd;
+  PageView view;
+  view.base = static_cast<char*>(pool) + layer * shape.layer_bytes();
+  view.num_pages = shape.num_pages;
+  view.page_size = shape.page_size;
+  view.page_stride_bytes = shape.page_bytes();
+  view.head_stride_bytes = shape.token_bytes() * (hnd ? shape.page_size : 1);
+  view.token_stride_bytes = shape.token_bytes() * (hnd ? 1 : shape.num_kv_heads);
+  return view;
+}
+
+}  // namespace jax_paged
+
+#endif  // JAX_PAGED_COMMON_PAGE_VIEW_H_

@@ -1,0 +1,40 @@
+// What an attention kernel is told about one call. Knows nothing of XLA or of a device.
+
+#ifndef JAX_PAGED_COMMON_PARAMS_H_
+#define JAX_PAGED_COMMON_PARAMS_H_
+
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+
+namespace jax_paged {
+
+struct AttentionParams {
+  const void* q;              // [T, num_q_heads, head_dim], dtype
+  void* out;                  // [T, num_q_heads, v_head_dim], dtype
+  float* lse;                 // [T, num_q_heads], natural log
+  PageView k;                 // the layer's pages, dtype
+  PageView v;                 // the same, v_head_dim wide
+  const int32_t* page_table;  // [S, pages_per_seq]
+  int64_t pages_per_seq;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t group_size;  // query heads per KV head
+  int32_t head_dim;
+  int32_t v_head_dim;
+  float sm_scale;
+  bool causal;
+  Dtype dtype;
+};
+
+// One row of the batch with its lengths made safe: it owns tokens [q_begin, q_begin + q_len) of q.
+struct Row {
+  int32_t q_begin;
+  int32_t q_len;
+  int32_t seq_len;
+};
+
+}  // namespace jax_paged
+
+#endif  // JAX_PAGED_COMMON_PARAMS_H_

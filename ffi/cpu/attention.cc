@@ -1,0 +1,278 @@
+// The handler of jax_paged.attention.v1 on CPU: checks, plan, and the workers that run it.
+
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "common/checks.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "cpu/ffi_checks.h"
+#include "cpu/handlers.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel_for.h"
+#include "cpu/scratch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jax_paged::cpu {
+namespace {
+
+constexpr char kOp[] = "jax_paged.attention";
+constexpr int64_t kMaxHeadDim = 512;
+std::string CheckHeadDim(const char* argument, int64_t head_dim) {
+  if (head_dim % 8 == 0 && head_dim >= 8 && head_dim <= kMaxHeadDim) return "";
+  return Mismatch(kOp, argument, "head_dim a multiple of 8 up to 512", std::to_string(head_dim));
+}
+
+// Cuts one block of memory into arrays that start at cache lines. Without a base it only adds up.
+class Carver {
+ public:
+  explicit Carver(char* base) : base_(base) {}
+
+  template <typename T>
+  T* Take(int64_t count) {
+    T* array = base_ ? reinterpret_cast<T*>(base_ + size_) : nullptr;
+    size_ += RoundUp(count * int64_t{sizeof(T)}, Scratch::kAlignment);
+    return array;
+  }
+  int64_t size() const { return size_; }
+
+ private:
+  char* base_;
+  int64_t size_ = 0;
+};
+
+// Everything that a call needs beside its operands.
+struct Workspace {
+  WorkItem* items;
+  WorkItem* sorted;
+  std::atomic<int32_t>* unfinished;  // per shared unit: items still to come
+  float* partials;
+  float* workers;
+  int64_t worker_floats;
+
+  static Workspace Carve(Carver* carver, const PlanTotals& totals, int64_t num_workers,
+                         int64_t worker_floats) {
+    Workspace w;
+    w.items = carver->Take<WorkItem>(totals.items);
+    w.sorted = carver->Take<WorkItem>(totals.items);
+    w.unfinished = carver->Take<std::atomic<int32_t>>(totals.shared_units);
+    w.partials = carver->Take<float>(totals.partial_floats);
+    w.workers = carver->Take<float>(num_workers * worker_floats);
+    w.worker_floats = worker_floats;
+    return w;
+  }
+};
+
+// out = 0 and lse = -inf for tokens [begin, end).
+void WriteEmpty(const AttentionParams& params, int64_t begin, int64_t end) {
+  const int64_t heads = (end - begin) * params.num_q_heads;
+  if (heads <= 0) return;
+  const int64_t bytes = params.v_head_dim * ByteWidth(params.dtype);
+  std::memset(static_cast<char*>(params.out) + begin * params.num_q_heads * bytes, 0,
+              static_cast<size_t>(heads * bytes));
+  float* lse = params.lse + begin * params.num_q_heads;
+  for (int64_t i = 0; i < heads; ++i) lse[i] = -INFINITY;
+}
+
+// Longest items first: a stable counting sort by the power of two of their cost.
+void SortByCost(const WorkItem* items, int64_t count, WorkItem* sorted) {
+  int64_t start[65] = {0};
+  const auto bucket = [](const WorkItem& item) {
+    int bits = 0;
+    for (uint64_t cost = static_cast<uint64_t>(item.cost); cost; cost >>= 1) ++bits;
+    return 64 - bits;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (bucket(items[i]) < 64) ++start[bucket(items[i]) + 1];
+  }
+  for (int b = 1; b <= 64; ++b) start[b] += start[b - 1];
+  for (int64_t i = 0; i < count; ++i) sorted[start[bucket(items[i])]++] = items[i];
+}
+
+// Runs the call; all shapes are checked. Throws std::bad_alloc.
+void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOptions options,
+            const int32_t* cu_q_lens, const int32_t* seq_lens, int32_t num_seqs, int64_t max_seqs,
+            int64_t num_tokens) {
+  const Scratch row_memory(static_cast<size_t>(max_seqs) * (sizeof(Row) + sizeof(RowPlan)) + 1);
+  RowPlan* plans = reinterpret_cast<RowPlan*>(row_memory.data());
+  Row* rows = reinterpret_cast<Row*>(plans + max_seqs);
+  const int32_t num_rows =
+      SanitizeRows(cu_q_lens, seq_lens, num_seqs, max_seqs, num_tokens,
+                   Clamp(params.pages_per_seq * params.k.page_size, 0, INT32_MAX), rows);
+  const PlanTotals totals = PlanCall(&options, rows, num_rows, plans);
+
+  WorkerScratch layout;
+  const int64_t worker_floats = LayOutScratch(/*base=*/nullptr, params.head_dim, params.v_head_dim,
+                                              totals.has_prefill, &layout);
+  Carver size(nullptr);
+  Workspace::Carve(&size, totals, options.num_workers, worker_floats);
+  const Scratch memory(static_cast<size_t>(size.size()) + 1);
+  Carver carver(memory.data());
+  const Workspace work = Workspace::Carve(&carver, totals, options.num_workers, worker_floats);
+  FillItems(options, rows, num_rows, plans, totals, work.items);
+  SortByCost(work.items, totals.items, work.sorted);
+  for (int64_t i = 0; i < totals.shared_units; ++i)
+    new (&work.unfinished[i]) std::atomic<int32_t>(0);
+  for (int64_t i = 0; i < totals.items; ++i) {
+    if (work.items[i].shared_unit >= 0) ++work.unfinished[work.items[i].shared_unit];
+  }
+
+  if (num_rows == 0) {
+    WriteEmpty(params, 0, num_tokens);
+  } else {
+    const Row& last = rows[num_rows - 1];
+    WriteEmpty(params, 0, rows[0].q_begin);
+    WriteEmpty(params, int64_t{last.q_begin} + last.q_len, num_tokens);
+  }
+  for (int32_t i = 0; i < num_rows; ++i) {
+    if (plans[i].kind == RowKind::kEmpty) {
+      WriteEmpty(params, rows[i].q_begin, int64_t{rows[i].q_begin} + rows[i].q_len);
+    }
+  }
+
+  const Kernels& kernels = ChosenKernels();
+  const int dtype = static_cast<int>(params.dtype);
+  const auto run = [&](int64_t index, int64_t worker) {
+    const WorkItem& item = work.sorted[index];
+    WorkerScratch scratch;
+    LayOutScratch(work.workers + worker * work.worker_floats, params.head_dim, params.v_head_dim,
+                  totals.has_prefill, &scratch);
+    kernels.run_item[dtype](params, rows[item.row], item, scratch, work.partials);
+    if (item.shared_unit < 0) return;
+    // The last to finish folds, always in the order of the splits.
+    if (work.unfinished[item.shared_unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      kernels.fold_unit[dtype](params, rows[item.row], item, scratch, work.partials);
+    }
+  };
+  ParallelFor(pool, totals.items, options.num_workers, run);
+}
+
+ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
+                     ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> page_table,
+                     ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> cu_q_lens,
+                     ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
+                     ffi::Buffer<ffi::F32> sm_scale, std::string_view layout_name, bool causal,
+                     int64_t num_kv_splits, int64_t split_tokens, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::ResultBuffer<ffi::F32> lse) {
+  std::string error;
+  const auto failed = [&](std::string text) {
+    error = std::move(text);
+    return !error.empty();
+  };
+  const auto invalid = [&] { return ffi::Error::InvalidArgument(error); };
+
+  Dtype dtype;
+  if (failed(ReadDtype(kOp, "q", q.element_type(), &dtype)) ||
+      failed(CheckType(kOp, "k_pages", k_pages.element_type(), q.element_type())) ||
+      failed(CheckType(kOp, "v_pages", v_pages.element_type(), q.element_type())) ||
+      failed(CheckType(kOp, "out", out->element_type(), q.element_type()))) {
+    return invalid();
+  }
+  Layout layout;
+  PoolShape k_pool, v_pool;
+  const int64_t element_bytes = ByteWidth(dtype);
+  if (failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||
+      failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, element_bytes, &k_pool)) ||
+      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, element_bytes, &v_pool)) ||
+      failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
+      failed(CheckRank(kOp, "q", Shape(q), 3)) ||
+      failed(CheckRank(kOp, "page_table", Shape(page_table), 2))) {
+    return invalid();
+  }
+  const int64_t num_tokens = Shape(q)[0], num_q_heads = Shape(q)[1];
+  const int64_t max_seqs = Shape(page_table)[0], pages_per_seq = Shape(page_table)[1];
+  if (failed(CheckShape(kOp, "q", Shape(q), {num_tokens, num_q_heads, k_pool.head_dim})) ||
+      failed(CheckShape(kOp, "seq_lens", Shape(seq_lens), {max_seqs})) ||
+      failed(CheckShape(kOp, "cu_q_lens", Shape(cu_q_lens), {max_seqs + 1})) ||
+      failed(CheckShape(kOp, "num_seqs", Shape(num_seqs), {1})) ||
+      failed(CheckShape(kOp, "layer", Shape(layer), {})) ||
+      failed(CheckShape(kOp, "sm_scale", Shape(sm_scale), {})) ||
+      failed(CheckShape(kOp, "out", Shape(*out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
+      failed(CheckShape(kOp, "lse", Shape(*lse), {num_tokens, num_q_heads})) ||
+      failed(CheckHeadDim("k_pages", k_pool.head_dim)) ||
+      failed(CheckHeadDim("v_pages", v_pool.head_dim))) {
+    return invalid();
+  }
+  if (num_q_heads < 1 || num_q_heads % k_pool.num_kv_heads != 0) {
+    return ffi::Error::InvalidArgument(
+        Mismatch(kOp, "q", "a multiple of " + std::to_string(k_pool.num_kv_heads) + " KV heads",
+                 std::to_string(num_q_heads) + " heads"));
+  }
+  if (num_kv_splits < 0 || split_tokens < 0 || (num_kv_splits > 0 && split_tokens > 0)) {
+    return ffi::Error::InvalidArgument(
+        Mismatch(kOp, "num_kv_splits, split_tokens", "non-negative, at most one of them set",
+                 std::to_string(num_kv_splits) + ", " + std::to_string(split_tokens)));
+  }
+
+  AttentionParams params;
+  params.q = q.untyped_data();
+  params.out = out->untyped_data();
+  params.lse = lse->typed_data();
+  params.page_table = page_table.typed_data();
+  params.pages_per_seq = pages_per_seq;
+  params.num_q_heads = static_cast<int32_t>(num_q_heads);
+  params.num_kv_heads = static_cast<int32_t>(k_pool.num_kv_heads);
+  params.group_size = params.num_q_heads / params.num_kv_heads;
+  params.head_dim = static_cast<int32_t>(k_pool.head_dim);
+  params.v_head_dim = static_cast<int32_t>(v_pool.head_dim);
+  params.sm_scale = *sm_scale.typed_data();
+  params.causal = causal;
+  params.dtype = dtype;
+  const int32_t layer_index = *layer.typed_data();
+  if (layer_index < 0 || layer_index >= k_pool.num_layers) {
+    WriteEmpty(params, 0, num_tokens);
+    return ffi::Error::Success();
+  }
+  params.k = MakePageView(k_pages.untyped_data(), k_pool, layer_index);
+  params.v = MakePageView(v_pages.untyped_data(), v_pool, layer_index);
+
+  ScheduleOptions options;
+  options.group_size = params.group_size;
+  options.num_kv_heads = params.num_kv_heads;
+  options.head_dim = params.head_dim;
+  options.v_head_dim = params.v_head_dim;
+  options.causal = causal;
+  options.num_workers = Clamp(pool.num_threads(), 1, 1024);
+  options.num_kv_splits = num_kv_splits;
+  options.split_tokens = split_tokens;
+  try {
+    Attend(pool, params, options, cu_q_lens.typed_data(), seq_lens.typed_data(),
+           *num_seqs.typed_data(), max_seqs, num_tokens);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string(kOp) + ": out of memory for partial results");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // q
+                                  .Arg<ffi::AnyBuffer>()         // k_pages
+                                  .Arg<ffi::AnyBuffer>()         // v_pages
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // page_table
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // seq_lens
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // cu_q_lens
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // num_seqs
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // layer
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
+                                  .Attr<std::string_view>("layout")
+                                  .Attr<bool>("causal")
+                                  .Attr<int64_t>("num_kv_splits")
+                                  .Attr<int64_t>("split_tokens")
+                                  .Ret<ffi::AnyBuffer>()           // out
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // lse
+
+}  // namespace jax_paged::cpu

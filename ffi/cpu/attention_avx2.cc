@@ -1,0 +1,33 @@
+// Attention kernels for x86 with AVX2, FMA and F16C. Rules for this file: isa.h.
+
+#include <immintrin.h>
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+
+#define JAX_PAGED_ISA avx2
+#define JAX_PAGED_ISA_NAME "avx2"
+
+JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
+// clang-format off: in this order
+#include "cpu/vec_avx2.h"
+#include "cpu/kernel_common.h"
+#include "cpu/kernel_decode.h"
+#include "cpu/kernel_prefill.h"
+#include "cpu/kernel_attention.h"
+// clang-format on
+JAX_PAGED_END_TARGET
+
+namespace jax_paged::cpu {
+
+const Kernels& Avx2Kernels() { return avx2::kKernels; }
+
+}  // namespace jax_paged::cpu

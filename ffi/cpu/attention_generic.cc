@@ -1,0 +1,30 @@
+// Attention kernels in standard C++, for any architecture. Rules for this file: isa.h.
+
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+
+#define JAX_PAGED_ISA generic
+#define JAX_PAGED_ISA_NAME "generic"
+
+// clang-format off: in this order
+#include "cpu/vec_generic.h"
+#include "cpu/kernel_common.h"
+#include "cpu/kernel_decode.h"
+#include "cpu/kernel_prefill.h"
+#include "cpu/kernel_attention.h"
+// clang-format on
+
+namespace jax_paged::cpu {
+
+const Kernels& GenericKernels() { return generic::kKernels; }
+
+}  // namespace jax_paged::cpu

@@ -1,0 +1,15 @@
+// The FFI handlers of the CPU module.
+
+#ifndef JAX_PAGED_CPU_HANDLERS_H_
+#define JAX_PAGED_CPU_HANDLERS_H_
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_paged::cpu {
+
+extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame* call_frame);
+
+}  // namespace jax_paged::cpu
+
+#endif  // JAX_PAGED_CPU_HANDLERS_H_

@@ -1,0 +1,61 @@
+// One work item from queries to output, and the table of kernels of an instruction set. Included
+// last by attention_<isa>.cc inside its target region (isa.h).
+
+#ifndef JAX_PAGED_CPU_KERNEL_ATTENTION_H_
+#define JAX_PAGED_CPU_KERNEL_ATTENTION_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+template <typename T>
+void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item,
+             const WorkerScratch& scratch, float* partials) {
+  const int64_t num_rows = item.packed_end - item.packed_begin;
+  const bool decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
+  const int64_t padded_rows = decode ? kDecodeMaxRows : RoundUp(num_rows, kGemmRows);
+  const LogitScale scale(params.sm_scale);
+  LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
+
+  const Partial part = {scratch.o, scratch.m, scratch.l, scratch.o_stride};
+  const Partial total = {scratch.total_o, scratch.total_m, scratch.total_l, scratch.o_stride};
+  const bool whole_unit = item.shared_unit < 0;
+  const bool fold = whole_unit && item.num_splits > 1;
+  if (fold) ClearPartial(total, num_rows, params.v_head_dim);
+  ClearPartial(part, padded_rows, params.v_head_dim);
+  for (int64_t split = item.split_begin; split < item.split_end; ++split) {
+    if (split > item.split_begin) ClearPartial(part, padded_rows, params.v_head_dim);
+    const int64_t begin = split * item.split_tokens;
+    const int64_t end = Clamp(begin + item.split_tokens, begin, item.keys);
+    if (decode) {
+      DecodeSplit<T>(params, row, item, scale.scale, begin, end, scratch, part);
+    } else {
+      PrefillSplit<T>(params, row, item, scale.scale, begin, end, scratch, part);
+    }
+    if (fold) {
+      FoldPartial(total, part, num_rows, params.v_head_dim);
+    } else if (!whole_unit) {
+      CopyPartial(part, StoredPartial(params, item, split, partials), num_rows, params.v_head_dim);
+    }
+  }
+  if (whole_unit) WriteOutput<T>(params, row, item, fold ? total : part);
+}
+
+template <typename T>
+void FoldUnit(const AttentionParams& params, const Row& row, const WorkItem& item,
+              const WorkerScratch& scratch, float* partials) {
+  const int64_t num_rows = item.packed_end - item.packed_begin;
+  const Partial total = {scratch.total_o, scratch.total_m, scratch.total_l, scratch.o_stride};
+  ClearPartial(total, num_rows, params.v_head_dim);
+  for (int64_t split = 0; split < item.num_splits; ++split) {
+    FoldPartial(total, StoredPartial(params, item, split, partials), num_rows, params.v_head_dim);
+  }
+  WriteOutput<T>(params, row, item, total);
+}
+
+// In the order of Dtype.
+inline constexpr Kernels kKernels = {JAX_PAGED_ISA_NAME,
+                                     {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
+                                     {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_KERNEL_ATTENTION_H_

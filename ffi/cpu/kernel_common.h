@@ -1,0 +1,230 @@
+// Kernel text shared by decode and prefill: loading queries, walking pages, folding partials,
+// output. Included by attention_<isa>.cc inside its target region (isa.h), after vec_<isa>.h.
+//
+// Logits are kept raw, s = q.k in f32; weights are 2^(s * scale - m) with scale = |sm_scale|
+// log2(e) (its sign goes into q) and m = the largest s so far, times scale, rounded once. The same
+// rounded m enters every weight and the log-sum-exp, so its rounding cancels.
+
+#ifndef JAX_PAGED_CPU_KERNEL_COMMON_H_
+#define JAX_PAGED_CPU_KERNEL_COMMON_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr int kHalf = 8;  // head_dim is a multiple of it
+
+// The tokens [begin, end) of a row that lie in pages of the pool, in order. Tokens whose page id is
+// not one are left out: nothing of them is ever read.
+template <typename T>
+struct KeyBlock {
+  int64_t begin;
+  int count;
+  // k[count ...] repeats the last entry up to a multiple of any register tile, and so does v.
+  const T* k[kKeyBlock];
+  const T* v[kKeyBlock];
+  uint8_t count_before[kKeyBlock + 1];  // listed tokens among the first i
+
+  // How many of the listed tokens lie before token `limit` of the row.
+  int Visible(int64_t limit) const { return count_before[Clamp(limit - begin, 0, kKeyBlock)]; }
+};
+
+template <typename T>
+void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int64_t begin,
+                int64_t end, KeyBlock<T>* block) {
+  const PageView& k = params.k;
+  const PageView& v = params.v;
+  const int32_t* pages = params.page_table + row * params.pages_per_seq;
+  block->begin = begin;
+  int count = 0;
+  int seen = 0;
+  int64_t page = begin / k.page_size;
+  int64_t offset = begin % k.page_size;
+  for (int64_t token = begin; token < end; ++page, offset = 0) {
+    int64_t run = k.page_size - offset;
+    if (run > end - token) run = end - token;
+    token += run;
+    const int32_t id = pages[page];
+    if (!k.IsPage(id)) {
+      for (int64_t i = 0; i < run; ++i) block->count_before[seen++] = static_cast<uint8_t>(count);
+      continue;
+    }
+    const char* k_token = k.Token(id, kv_head, offset);
+    const char* v_token = v.Token(id, kv_head, offset);
+    for (int64_t i = 0; i < run; ++i) {
+      block->count_before[seen++] = static_cast<uint8_t>(count);
+      block->k[count] = reinterpret_cast<const T*>(k_token);
+      block->v[count] = reinterpret_cast<const T*>(v_token);
+      ++count;
+      k_token += k.token_stride_bytes;
+      v_token += v.token_stride_bytes;
+    }
+  }
+  while (seen <= kKeyBlock) block->count_before[seen++] = static_cast<uint8_t>(count);
+  block->count = count;
+  for (int i = count; count > 0 && i < kKeyBlock; ++i) {
+    block->k[i] = block->k[count - 1];
+    block->v[i] = block->v[count - 1];
+  }
+}
+
+// Scale of the logits: s * scale is in units of log2. The sign of sm_scale goes into the queries.
+struct LogitScale {
+  float sign;
+  float scale;
+
+  explicit LogitScale(float sm_scale) {
+    constexpr float kLog2E = 1.44269504f;
+    constexpr float kSmallest = 1.17549435e-38f;
+    const float product = sm_scale * kLog2E;
+    sign = product < 0.0f ? -1.0f : 1.0f;
+    scale = product * sign;
+    if (scale < kSmallest) {  // all finite logits are 0; a masked one must stay -inf, not -inf * 0
+      sign = 0.0f;
+      scale = 1.0f;
+    }
+  }
+};
+
+// Where packed row `packed` of a unit lies in q and out, as (token, head) in row-major order.
+inline int64_t QueryHead(const AttentionParams& params, const Row& row, const WorkItem& item,
+                         int64_t packed) {
+  const int64_t token = row.q_begin + packed / params.group_size;
+  return token * params.num_q_heads + int64_t{item.kv_head} * params.group_size +
+         packed % params.group_size;
+}
+
+// Loads `n` elements (a multiple of kHalf) to floats, with zeros up to a whole vector.
+template <typename T>
+JAX_PAGED_INLINE Vec LoadTail(const T* p, int64_t n) {
+  if constexpr (kWidth > kHalf) {
+    if (n < kWidth) return LoadHalf(p);
+  }
+  (void)n;
+  return Load(p);
+}
+
+// The same where the choice is known: a whole vector, or kHalf elements.
+template <bool HALF, typename T>
+JAX_PAGED_INLINE Vec LoadPart(const T* p) {
+  if constexpr (HALF && kWidth > kHalf) {
+    return LoadHalf(p);
+  } else {
+    return Load(p);
+  }
+}
+
+template <typename T>
+JAX_PAGED_INLINE void StoreTail(T* p, Vec x, int64_t n) {
+  if constexpr (kWidth > kHalf) {
+    if (n < kWidth) {
+      StoreHalf(p, x);
+      return;
+    }
+  }
+  (void)n;
+  Store(p, x);
+}
+
+// The unit's queries as floats [padded_rows, q_stride]; rows past the unit's own are zero.
+template <typename T>
+void LoadQueries(const AttentionParams& params, const Row& row, const WorkItem& item, float sign,
+                 int64_t padded_rows, const WorkerScratch& scratch) {
+  const int64_t head_dim = params.head_dim;
+  const int64_t num_rows = item.packed_end - item.packed_begin;
+  const Vec factor = Set1(sign);
+  for (int64_t r = 0; r < padded_rows; ++r) {
+    float* q = scratch.q + r * scratch.q_stride;
+    int64_t d = 0;
+    if (r < num_rows) {
+      const T* source = static_cast<const T*>(params.q) +
+                        QueryHead(params, row, item, item.packed_begin + r) * head_dim;
+      for (; d < head_dim; d += kWidth) {
+        Store(q + d, Mul(factor, LoadTail(source + d, head_dim - d)));
+      }
+    }
+    for (; d < scratch.q_stride; d += kWidth) Store(q + d, Zero());
+  }
+}
+
+// A partial result of `rows` packed rows: softmax numerator and denominator, both scaled by 2^-m.
+struct Partial {
+  float* o;  // [rows, stride]
+  float* m;  // [rows], -inf: no key seen, o = l = 0
+  float* l;  // [rows]
+  int64_t stride;
+};
+
+inline void ClearPartial(const Partial& x, int64_t rows, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r) {
+    x.m[r] = -kInfinity;
+    x.l[r] = 0.0f;
+    for (int64_t d = 0; d < width; d += kWidth) Store(x.o + r * x.stride + d, Zero());
+  }
+}
+
+inline float Exp2(float x) {
+  float lanes[kWidth];
+  Store(lanes, Exp2(Set1(x)));
+  return lanes[0];
+}
+
+// total += part, `part` being the next split.
+inline void FoldPartial(const Partial& total, const Partial& part, int64_t rows,
+                        int64_t v_head_dim) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (part.m[r] == -kInfinity) continue;
+    const float m = part.m[r] > total.m[r] ? part.m[r] : total.m[r];
+    const float keep = total.m[r] == -kInfinity ? 0.0f : Exp2(total.m[r] - m);
+    const float add = Exp2(part.m[r] - m);
+    total.m[r] = m;
+    total.l[r] = total.l[r] * keep + part.l[r] * add;
+    float* o = total.o + r * total.stride;
+    const float* x = part.o + r * part.stride;
+    for (int64_t d = 0; d < v_head_dim; d += kWidth) {
+      const Vec scaled = Mul(LoadTail(x + d, v_head_dim - d), Set1(add));
+      StoreTail(o + d, Fma(LoadTail(o + d, v_head_dim - d), Set1(keep), scaled), v_head_dim - d);
+    }
+  }
+}
+
+// Writes out and lse of a unit's packed rows.
+template <typename T>
+void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& item,
+                 const Partial& x) {
+  constexpr double kLn2 = 0.69314718055994530942;
+  for (int64_t r = 0; r < item.packed_end - item.packed_begin; ++r) {
+    const int64_t head = QueryHead(params, row, item, item.packed_begin + r);
+    const bool empty = x.m[r] == -kInfinity;
+    params.lse[head] =
+        empty ? -kInfinity : static_cast<float>(x.m[r] * kLn2 + ::log(double{x.l[r]}));
+    const Vec factor = Set1(empty ? 0.0f : 1.0f / x.l[r]);
+    T* out = static_cast<T*>(params.out) + head * params.v_head_dim;
+    const float* o = x.o + r * x.stride;
+    for (int64_t d = 0; d < params.v_head_dim; d += kWidth) {
+      const int64_t n = params.v_head_dim - d;
+      StoreTail(out + d, Mul(LoadTail(o + d, n), factor), n);
+    }
+  }
+}
+
+// The partial of split `split` of item's shared unit.
+inline Partial StoredPartial(const AttentionParams& params, const WorkItem& item, int64_t split,
+                             float* partials) {
+  const int64_t rows = item.packed_end - item.packed_begin;
+  float* o = partials + item.partials + split * PartialFloats(rows, params.v_head_dim);
+  float* m = o + rows * params.v_head_dim;
+  return {o, m, m + rows, params.v_head_dim};
+}
+
+inline void CopyPartial(const Partial& from, const Partial& to, int64_t rows, int64_t v_head_dim) {
+  for (int64_t r = 0; r < rows; ++r) {
+    to.m[r] = from.m[r];
+    to.l[r] = from.l[r];
+    __builtin_memcpy(to.o + r * to.stride, from.o + r * from.stride,
+                     static_cast<size_t>(v_head_dim) * sizeof(float));
+  }
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_KERNEL_COMMON_H_

@@ -1,0 +1,274 @@
+// Decode: a unit of at most 16 packed rows against its K and V, read once and straight from the
+// pages.
+//
+//   block    up to kKeyBlock tokens, so few that their K stays in L1 while it is used
+//   tile     1, 2, 4 or 8 packed rows (padded with zero queries); the steps below run per tile
+//   logits   kWidth accumulators = tile rows x (kWidth / rows) tokens run over head_dim; one
+//   transposing
+//            sum then makes them one vector. Scores lie [token][row], so all lanes work in softmax
+//            too.
+//   weights  running maximum per row; 2^(s * scale - m), masked ones exactly 0
+//   values   rows x 2 or 4 vectors of accumulators run over the tokens, then o = o * alpha + sum
+// While logits are made the block's V is prefetched, and the next block's K while V is used: the
+// kernel is bound by reading K and V. Registers of a tile of 8 with AVX-512: 16 sums, 2 of K or V,
+// 1 of q.
+
+#ifndef JAX_PAGED_CPU_KERNEL_DECODE_H_
+#define JAX_PAGED_CPU_KERNEL_DECODE_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// What a decode unit carries from block to block.
+struct DecodeState {
+  const float* q;
+  float* o;
+  float* scores;
+  int64_t q_stride;
+  int64_t o_stride;
+  int32_t head_dim;
+  int32_t v_head_dim;
+  float scale;
+  float top[kDecodeMaxRows];            // largest logit so far, raw
+  float m[kDecodeMaxRows];              // top * scale
+  float l[kDecodeMaxRows / 8][kWidth];  // per tile and lane, lanes of one row to be summed
+};
+
+inline void PrefetchRow(const void* row, int64_t bytes) {
+  const char* p = static_cast<const char*>(row);
+  for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
+}
+
+// Adds kWidth (or, HALF, 8) dimensions of ROWS queries x (kWidth / ROWS) keys to the sums.
+template <typename T, int ROWS, bool HALF>
+JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const T* const* k, int64_t d,
+                                Vec* sum) {
+  constexpr int kTokens = kWidth / ROWS;
+  Vec key[kTokens];
+  JAX_PAGED_UNROLL
+  for (int t = 0; t < kTokens; ++t) key[t] = LoadPart<HALF>(k[t] + d);
+  JAX_PAGED_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const Vec query = Load(q + r * q_stride + d);
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < kTokens; ++t) sum[t * ROWS + r] = Fma(query, key[t], sum[t * ROWS + r]);
+  }
+}
+
+// ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
+template <typename T, int ROWS>
+JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
+                               int64_t head_dim) {
+  Vec sum[kWidth];
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < kWidth; ++i) sum[i] = Zero();
+  int64_t d = 0;
+  for (; d + kWidth <= head_dim; d += kWidth) {
+    ScoreStep<T, ROWS, /*HALF=*/false>(q, q_stride, k, d, sum);
+  }
+  if (d < head_dim) ScoreStep<T, ROWS, /*HALF=*/true>(q, q_stride, k, d, sum);
+  return SumEach(sum);
+}
+
+// The weights of a tile: weights[token * token_stride + row] for tokens [begin, end).
+struct Weights {
+  const float* weights;
+  int64_t token_stride;
+  int begin;
+  int end;
+};
+
+// o[r] = o[r] * alpha[r] + sum over tokens of weight[token][r] * v[token][d ...], for ROWS rows and
+// VECS vectors (HALF: 8 dimensions). Prefetches the same part of next[token].
+template <typename T, int ROWS, int VECS, bool HALF>
+JAX_PAGED_INLINE void ValueStep(const Weights& w, const T* const* v, const T* const* next,
+                                int64_t d, const float* alpha, float* o, int64_t o_stride) {
+  Vec sum[ROWS * VECS];
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < ROWS * VECS; ++i) sum[i] = Zero();
+  for (int t = w.begin; t < w.end; ++t) {
+    Vec value[VECS];
+    JAX_PAGED_UNROLL
+    for (int j = 0; j < VECS; ++j) value[j] = LoadPart<HALF>(v[t] + d + j * kWidth);
+    JAX_PAGED_UNROLL
+    for (int j = 0; j < VECS * kWidth; j += 64 / int{sizeof(T)}) {
+      Prefetch(reinterpret_cast<const char*>(next[t] + d + j));
+    }
+    const float* weight = w.weights + t * w.token_stride;
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec x = Set1(weight[r]);
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < VECS; ++j) sum[r * VECS + j] = Fma(x, value[j], sum[r * VECS + j]);
+    }
+  }
+  JAX_PAGED_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const Vec keep = Set1(alpha[r]);
+    JAX_PAGED_UNROLL
+    for (int j = 0; j < VECS; ++j) {
+      float* p = o + r * o_stride + d + j * kWidth;
+      Store(p, Fma(Load(p), keep, sum[r * VECS + j]));
+    }
+  }
+}
+
+template <typename T, int ROWS>
+void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_t v_head_dim,
+               const float* alpha, float* o, int64_t o_stride) {
+  constexpr int kVecs = ROWS == 8 ? 2 : 4;
+  int64_t d = 0;
+  for (; d + kVecs * kWidth <= v_head_dim; d += kVecs * kWidth) {
+    ValueStep<T, ROWS, kVecs, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+  }
+  for (; d + kWidth <= v_head_dim; d += kWidth) {
+    ValueStep<T, ROWS, 1, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+  }
+  if (d < v_head_dim) ValueStep<T, ROWS, 1, /*HALF=*/true>(w, v, next, d, alpha, o, o_stride);
+}
+
+// One block for packed rows [row0, row0 + ROWS). visible[r] counts the block's tokens that row r
+// sees, ascending in r.
+template <typename T, int ROWS>
+void DecodeTile(const KeyBlock<T>& block, const T* const* next_k, const int* visible, int row0,
+                DecodeState* state) {
+  constexpr int kTokens = kWidth / ROWS;
+  const float* q = state->q + row0 * state->q_stride;
+  float* scores = state->scores + row0 * kKeyBlock;
+  const int count = visible[ROWS - 1];
+  const int padded = static_cast<int>(RoundUp(count, kTokens));
+  const int64_t v_bytes = state->v_head_dim * int64_t{sizeof(T)};
+
+  Vec top = Set1(-kInfinity);
+  for (int t = 0; t < padded; t += kTokens) {
+    const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
+    Store(scores + t * ROWS, s);
+    JAX_PAGED_UNROLL
+    for (int i = 0; i < kTokens; ++i) PrefetchRow(block.v[t + i], v_bytes);
+  }
+  for (int t = visible[0]; t < padded; ++t) {
+    for (int r = 0; r < ROWS; ++r) {
+      if (t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
+    }
+  }
+  for (int t = 0; t < padded; t += kTokens) top = MaxSkipNan(top, Load(scores + t * ROWS));
+
+  float lanes[kWidth], shift[kWidth], alpha[kWidth];
+  Store(lanes, top);
+  for (int r = 0; r < ROWS; ++r) {
+    float& row_top = state->top[row0 + r];
+    float& m = state->m[row0 + r];
+    for (int i = r; i < kWidth; i += ROWS) row_top = lanes[i] > row_top ? lanes[i] : row_top;
+    const float new_m = row_top == -kInfinity ? -kInfinity : row_top * state->scale;
+    shift[r] = new_m == -kInfinity ? 0.0f : -new_m;
+    alpha[r] = m == -kInfinity ? -kInfinity : m - new_m;
+    m = new_m;
+    for (int i = r + ROWS; i < kWidth; i += ROWS) {
+      shift[i] = shift[r];
+      alpha[i] = alpha[r];
+    }
+  }
+  const Vec keep = Exp2(Load(alpha));
+  Store(alpha, keep);
+
+  const Vec scale = Set1(state->scale);
+  const Vec minus_m = Load(shift);
+  Vec sum = Zero();
+  for (int t = 0; t < padded; t += kTokens) {
+    const Vec weight = Exp2(Fma(Load(scores + t * ROWS), scale, minus_m));
+    Store(scores + t * ROWS, weight);
+    sum = Add(sum, weight);
+  }
+  float* l = state->l[row0 / 8];
+  Store(l, Fma(Load(l), keep, sum));
+
+  // A masked value must not be touched, not even with weight 0: tokens that only the later rows see
+  // are added row by row.
+  float* o = state->o + row0 * state->o_stride;
+  AddValues<T, ROWS>({scores, ROWS, 0, visible[0]}, block.v, next_k, state->v_head_dim, alpha, o,
+                     state->o_stride);
+  constexpr float kOne = 1.0f;
+  for (int r = 1; r < ROWS && visible[0] < count; ++r) {
+    AddValues<T, 1>({scores + r, ROWS, visible[0], visible[r]}, block.v, next_k, state->v_head_dim,
+                    &kOne, o + r * state->o_stride, state->o_stride);
+  }
+}
+
+// Rows of the tile that starts at row0 of num_rows.
+inline int TileRows(int64_t num_rows, int64_t row0) {
+  const int64_t rest = num_rows - row0;
+  return rest > 4 ? 8 : (rest > 2 ? 4 : static_cast<int>(rest));
+}
+
+// Tokens in a block: K of a block is at most 16 KiB.
+inline int DecodeBlockTokens(int64_t token_bytes) {
+  return static_cast<int>(Clamp(16384 / token_bytes / 16 * 16, 16, kKeyBlock));
+}
+
+// KV tokens [begin, end) of a unit, into part.
+template <typename T>
+void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& item, float scale,
+                 int64_t begin, int64_t end, const WorkerScratch& scratch, const Partial& part) {
+  const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
+  DecodeState state;
+  state.q = scratch.q;
+  state.o = part.o;
+  state.scores = scratch.scores;
+  state.q_stride = scratch.q_stride;
+  state.o_stride = part.stride;
+  state.head_dim = params.head_dim;
+  state.v_head_dim = params.v_head_dim;
+  state.scale = scale;
+  for (int r = 0; r < kDecodeMaxRows; ++r) state.top[r] = state.m[r] = -kInfinity;
+  for (auto& lanes : state.l) Store(lanes, Zero());
+
+  int64_t
+      limit[kDecodeMaxRows];  // tokens seen, by packed row; padding rows see what the last one sees
+  for (int r = 0; r < kDecodeMaxRows; ++r) {
+    const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
+    limit[r] = VisibleKeys(row, packed / params.group_size, params.causal);
+  }
+  const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
+  KeyBlock<T> blocks[2];
+  int current = 0;
+  GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
+             &blocks[0]);
+  for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
+    const KeyBlock<T>& block = blocks[current];
+    const int64_t next = token + block_tokens;
+    const T* const* next_k = block.k;
+    if (next < end) {
+      GatherKeys(params, item.row, item.kv_head, next, Clamp(next + block_tokens, next, end),
+                 &blocks[current ^ 1]);
+      if (blocks[current ^ 1].count > 0) next_k = blocks[current ^ 1].k;
+    }
+    int visible[kDecodeMaxRows];
+    for (int r = 0; r < kDecodeMaxRows; ++r) visible[r] = block.Visible(limit[r]);
+    for (int r = 0; r < num_rows;) {
+      const int tile = TileRows(num_rows, r);
+      if (visible[r + tile - 1] == 0) {  // nothing to see
+      } else if (tile == 8) {
+        DecodeTile<T, 8>(block, next_k, visible + r, r, &state);
+      } else if (tile == 4) {
+        DecodeTile<T, 4>(block, next_k, visible + r, r, &state);
+      } else if (tile == 2) {
+        DecodeTile<T, 2>(block, next_k, visible + r, r, &state);
+      } else {
+        DecodeTile<T, 1>(block, next_k, visible + r, r, &state);
+      }
+      r += tile;
+    }
+  }
+  for (int r = 0; r < num_rows;) {
+    const int tile = TileRows(num_rows, r);
+    for (int i = 0; i < tile && r + i < num_rows; ++i) {
+      part.m[r + i] = state.m[r + i];
+      part.l[r + i] = 0.0f;
+      for (int lane = i; lane < kWidth; lane += tile) part.l[r + i] += state.l[r / 8][lane];
+    }
+    r += tile;
+  }
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_KERNEL_DECODE_H_

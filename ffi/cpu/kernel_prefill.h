@@ -1,0 +1,192 @@
+// Prefill: a block of up to 96 packed rows against K and V in key blocks of 64 tokens, as two small
+// matrix products in f32 registers.
+//
+//   pack     K of the key block transposed to panels [64 / 32][head_dim][panel], V to panels
+//            [v_head_dim / panel][64][panel], both as floats; a panel is two vectors wide
+//   scores   tiles of kGemmRows rows x one panel: s = q k^T, panel by panel so that it stays in L1
+//   weights  per row: running maximum, 2^(s * scale - m)
+//   values   the same tiles: o = o * alpha + weights v
+// Causal: a row tile uses the keys that its last row sees and no more, so tiles above the diagonal
+// cost nothing. Bound by FMA: 2 loads of the panel and kGemmRows broadcasts feed 2 kGemmRows FMAs.
+
+#ifndef JAX_PAGED_CPU_KERNEL_PREFILL_H_
+#define JAX_PAGED_CPU_KERNEL_PREFILL_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+constexpr int kPanel = 2 * kWidth;
+static_assert(kPadFloats % kPanel == 0 && kKeyBlock % kPanel == 0, "buffers hold whole panels");
+static_assert(kPrefillBlock % kGemmRows == 0, "buffers hold whole row tiles");
+
+// k_panels[panel][d][token of the panel], zeros past the block's tokens.
+template <typename T>
+void PackKeys(const KeyBlock<T>& block, int64_t head_dim, float* panels) {
+  for (int t0 = 0; t0 < block.count; t0 += kWidth) {
+    float* to = panels + (t0 / kPanel) * head_dim * kPanel + t0 % kPanel;
+    for (int64_t d = 0; d < head_dim; d += kWidth) {
+      Vec x[kWidth];
+      JAX_PAGED_UNROLL
+      for (int i = 0; i < kWidth; ++i) {
+        x[i] = t0 + i < block.count ? LoadTail(block.k[t0 + i] + d, head_dim - d) : Zero();
+      }
+      Transpose(x);
+      const int64_t rows = head_dim - d < kWidth ? head_dim - d : kWidth;
+      for (int64_t i = 0; i < rows; ++i) Store(to + (d + i) * kPanel, x[i]);
+    }
+  }
+  if (RoundUp(block.count, kWidth) % kPanel != 0) {  // the second vector of the last panel
+    float* to = panels + (block.count / kPanel) * head_dim * kPanel + kWidth;
+    for (int64_t d = 0; d < head_dim; ++d) Store(to + d * kPanel, Zero());
+  }
+}
+
+// v_panels[panel][token][dimension of the panel], zeros past v_head_dim.
+template <typename T>
+void PackValues(const KeyBlock<T>& block, int64_t v_head_dim, float* panels) {
+  for (int t = 0; t < block.count; ++t) {
+    const T* v = block.v[t];
+    for (int64_t d = 0; d < RoundUp(v_head_dim, kPanel); d += kWidth) {
+      float* to = panels + (d / kPanel * kKeyBlock + t) * kPanel + d % kPanel;
+      Store(to, d < v_head_dim ? LoadTail(v + d, v_head_dim - d) : Zero());
+    }
+  }
+}
+
+// sum[r][...] = sum over i in [0, depth) of a[r][i] * panel[i][...].
+template <int ROWS>
+JAX_PAGED_INLINE void MultiplyTile(const float* a, int64_t a_stride, const float* panel,
+                                   int64_t depth, Vec* sum) {
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < 2 * ROWS; ++i) sum[i] = Zero();
+  for (int64_t i = 0; i < depth; ++i) {
+    const Vec b0 = Load(panel + i * kPanel), b1 = Load(panel + i * kPanel + kWidth);
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec x = Set1(a[r * a_stride + i]);
+      sum[2 * r] = Fma(x, b0, sum[2 * r]);
+      sum[2 * r + 1] = Fma(x, b1, sum[2 * r + 1]);
+    }
+  }
+}
+
+// o[r][...] = o[r][...] * alpha[r] + sum.
+template <int ROWS>
+JAX_PAGED_INLINE void AddTile(const Vec* sum, const float* alpha, float* o, int64_t o_stride) {
+  JAX_PAGED_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const Vec keep = Set1(alpha[r]);
+    float* p = o + r * o_stride;
+    Store(p, Fma(Load(p), keep, sum[2 * r]));
+    Store(p + kWidth, Fma(Load(p + kWidth), keep, sum[2 * r + 1]));
+  }
+}
+
+// scores[row][token] for the tokens that each row tile sees.
+inline void ScoreRows(const WorkerScratch& scratch, const int* visible, int64_t padded_rows,
+                      int64_t head_dim) {
+  for (int t = 0; t < visible[padded_rows - 1]; t += kPanel) {
+    const float* panel = scratch.k_panels + t * head_dim;
+    for (int64_t r = 0; r < padded_rows; r += kGemmRows) {
+      if (visible[r + kGemmRows - 1] <= t) continue;
+      Vec sum[2 * kGemmRows];
+      MultiplyTile<kGemmRows>(scratch.q + r * scratch.q_stride, scratch.q_stride, panel, head_dim,
+                              sum);
+      float* to = scratch.scores + r * kKeyBlock + t;
+      JAX_PAGED_UNROLL
+      for (int i = 0; i < kGemmRows; ++i) {
+        Store(to + i * kKeyBlock, sum[2 * i]);
+        Store(to + i * kKeyBlock + kWidth, sum[2 * i + 1]);
+      }
+    }
+  }
+}
+
+// Turns the first `visible` logits of a row into weights. Returns what o is to be scaled by.
+inline float WeighRow(float* scores, int visible, float scale, float* row_top, float* m, float* l) {
+  if (visible == 0) return 1.0f;
+  const int whole = visible / kWidth * kWidth;
+  Vec top = Set1(-kInfinity);
+  for (int t = 0; t < whole; t += kWidth) top = MaxSkipNan(top, Load(scores + t));
+  if (whole < visible) {
+    const Vec last = KeepFirst(Load(scores + whole), visible - whole, -kInfinity);
+    Store(scores + whole, last);
+    top = MaxSkipNan(top, last);
+  }
+  const float block_top = HorizontalMax(top);
+  *row_top = block_top > *row_top ? block_top : *row_top;
+  const float new_m = *row_top == -kInfinity ? -kInfinity : *row_top * scale;
+  const Vec shift = Set1(new_m == -kInfinity ? 0.0f : -new_m);
+  const Vec factor = Set1(scale);
+  Vec sum = Zero();
+  for (int t = 0; t < visible; t += kWidth) {
+    const Vec weight = Exp2(Fma(Load(scores + t), factor, shift));
+    Store(scores + t, weight);
+    sum = Add(sum, weight);
+  }
+  const float alpha = *m == new_m ? 1.0f : (*m == -kInfinity ? 0.0f : Exp2(*m - new_m));
+  *m = new_m;
+  *l = *l * alpha + HorizontalSum(sum);
+  return alpha;
+}
+
+// o = o * alpha + weights v.
+inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, const int* visible,
+                         const float* alpha, int64_t padded_rows, int64_t v_head_dim) {
+  for (int64_t d = 0; d < v_head_dim; d += kPanel) {
+    const float* panel = scratch.v_panels + d * kKeyBlock;
+    for (int64_t r = 0; r < padded_rows; r += kGemmRows) {
+      const int least = visible[r];
+      const int most = visible[r + kGemmRows - 1];
+      if (most == 0) continue;
+      const float* weights = scratch.scores + r * kKeyBlock;
+      float* o = part.o + r * part.stride + d;
+      Vec sum[2 * kGemmRows];
+      MultiplyTile<kGemmRows>(weights, kKeyBlock, panel, least, sum);
+      AddTile<kGemmRows>(sum, alpha + r, o, part.stride);
+      // A masked value must not be touched, not even with weight 0: keys that only the later rows
+      // see are added row by row.
+      constexpr float kOne = 1.0f;
+      for (int i = 0; i < kGemmRows && least < most; ++i) {
+        if (visible[r + i] == least) continue;
+        MultiplyTile<1>(weights + i * kKeyBlock + least, kKeyBlock, panel + least * kPanel,
+                        visible[r + i] - least, sum);
+        AddTile<1>(sum, &kOne, o + i * part.stride, part.stride);
+      }
+    }
+  }
+}
+
+// KV tokens [begin, end) of a unit, into part.
+template <typename T>
+void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem& item, float scale,
+                  int64_t begin, int64_t end, const WorkerScratch& scratch, const Partial& part) {
+  const int64_t num_rows = item.packed_end - item.packed_begin;
+  const int64_t padded_rows = RoundUp(num_rows, kGemmRows);
+  int64_t limit[kPrefillBlock];  // tokens seen; padding rows see what the last row sees
+  float top[kPrefillBlock];
+  for (int64_t r = 0; r < padded_rows; ++r) {
+    const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
+    limit[r] = VisibleKeys(row, packed / params.group_size, params.causal);
+    top[r] = -kInfinity;
+  }
+  KeyBlock<T> block;
+  int visible[kPrefillBlock];
+  float alpha[kPrefillBlock];
+  for (int64_t token = begin; token < end; token += kKeyBlock) {
+    GatherKeys(params, item.row, item.kv_head, token, Clamp(token + kKeyBlock, token, end), &block);
+    for (int64_t r = 0; r < padded_rows; ++r) visible[r] = block.Visible(limit[r]);
+    if (visible[padded_rows - 1] == 0) continue;
+    PackKeys(block, params.head_dim, scratch.k_panels);
+    PackValues(block, params.v_head_dim, scratch.v_panels);
+    ScoreRows(scratch, visible, padded_rows, params.head_dim);
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      alpha[r] = WeighRow(scratch.scores + r * kKeyBlock, visible[r], scale, &top[r], &part.m[r],
+                          &part.l[r]);
+    }
+    AddValueRows(scratch, part, visible, alpha, padded_rows, params.v_head_dim);
+  }
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_KERNEL_PREFILL_H_

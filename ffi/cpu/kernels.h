@@ -1,0 +1,88 @@
+// The interface between the handler and the kernels of one instruction set.
+
+#ifndef JAX_PAGED_CPU_KERNELS_H_
+#define JAX_PAGED_CPU_KERNELS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/params.h"
+#include "common/schedule.h"
+
+namespace jax_paged::cpu {
+
+// Buffers of floats are padded to this many, the widest step of any kernel.
+inline constexpr int64_t kPadFloats = 32;
+
+// 2^f on [-1/2, 1/2], powers ascending: a least-maximum fit with relative error 2e-9.
+inline constexpr float kExp2[7] = {1.0f,         0.6931472f,    0.24022648f,   0.055503324f,
+                                   0.009618437f, 0.0013398875f, 0.00015353362f};
+
+// Working memory of one worker, for units of up to `rows` packed rows. Each array starts at a cache
+// line. The prefill arrays are null when the call has no prefill rows.
+struct WorkerScratch {
+  float* q;         // [rows, q_stride] queries as floats
+  float* o;         // [rows, o_stride] running sum of weight x value of a split
+  float* m;         // [rows] log2 of the scale of o and l
+  float* l;         // [rows] running sum of weights
+  float* total_o;   // [rows, o_stride] the same, folded over splits
+  float* total_m;   // [rows]
+  float* total_l;   // [rows]
+  float* scores;    // [rows, kKeyBlock] logits, then weights
+  float* k_panels;  // prefill: keys as floats, transposed
+  float* v_panels;  // prefill: values as floats
+  int64_t q_stride;
+  int64_t o_stride;
+};
+
+// Lays a worker's arrays out from `base` (which may be null) and returns their size in floats.
+inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, bool has_prefill,
+                             WorkerScratch* scratch) {
+  const int64_t rows = has_prefill ? kPrefillBlock : kDecodeMaxRows;
+  int64_t size = 0;
+  const auto take = [&](int64_t floats) {
+    float* array = base ? base + size : nullptr;
+    size += RoundUp(floats, kPadFloats);
+    return array;
+  };
+  scratch->q_stride = RoundUp(head_dim, kPadFloats);
+  scratch->o_stride = RoundUp(v_head_dim, kPadFloats);
+  scratch->q = take(rows * scratch->q_stride);
+  scratch->o = take(rows * scratch->o_stride);
+  scratch->total_o = take(rows * scratch->o_stride);
+  scratch->m = take(rows);
+  scratch->l = take(rows);
+  scratch->total_m = take(rows);
+  scratch->total_l = take(rows);
+  scratch->scores = take(rows * kKeyBlock);
+  scratch->k_panels = has_prefill ? take(kKeyBlock * scratch->q_stride) : nullptr;
+  scratch->v_panels = has_prefill ? take(kKeyBlock * scratch->o_stride) : nullptr;
+  return size;
+}
+
+struct Kernels {
+  // Computes an item. A whole unit goes to params.out and params.lse; splits of a shared unit go to
+  // `partials`.
+  using RunItem = void (*)(const AttentionParams& params, const Row& row, const WorkItem& item,
+                           const WorkerScratch& scratch, float* partials);
+  // Folds the partials of item's shared unit, all of them there, into params.out and params.lse.
+  using FoldUnit = RunItem;
+
+  const char* isa;
+  RunItem run_item[kNumDtypes];
+  FoldUnit fold_unit[kNumDtypes];
+};
+
+const Kernels& GenericKernels();
+#ifndef JAX_PAGED_GENERIC_ONLY
+const Kernels& Avx2Kernels();
+const Kernels& Avx512Kernels();
+#endif
+
+// The kernels in use, chosen once: the best that the CPU runs, or what JAX_PAGED_CPU_ISA names.
+// Throws std::runtime_error when that names none that can run.
+const Kernels& ChosenKernels();
+
+}  // namespace jax_paged::cpu
+
+#endif  // JAX_PAGED_CPU_KERNELS_H_

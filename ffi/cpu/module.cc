@@ -1,0 +1,142 @@
+// The Python module jax_paged._cpu: handlers to register, the instruction set, and the plan of a
+// call.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/schedule.h"
+#include "cpu/handlers.h"
+#include "cpu/kernels.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+namespace jax_paged::cpu {
+namespace {
+
+struct Isa {
+  const Kernels& kernels;
+  bool runs;
+};
+
+// Worst first.
+std::vector<Isa> BuiltIsas() {
+  std::vector<Isa> isas = {{GenericKernels(), true}};
+#ifndef JAX_PAGED_GENERIC_ONLY
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  isas.push_back({Avx2Kernels(), avx2});
+  isas.push_back({Avx512Kernels(),
+                  avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")});
+#endif
+  return isas;
+}
+
+const Kernels& ChooseKernels() {
+  const char* wanted = std::getenv("JAX_PAGED_CPU_ISA");
+  const Kernels* best = nullptr;
+  std::string possible;
+  for (const Isa& isa : BuiltIsas()) {
+    if (!isa.runs) continue;
+    if (wanted && *wanted && std::string(wanted) == isa.kernels.isa) return isa.kernels;
+    best = &isa.kernels;
+    possible += (possible.empty() ? "" : ", ") + std::string(isa.kernels.isa);
+  }
+  if (wanted && *wanted) {
+    throw std::runtime_error("jax_paged: JAX_PAGED_CPU_ISA expected one of " + possible +
+                             " (what this build and this CPU can run), got '" + wanted + "'");
+  }
+  return *best;
+}
+
+// What the handler of attention would do with rows of these lengths: the same planning code.
+nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int64_t>& seq_lens,
+                       int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
+                       int32_t v_head_dim, int64_t num_threads, int64_t num_kv_splits,
+                       int64_t split_tokens, bool causal) {
+  if (q_lens.size() != seq_lens.size()) {
+    throw std::invalid_argument(
+        "attention_plan: q_lens and seq_lens expected the same length, got " +
+        std::to_string(q_lens.size()) + " and " + std::to_string(seq_lens.size()));
+  }
+  if (num_kv_heads < 1 || num_q_heads % num_kv_heads != 0) {
+    throw std::invalid_argument(
+        "attention_plan: num_q_heads expected a multiple of num_kv_heads, got " +
+        std::to_string(num_q_heads) + " and " + std::to_string(num_kv_heads));
+  }
+  ScheduleOptions options;
+  options.group_size = num_q_heads / num_kv_heads;
+  options.num_kv_heads = num_kv_heads;
+  options.head_dim = head_dim;
+  options.v_head_dim = v_head_dim;
+  options.causal = causal;
+  options.num_workers = num_threads;
+  options.num_kv_splits = num_kv_splits;
+  options.split_tokens = split_tokens;
+  std::vector<Row> rows;
+  int64_t begin = 0;
+  for (size_t i = 0; i < q_lens.size(); ++i) {
+    rows.push_back({static_cast<int32_t>(begin), static_cast<int32_t>(q_lens[i]),
+                    static_cast<int32_t>(seq_lens[i])});
+    begin += q_lens[i];
+  }
+  std::vector<RowPlan> plans(rows.size());
+  const PlanTotals totals =
+      PlanCall(&options, rows.data(), static_cast<int32_t>(rows.size()), plans.data());
+  nb::list kernels, splits;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const char* names[] = {"empty", "decode", "prefill"};
+    kernels.append(names[static_cast<int>(plans[i].kind)]);
+    splits.append(RowSplits(rows[i], plans[i]));
+  }
+  nb::dict plan;
+  plan["isa"] = ChosenKernels().isa;
+  plan["num_threads"] = options.num_workers;
+  plan["work_items"] = totals.items;
+  plan["kernels"] = kernels;
+  plan["kv_splits"] = splits;
+  return plan;
+}
+
+nb::dict Registrations() {
+  nb::dict handlers;
+  handlers["jax_paged.attention.v1"] = nb::capsule(reinterpret_cast<void*>(AttentionHandler));
+  handlers["jax_paged.write_kv.v1"] = nb::capsule(reinterpret_cast<void*>(WriteKvHandler));
+  return handlers;
+}
+
+}  // namespace
+
+const Kernels& ChosenKernels() {
+  static const Kernels& chosen = ChooseKernels();
+  return chosen;
+}
+
+}  // namespace jax_paged::cpu
+
+NB_MODULE(_cpu, module) {
+  namespace cpu = jax_paged::cpu;
+  cpu::ChosenKernels();  // a wrong JAX_PAGED_CPU_ISA fails here, at import
+  module.attr("ffi_api") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  module.def("registrations", &cpu::Registrations,
+             "The FFI handlers: a dict of target name to capsule.");
+  module.def(
+      "isa", [] { return cpu::ChosenKernels().isa; },
+      "The instruction set in use: generic, avx2 or avx512.");
+  module.def(
+      "attention_plan", &cpu::AttentionPlan, nb::kw_only(), nb::arg("q_lens"), nb::arg("seq_lens"),
+      nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("v_head_dim"),
+      nb::arg("num_threads"), nb::arg("num_kv_splits"), nb::arg("split_tokens"),
+      nb::arg("causal") = true,
+      "What attention would do on num_threads threads with rows of these lengths: a dict of\n"
+      "isa, num_threads (1 when the work is too small to share), work_items and, per row,\n"
+      "kernels (decode, prefill or empty) and kv_splits.");
+}

@@ -1,0 +1,113 @@
+// Vectors of 8 floats for AVX2 with FMA and F16C. Included by attention_avx2.cc only, see isa.h.
+//
+// The same names as in vec_generic.h, where each is explained.
+
+#ifndef JAX_PAGED_CPU_VEC_AVX2_H_
+#define JAX_PAGED_CPU_VEC_AVX2_H_
+
+namespace jax_paged::cpu::avx2 {
+
+constexpr int kWidth = 8;
+constexpr int kGemmRows = 6;
+using Vec = __m256;
+
+JAX_PAGED_INLINE Vec Zero() { return _mm256_setzero_ps(); }
+JAX_PAGED_INLINE Vec Set1(float x) { return _mm256_set1_ps(x); }
+JAX_PAGED_INLINE Vec Add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return _mm256_max_ps(x, so_far); }
+
+JAX_PAGED_INLINE Vec Load(const float* p) { return _mm256_loadu_ps(p); }
+JAX_PAGED_INLINE void Store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+
+JAX_PAGED_INLINE Vec Load(const BFloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+JAX_PAGED_INLINE void Store(BFloat16* p, Vec x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i high = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+  const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i words = _mm256_blendv_epi8(rounded, quiet, nan);
+  const __m128i packed =
+      _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+}
+
+JAX_PAGED_INLINE Vec Load(const Float16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+JAX_PAGED_INLINE void Store(Float16* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+JAX_PAGED_INLINE Vec KeepFirst(Vec x, int n, float fill) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i keep = _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane);
+  return _mm256_blendv_ps(_mm256_set1_ps(fill), x, _mm256_castsi256_ps(keep));
+}
+
+JAX_PAGED_INLINE Vec Exp2(Vec x) {
+  const Vec normal = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
+  const Vec whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec f = _mm256_sub_ps(x, whole);
+  Vec p = _mm256_set1_ps(kExp2[6]);
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[5]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[4]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[3]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[2]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[1]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[0]));
+  // `whole` is in [-126, 1] where the result is kept; NaN is in p already.
+  const __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+  const Vec scale = _mm256_castsi256_ps(_mm256_slli_epi32(power, 23));
+  return _mm256_and_ps(normal, _mm256_mul_ps(p, scale));
+}
+
+JAX_PAGED_INLINE float HorizontalMax(Vec x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+JAX_PAGED_INLINE float HorizontalSum(Vec x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+JAX_PAGED_INLINE Vec SumEach(const Vec* x) {
+  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+JAX_PAGED_INLINE void Transpose(Vec* x) {
+  Vec a[8];
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < 8; i += 4) {  // 4 x 4 within each half
+    const Vec p = _mm256_unpacklo_ps(x[i], x[i + 1]), q = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    const Vec r = _mm256_unpacklo_ps(x[i + 2], x[i + 3]);
+    const Vec s = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+    a[i] = _mm256_shuffle_ps(p, r, 0x44);
+    a[i + 1] = _mm256_shuffle_ps(p, r, 0xee);
+    a[i + 2] = _mm256_shuffle_ps(q, s, 0x44);
+    a[i + 3] = _mm256_shuffle_ps(q, s, 0xee);
+  }
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < 4; ++i) {  // then the halves
+    x[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
+    x[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+  }
+}
+
+JAX_PAGED_INLINE void Prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+
+}  // namespace jax_paged::cpu::avx2
+
+#endif  // JAX_PAGED_CPU_VEC_AVX2_H_

@@ -1,0 +1,119 @@
+// The handler of jax_paged.write_kv.v1 on CPU: copies each token's K and V into its page slot, in
+// place.
+//
+// A worker owns some KV heads of K or of V and goes through the tokens in order, so of two tokens
+// for one slot the later one wins in every head. Bound by memory; few tokens are written by the
+// caller alone.
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "common/checks.h"
+#include "common/page_view.h"
+#include "common/schedule.h"
+#include "cpu/ffi_checks.h"
+#include "cpu/handlers.h"
+#include "cpu/parallel_for.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jax_paged::cpu {
+namespace {
+
+constexpr char kOp[] = "jax_paged.write_kv";
+// Below this many bytes, some 20 microseconds, a second thread costs more than it brings.
+constexpr int64_t kSerialBytes = 200'000;
+
+// Writes heads [head_begin, head_end) of tokens [num_tokens, num_kv_heads, token_bytes].
+void WriteHeads(const PageView& pages, const char* tokens, const int32_t* slots, int64_t num_tokens,
+                int64_t num_kv_heads, int64_t token_bytes, int64_t head_begin, int64_t head_end) {
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    if (!pages.IsSlot(slots[t])) continue;
+    const char* from = tokens + (t * num_kv_heads + head_begin) * token_bytes;
+    for (int64_t head = head_begin; head < head_end; ++head, from += token_bytes) {
+      std::memcpy(pages.Slot(slots[t], head), from, static_cast<size_t>(token_bytes));
+    }
+  }
+}
+
+ffi::Error WriteKv(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
+                   ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slot_mapping,
+                   ffi::Buffer<ffi::S32> layer, std::string_view layout_name,
+                   ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result) {
+  std::string error;
+  const auto failed = [&](std::string text) {
+    error = std::move(text);
+    return !error.empty();
+  };
+  Dtype k_dtype, v_dtype;
+  Layout layout;
+  PoolShape k_pool, v_pool;
+  if (failed(ReadDtype(kOp, "k_pages", k_pages.element_type(), &k_dtype)) ||
+      failed(ReadDtype(kOp, "v_pages", v_pages.element_type(), &v_dtype)) ||
+      failed(CheckType(kOp, "k", k.element_type(), k_pages.element_type())) ||
+      failed(CheckType(kOp, "v", v.element_type(), v_pages.element_type())) ||
+      failed(CheckType(kOp, "k_pages result", k_result->element_type(), k_pages.element_type())) ||
+      failed(CheckType(kOp, "v_pages result", v_result->element_type(), v_pages.element_type())) ||
+      failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||
+      failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, ByteWidth(k_dtype), &k_pool)) ||
+      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, ByteWidth(v_dtype), &v_pool)) ||
+      failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
+      failed(CheckSameShape(kOp, "k_pages result", Shape(*k_result), Shape(k_pages))) ||
+      failed(CheckSameShape(kOp, "v_pages result", Shape(*v_result), Shape(v_pages))) ||
+      failed(CheckRank(kOp, "slot_mapping", Shape(slot_mapping), 1)) ||
+      failed(CheckShape(kOp, "layer", Shape(layer), {}))) {
+    return ffi::Error::InvalidArgument(error);
+  }
+  const int64_t num_tokens = Shape(slot_mapping)[0];
+  const int64_t heads = k_pool.num_kv_heads;
+  if (failed(CheckShape(kOp, "k", Shape(k), {num_tokens, heads, k_pool.head_dim})) ||
+      failed(CheckShape(kOp, "v", Shape(v), {num_tokens, heads, v_pool.head_dim}))) {
+    return ffi::Error::InvalidArgument(error);
+  }
+
+  // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
+  for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {
+    if (from.untyped_data() != to.untyped_data()) {
+      std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
+    }
+  }
+  const int32_t layer_index = *layer.typed_data();
+  if (layer_index < 0 || layer_index >= k_pool.num_layers) return ffi::Error::Success();
+
+  const PageView k_view = MakePageView(k_result->untyped_data(), k_pool, layer_index);
+  const PageView v_view = MakePageView(v_result->untyped_data(), v_pool, layer_index);
+  const int64_t bytes = num_tokens * heads * (k_pool.token_bytes() + v_pool.token_bytes());
+  const int64_t workers = bytes < kSerialBytes ? 1 : Clamp(pool.num_threads(), 1, 2 * heads);
+  const int64_t parts = Clamp(CeilDiv(workers, 2), 1, heads);  // of the heads of K, and of V
+  const auto write = [&](int64_t item, int64_t) {
+    const bool is_k = item < parts;
+    const int64_t part = item % parts;
+    const PoolShape& shape = is_k ? k_pool : v_pool;
+    WriteHeads(is_k ? k_view : v_view, static_cast<const char*>((is_k ? k : v).untyped_data()),
+               slot_mapping.typed_data(), num_tokens, heads, shape.token_bytes(),
+               heads * part / parts, heads * (part + 1) / parts);
+  };
+  ParallelFor(pool, 2 * parts, workers, write);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(WriteKvHandler, WriteKv,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // k_pages
+                                  .Arg<ffi::AnyBuffer>()         // v_pages
+                                  .Arg<ffi::AnyBuffer>()         // k
+                                  .Arg<ffi::AnyBuffer>()         // v
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // layer
+                                  .Attr<std::string_view>("layout")
+                                  .Ret<ffi::AnyBuffer>()    // k_pages
+                                  .Ret<ffi::AnyBuffer>());  // v_pages
+
+}  // namespace jax_paged::cpu
