@@ -170,14 +170,14 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   };
   const auto invalid = [&] { return ffi::Error::InvalidArgument(error); };
 
-  Dtype dtype;
+  Dtype dtype = Dtype::kFloat32;
   if (failed(ReadDtype(kOp, "q", q.element_type(), &dtype)) ||
       failed(CheckType(kOp, "k_pages", k_pages.element_type(), q.element_type())) ||
       failed(CheckType(kOp, "v_pages", v_pages.element_type(), q.element_type())) ||
       failed(CheckType(kOp, "out", out->element_type(), q.element_type()))) {
     return invalid();
   }
-  Layout layout;
+  Layout layout = Layout::kHnd;
   PoolShape k_pool, v_pool;
   const int64_t element_bytes = ByteWidth(dtype);
   if (failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||

@@ -17,7 +17,16 @@ ShapeView Shape(const Buffer& buffer) {
 }
 
 inline std::string TypeText(xla::ffi::DataType type) {
-  return "XLA type " + std::to_string(static_cast<int>(type));
+  switch (type) {
+    case xla::ffi::DataType::BF16:
+      return "bfloat16";
+    case xla::ffi::DataType::F16:
+      return "float16";
+    case xla::ffi::DataType::F32:
+      return "float32";
+    default:
+      return "XLA element type " + std::to_string(static_cast<int>(type));
+  }
 }
 
 inline std::string ReadDtype(const char* op, const char* argument, xla::ffi::DataType type,

@@ -49,8 +49,8 @@ ffi::Error WriteKv(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer 
     error = std::move(text);
     return !error.empty();
   };
-  Dtype k_dtype, v_dtype;
-  Layout layout;
+  Dtype k_dtype = Dtype::kFloat32, v_dtype = Dtype::kFloat32;
+  Layout layout = Layout::kHnd;
   PoolShape k_pool, v_pool;
   if (failed(ReadDtype(kOp, "k_pages", k_pages.element_type(), &k_dtype)) ||
       failed(ReadDtype(kOp, "v_pages", v_pages.element_type(), &v_dtype)) ||
