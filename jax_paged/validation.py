@@ -184,8 +184,8 @@ def check_attention(
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
     for name, value in (("num_kv_splits", spec.num_kv_splits), ("split_tokens", spec.split_tokens)):
-        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        expect(value is None or (whole and value >= 1), name, "None or an int >= 1", value)
+        ok = value is None or (isinstance(value, int) and value is not True and value >= 1)
+        expect(ok, name, "None or an int >= 1", value)
     expect(
         spec.num_kv_splits is None or spec.split_tokens is None,
         "split_tokens",
