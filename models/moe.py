@@ -17,8 +17,8 @@ _LARGEST_BLOCK = 64
 def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
     """x [tokens, in] · weight [out, in]ᵀ → [tokens, out], accumulated in f32 or better.
 
-    Weights stay in the published [out, in] order: with one token XLA:GPU then reads them once, where
-    [in, out] makes it write all products first.
+    Weights stay in the published [out, in] order: with one token XLA:GPU then reads them once,
+    where [in, out] makes it write all products first.
     """
     exact = x.dtype == jnp.float32
     return jax.lax.dot_general(
@@ -37,7 +37,11 @@ def gated_mlp(
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
 ) -> jax.Array:
-    """down · (silu(gate · x) ⊙ up · x): x [tokens, D], gate_up [2 I, D] (gate first), down [D, I]."""
+    """down · (silu(gate · x) ⊙ up · x).
+
+    x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
+    inner].
+    """
     hidden = contract_last(x, gate_up)
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias[None, :]
@@ -88,7 +92,8 @@ def moe_experts(
 
     Args:
       x: [tokens, hidden], the dtype of the weights.
-      gate_up: [num_experts, 2 · inner, hidden], gate rows first. down: [num_experts, hidden, inner].
+      gate_up: [num_experts, 2 · inner, hidden], gate rows first.
+      down: [num_experts, hidden, inner].
       experts: i32[tokens, k], distinct per token. weights: f32[tokens, k].
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
       block_size: pairs of one expert that share one read of its weights; None = from the sizes.
