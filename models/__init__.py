@@ -1,7 +1,11 @@
 """Models over paged KV: Qwen3-MoE, dense Qwen3 and Llama, from published checkpoints to text."""
 
 from .config import DecoderConfig as DecoderConfig
-from .config import config_from_hf as config_from_hf
 from .decoder import Decoder as Decoder
+from .evaluate import evaluate as evaluate
+from .evaluate import score as score
+from .generate import Generation as Generation
+from .generate import generate as generate
+from .hf_config import config_from_hf as config_from_hf
 from .weights import default_checkpoint as default_checkpoint
 from .weights import load_checkpoint as load_checkpoint
