@@ -10,23 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_paged.models import Decoder, DecoderConfig, generate, score
-from jax_paged.models.config import RopeConfig
+from jax_paged.models import Decoder, generate, score
 from jax_paged.models.generate import create_state, state_for
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import Sampler
 from jax_paged.models.steps import Progress, decode, plan_chunks, prefill
+from jax_paged.models.testing import small_config
 
 from jax_paged import pages
 from jax_paged.testing import pool_sized_ops
 
 generate_module = importlib.import_module("jax_paged.models.generate")
 
-CONFIG = DecoderConfig(
-    model_type="qwen3", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2,
-    num_q_heads=4, num_kv_heads=2, head_dim=8, context_length=64, rms_norm_eps=1e-6,
-    rope=RopeConfig(), tie_embeddings=False, qk_norm=True, moe_layers=(False, False),
-)  # fmt: skip
+CONFIG = small_config("qwen3", vocab_size=64, head_dim=8, max_position_embeddings=64)
 PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9]
 NEW = 12  # tokens asked for
 # One shape of state and of batch for most tests, so that they share compiled programs.
@@ -75,6 +71,15 @@ def test_greedy_tokens_are_the_argmax_of_a_full_prefill(model, expected):
         logits = score(model, prompt + new)
         assert new == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert len(new) == NEW
+
+
+def test_a_mixture_of_experts_generates_the_argmax_of_its_full_prefill():
+    config = small_config("qwen3_moe", max_position_embeddings=64)
+    model = Decoder(config, random_source(config, seed=2))
+    result = run(model, PROMPTS[:2])
+    for prompt, new in zip(PROMPTS, result.tokens, strict=False):
+        logits = score(model, prompt + new)
+        assert new == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 def test_each_prompt_of_a_batch_continues_as_if_alone(model, expected):
