@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -112,7 +111,7 @@ _unavailable_p.multiple_results = True
 
 @_unavailable_p.def_abstract_eval
 def _unavailable_abstract(*_, results, **__):
-    return [ShapedArray(r.shape, r.dtype) for r in results]
+    return [jax.typeof(r) for r in results]
 
 
 def _unavailable_lowering(ctx, *_, message, **__):
@@ -153,7 +152,6 @@ def implementation_on(platform: str, target: str, implementation: Implementation
 
 def ffi_call(
     target: str,
-    results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[jax.Array],
     attributes: dict[str, Any],
     *,
@@ -163,10 +161,12 @@ def ffi_call(
 ) -> Sequence[jax.Array]:
     """Calls `target` on CPU and CUDA and `reference(*operands)` elsewhere.
 
-    implementation="native" fails on other platforms instead; "reference" never calls `target`.
+    implementation="native" fails on other platforms instead; "reference" never calls `target`. The
+    results have the types of the reference's, inside shard_map with the mesh axes they vary over.
     """
     if implementation == "reference":
         return reference(*operands)
+    results = jax.eval_shape(reference, *operands)
 
     def native(*operands):
         call = jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases)

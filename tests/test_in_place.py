@@ -36,7 +36,11 @@ def compile_donating(function, *operands):
 
 
 def attend_layer(pages, q, k, v, slots, *rest, layer):
-    """One layer of a step: write, then attend on the returned pages. Returns (pages, q)."""
+    """One layer of a step: write, then attend on the returned pages. Returns (pages, q).
+
+    As in a model, what is written depends on what the layer before has read.
+    """
+    k = k + q[:, : k.shape[1]]
     pages = write_kv(*pages, k, v, slots, layer=layer, implementation="native")
     attend = paged_attention if len(rest) == 2 else ragged_paged_attention
     return pages, q + attend(q, *pages, *rest, layer=layer, implementation="native")
