@@ -83,7 +83,7 @@ def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
         bounds = np.clip(np.asarray(lengths[1]), 0, call["q"].shape[0])
         q_lens = np.diff(np.maximum.accumulate(bounds))
         if call["num_seqs"] is not None:
-            q_lens[int(np.reshape(call["num_seqs"], ())) :] = 0
+            q_lens[max(int(np.reshape(call["num_seqs"], ())), 0) :] = 0
     return cpu.attention_plan(
         q_lens=q_lens.tolist(),
         seq_lens=seq_lens.tolist(),
