@@ -205,7 +205,7 @@ def _eval(options: argparse.Namespace) -> int:
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
             on_progress=bar.update,
         )  # fmt: skip
-    print(f"perplexity: {result['perplexity']:.4f}\ntokens: {result['tokens']}")
+    print(f"perplexity: {result['perplexity']:.4f}\ntokens: {result['tokens']}", flush=True)
     return 0
 
 
