@@ -3,7 +3,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Reads `bytes` bytes (a multiple of 512) `rounds` times; returns a value that depends on all of it.
+// Reads `bytes` bytes (a multiple of 512) `rounds` times; returns a value that depends on all of
+// it.
 uint64_t read_all(const uint64_t* data, size_t bytes, int rounds) {
   uint64_t lanes[64] = {0};
   for (int round = 0; round < rounds; ++round) {

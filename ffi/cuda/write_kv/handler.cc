@@ -15,7 +15,8 @@ ffi::Error Invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("jax_paged.write_kv: " + what);
 }
 
-// Fills `pool` from the pages [(L,) P, Hkv, page_size, D] (HND) or [(L,) P, page_size, Hkv, D] (NHD).
+// Fills `pool` from the pages [(L,) P, Hkv, page_size, D] (HND) or [(L,) P, page_size, Hkv, D]
+// (NHD).
 ffi::Error FillPool(const char* name, ffi::AnyBuffer& pages, ffi::AnyBuffer& tokens,
                     ffi::Result<ffi::AnyBuffer>& out, bool hnd, WriteKvPool* pool,
                     WriteKvParams* params) {
@@ -30,8 +31,9 @@ ffi::Error FillPool(const char* name, ffi::AnyBuffer& pages, ffi::AnyBuffer& tok
   const auto token_dims = tokens.dimensions();
   if (token_dims.size() != 3 || token_dims[1] != heads || token_dims[2] != head_dim ||
       tokens.element_type() != pages.element_type()) {
-    return Invalid(std::string("tokens of ") + name +
-                   " expected [tokens, num_kv_heads, head_dim] with the shape and dtype of the pages");
+    return Invalid(
+        std::string("tokens of ") + name +
+        " expected [tokens, num_kv_heads, head_dim] with the shape and dtype of the pages");
   }
   const int64_t item_bytes = static_cast<int64_t>(ffi::ByteWidth(pages.element_type()));
   const int64_t row_bytes = head_dim * item_bytes;
@@ -76,7 +78,7 @@ ffi::Error WriteKv(cudaStream_t stream, ffi::AnyBuffer k_pages, ffi::AnyBuffer v
   }
   // XLA aliases the pages to the results; it copies beforehand where it cannot.
   const std::pair<ffi::AnyBuffer*, ffi::Result<ffi::AnyBuffer>*> pools[] = {{&k_pages, &k_out},
-                                                                           {&v_pages, &v_out}};
+                                                                            {&v_pages, &v_out}};
   for (auto [in, out] : pools) {
     if (in->untyped_data() == (*out)->untyped_data()) continue;
     const cudaError_t copied = cudaMemcpyAsync((*out)->untyped_data(), in->untyped_data(),
@@ -103,8 +105,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(WriteKvHandler, WriteKv,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Attr<std::string_view>("layout")
-                                  .Ret<ffi::AnyBuffer>()         // k_pages
-                                  .Ret<ffi::AnyBuffer>(),        // v_pages
+                                  .Ret<ffi::AnyBuffer>()   // k_pages
+                                  .Ret<ffi::AnyBuffer>(),  // v_pages
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_paged::cuda
