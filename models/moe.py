@@ -109,18 +109,16 @@ def moe_experts(
         experts = jnp.where(live[:, None], experts, jnp.int32(num_experts))  # sorts last
     flat = experts.reshape(num_pairs)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    ends = jnp.searchsorted(
-        flat[order], jnp.arange(num_experts, dtype=jnp.int32), side="right"
-    ).astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    last_blocks = jnp.cumsum((ends - starts + (size - 1)) // size, dtype=jnp.int32)
+    expert_ids = jnp.arange(num_experts, dtype=jnp.int32)
+    counts = jnp.sum(flat[:, None] == expert_ids[None, :], axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    blocks = (counts + (size - 1)) // size
+    last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
     sorted_tokens = jnp.pad(order // k, (0, size))
 
     def run_block(block, sorted_out):
-        expert = jnp.searchsorted(last_blocks, block, side="right").astype(jnp.int32)
-        # Blocks of an expert count back from its last one, which may be short.
-        blocks = (ends[expert] - starts[expert] + (size - 1)) // size
-        begin = starts[expert] + (block - (last_blocks[expert] - blocks)) * size
+        expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
+        begin = starts[expert] + (block - last_blocks[expert] + blocks[expert]) * size
         rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
         out = gated_mlp(rows, gate_up[expert], down[expert])
         # A short block also writes rows beyond its own; the next expert's block overwrites them.
