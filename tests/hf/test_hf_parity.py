@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 import zlib
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax_paged.models.testing import Stepper
 
 ATOL = 2e-4  # f32 sums of the same terms in another order, logits of size about 1 to 10
 NUM_TOKENS = 40
+IMPLEMENTATION = "reference"
 VOCAB = 131
 
 LLAMA3 = {
@@ -115,7 +117,7 @@ def ids(count, seed):
 def test_logits_match_transformers(transformers, tmp_path, case):
     reference = make_model(transformers, case)
     reference.save_pretrained(tmp_path)
-    model, config, _ = load_checkpoint(tmp_path, jnp.float32, implementation="reference")
+    model, config, _ = load_checkpoint(tmp_path, jnp.float32, implementation=IMPLEMENTATION)
     assert (config.num_q_heads, config.num_kv_heads) == case.heads
     assert config.eos_token_ids == (5, 7)
     prompts = {0: ids(NUM_TOKENS, 0), 1: ids(3, 1), 2: ids(22, 2), 3: ids(11, 3)}
@@ -146,7 +148,7 @@ def test_a_sharded_bf16_checkpoint_matches_transformers(transformers, tmp_path):
     reference = make_model(transformers, CASES[1]).to(torch.bfloat16)
     reference.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model, _, _ = load_checkpoint(tmp_path, jnp.float32, implementation="reference")
+    model, _, _ = load_checkpoint(tmp_path, jnp.float32, implementation=IMPLEMENTATION)
     tokens = ids(NUM_TOKENS, 5)
     logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
     # Loaded again in f32: casting the model back would keep its RoPE frequencies in bf16.
@@ -157,7 +159,7 @@ def test_a_sharded_bf16_checkpoint_matches_transformers(transformers, tmp_path):
 def test_a_checkpoint_with_fused_experts_matches_transformers(transformers, tmp_path):
     reference = make_model(transformers, CASES[1])
     reference.save_pretrained(tmp_path, save_original_format=False)
-    model, _, _ = load_checkpoint(tmp_path, jnp.float32, implementation="reference")
+    model, _, _ = load_checkpoint(tmp_path, jnp.float32, implementation=IMPLEMENTATION)
     tokens = ids(NUM_TOKENS, 6)
     logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
     np.testing.assert_allclose(logits, hf_logits(reference, tokens), atol=ATOL)
@@ -178,15 +180,79 @@ def test_old_key_names_give_the_same_configuration(transformers, tmp_path):
     assert old == new
 
 
+# Prompts whose greedy continuation by SmolLM2-135M-Instruct has no near-tie in 32 steps.
 PROMPTS = [
-    "The capital of France is",
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,",
+    "A, B, C, D, E, F, G,",
+    "The opposite of hot is",
+    "The months of the year are January, February,",
+    "Photosynthesis is the process by which",
 ]
+NUM_STEPS = 32
+SMALLEST_GAP = (
+    0.05  # between the two largest logits: far above what f32 sums in another order alter
+)
 
 
-def gguf_reference(transformers):
+@pytest.fixture(scope="module")
+def smollm(transformers):
+    """(model, tokenizer) of transformers from the GGUF file, dequantised to f32."""
     path = default_checkpoint()
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    ).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations within transformers
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return model.float().eval(), tokenizer
+
+
+def hf_greedy(model, tokens):
+    """(new ids, smallest gap between the two largest logits)."""
+    import torch
+
+    cache, fed, new, gaps = None, list(tokens), [], []
+    for _ in range(NUM_STEPS):
+        result = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        top = result.logits[0, -1].topk(2)
+        gaps.append(float(top.values[0] - top.values[1]))
+        fed = [int(top.indices[0])]
+        new += fed
+    return new, min(gaps)
+
+
+def test_greedy_ids_of_smollm2_match_transformers(smollm):
+    reference, hf_tokenizer = smollm
+    model, _, tokenizer = load_checkpoint(None, jnp.float32, implementation=IMPLEMENTATION)
+    prompts = dict(enumerate(tokenizer.encode(prompt) for prompt in PROMPTS))
+    stepper = Stepper(model, max_seqs=len(PROMPTS), pages_per_seq=5, page_size=16)
+    new = {row: [] for row in prompts}
+    fed = prompts
+    for _ in range(NUM_STEPS):
+        fed = {row: [int(logits[-1].argmax())] for row, logits in stepper.step(fed).items()}
+        for row, token in fed.items():
+            new[row] += token
+    for row, text in enumerate(PROMPTS):
+        assert prompts[row] == hf_tokenizer(text).input_ids
+        expected, gap = hf_greedy(reference, prompts[row])
+        assert gap > SMALLEST_GAP, text
+        assert new[row] == expected, text
+        assert tokenizer.decode(new[row]) == hf_tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_the_smollm2_tokenizer_and_template_match_transformers(smollm):
+    _, hf_tokenizer = smollm
+    _, _, tokenizer = load_checkpoint(None, jnp.float32, implementation=IMPLEMENTATION)
+    for text in (
+        "Hello, world!  Two spaces,\n\na tab\tand 2026.",
+        "naïve café – “quotes” 日本語 🙂🙂 don't I'LL",
+        "<|im_start|>user\nspecials<|im_end|> within text",
+        "",
+    ):
+        assert tokenizer.encode(text) == hf_tokenizer(text).input_ids, text
+    messages = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Yes?"}]
+    expected = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert tokenizer.apply_chat(messages) == list(expected["input_ids"])
