@@ -72,7 +72,7 @@ def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[Pag
     """Makes room for num_tokens[i] more tokens in row i; its length stays as it is.
 
     Afterwards the row holds at least pages_for(seq_len + num_tokens) pages; those that it held
-    before count. A free row becomes live, with length 0. A Python int for `num_tokens` makes the
+    before count. A free row becomes live, with length 0. A Python int up to page_size makes the
     call cheaper: for a decode step use reserve(table, rows, 1).
 
     Args:
@@ -87,10 +87,8 @@ def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[Pag
     """
     ids = _rows("rows", rows)
     counts = _per_row("num_tokens", num_tokens, ids)
-    max_new = table.pages_per_seq  # new pages per row, at most
-    if isinstance(num_tokens, int | np.integer):
-        max_new = min(max_new, max(1, pages_for(num_tokens, table.page_size)))
-    return _reserve(table, ids, counts, max_new)
+    at_most_one_page = isinstance(num_tokens, int | np.integer) and num_tokens <= table.page_size
+    return _reserve(table, ids, counts, 1 if at_most_one_page else table.pages_per_seq)
 
 
 @functools.partial(jax.jit, static_argnames="max_new")
