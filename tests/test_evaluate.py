@@ -7,6 +7,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jax_paged.models import Decoder, evaluate, score
 from jax_paged.models.evaluate import plan_windows
 from jax_paged.models.parameters import random_source

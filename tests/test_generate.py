@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from jax_paged import pages
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.generate import create_state, state_for
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import Sampler
 from jax_paged.models.steps import Progress, decode, plan_chunks, prefill
 from jax_paged.models.testing import small_config
-
-from jax_paged import pages
 from jax_paged.testing import pool_sized_ops
 
 generate_module = importlib.import_module("jax_paged.models.generate")

@@ -2,8 +2,9 @@
 
 import pytest
 import tokenizers
-from jax_paged.models.stream import TextStream
 from tokenizers import decoders, models, pre_tokenizers
+
+from jax_paged.models.stream import TextStream
 
 TEXT = "caf\u00e9 \u20ac5 \U0001f600\U0001f680 na\u00efve \u4f60\u597d end"
 
