@@ -138,7 +138,8 @@ def test_float16_overflow_becomes_infinite_and_nan_stays_nan(implementation):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_native_writes_the_bits_of_the_reference(dtype):
     rng = np.random.default_rng(1)
-    for layout, num_layers, page_size in itertools.product(LAYOUTS, (None, 2), (1, 16)):
+    for layout, num_layers in itertools.product(LAYOUTS, (None, 2)):
+        page_size = 16 if num_layers else 1
         pools = make_pools(
             page_size, layout=layout, num_layers=num_layers, dtype=jnp.dtype(dtype), num_pages=5
         )
