@@ -138,11 +138,14 @@ def as_prompts(prompts: Any) -> Sequence[Any]:
 
 def as_tokens(name: str, tokens: Any, vocab_size: int, least: int = 1) -> np.ndarray:
     """Token ids as i32[n], n ≥ least; raises ValueError for anything that is not an id."""
-    ids = np.asarray(tokens)
     expected = f"{'a non-empty' if least else 'a'} list of token ids"
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:  # lists of different lengths within
+        raise ValueError(f"{name}: expected {expected}, got nested lists") from None
     if ids.ndim == 1 and ids.size == 0 and least == 0:
         return np.zeros(0, np.int32)
-    got = "an empty one" if ids.ndim == 1 and ids.size == 0 else repr(tokens)
+    got = repr(tokens) if ids.ndim == 0 else f"shape {list(ids.shape)}"
     expect(ids.ndim == 1 and ids.size >= least, name, expected, got)
     expect(np.issubdtype(ids.dtype, np.integer), name, expected, f"dtype {ids.dtype}")
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))

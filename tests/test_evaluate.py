@@ -101,7 +101,7 @@ def test_perplexity_of_impossible_tokens_is_infinite_and_no_error(model):
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        ([], {}, "tokens: expected a non-empty list of token ids, got an empty one"),
+        ([], {}, "tokens: expected a non-empty list of token ids, got shape [0]"),
         ([5], {}, "tokens: expected at least 2 tokens, one to predict, got 1"),
         ([5, 64], {}, "tokens[1]: expected a token id in [0, vocab_size=64), got 64"),
         (TEXT, {"chunk": 0}, "chunk: expected an integer >= 1, got 0"),

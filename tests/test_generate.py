@@ -292,8 +292,13 @@ def test_similar_sizes_share_a_state_shape(model):
         ({"prompts": "text"}, "prompts: expected at least one list of token ids, got 'text'"),
         (
             {"prompts": [[1], []]},
-            "prompts[1]: expected a non-empty list of token ids, got an empty",
+            "prompts[1]: expected a non-empty list of token ids, got shape [0]",
         ),
+        (
+            {"prompts": [[[1], [2]]]},
+            "prompts[0]: expected a non-empty list of token ids, got shape",
+        ),
+        ({"prompts": [[[1], 2]]}, "prompts[0]: expected a non-empty list of token ids, got nested"),
         ({"prompts": [3, 4]}, "prompts[0]: expected a non-empty list of token ids, got 3"),
         ({"prompts": ["a b"]}, "prompts[0]: expected a non-empty list of token ids, got 'a b'"),
         ({"prompts": [[0.5]]}, "prompts[0]: expected a non-empty list of token ids, got dtype"),
