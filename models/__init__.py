@@ -1,5 +1,15 @@
 """Models over paged KV: Qwen3-MoE, dense Qwen3 and Llama, from published checkpoints to text."""
 
+# ruff: noqa: E402
+import importlib.util
+
+_NEEDED = ("flax", "gguf", "jinja2", "safetensors", "tokenizers", "tqdm")
+if _missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    raise ImportError(
+        f"jax_paged.models: {', '.join(_missing)} not installed; get all that it needs with: "
+        "pip install 'jax_paged[models]'"
+    )
+
 from .config import DecoderConfig as DecoderConfig
 from .decoder import Decoder as Decoder
 from .evaluate import evaluate as evaluate

@@ -220,3 +220,18 @@ def test_signatures_refuse_what_the_docs_do():
         good = {"q": q, "k_pages": pages, "v_pages": pages, "page_table": table, "seq_lens": row}
         with pytest.raises(jaxtyping.TypeCheckError):
             attend(**good | bad)
+
+
+def test_models_name_the_packages_that_they_miss(tmp_path):
+    script = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "flax" else find(name, *rest)
+import jax_paged.models
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.strip().splitlines()[-1] == (
+        "ImportError: jax_paged.models: flax not installed; get all that it needs with: "
+        "pip install 'jax_paged[models]'"
+    )
