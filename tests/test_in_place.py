@@ -1,6 +1,5 @@
 """No program copies the pool: on the optimised HLO, and by the address of the buffers."""
 
-import dataclasses
 import functools
 
 import jax
@@ -172,4 +171,5 @@ def test_copy_pages_makes_nothing_pool_sized_but_the_update_itself():
     assert not [line for line in found if " copy(" in line or " select(" in line], found
     memory = compiled.memory_analysis()
     pool_bytes = 4 * np.prod(POOL.shape)
-    assert memory.temp_size_in_bytes < pool_bytes, dataclasses.asdict(memory)
+    assert memory is not None
+    assert memory.temp_size_in_bytes < pool_bytes
