@@ -555,38 +555,36 @@ assert table.page_table.tolist()[2][0] == 4
 # Wrong calls
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda t: pages.release(t, jnp.zeros(2)), "rows: expected an integer dtype, got"),
-        (lambda t: pages.release(t, [True]), "rows: expected an integer dtype, got"),
-        (
-            lambda t: pages.release(t, 0),
-            r"rows: expected shape \[N\] with N of at least 1, got \[\]",
-        ),
-        (lambda t: pages.release(t, np.zeros(0, int)), r"rows: expected shape .*, got \[0\]"),
-        (lambda t: pages.release(t, [[0]]), r"rows: expected shape .*, got \[1, 1\]"),
-        (lambda t: pages.reserve(t, [0, 1], 1.5), "num_tokens: expected an integer dtype"),
-        (lambda t: pages.reserve(t, [0, 1], True), "num_tokens: expected an integer dtype"),
-        (
-            lambda t: pages.reserve(t, [0, 1], [1]),
-            r"num_tokens: expected a scalar or shape \[2\], got \[1\]",
-        ),
-        (lambda t: pages.step_batch(t, [0], [[1]]), r"q_lens: expected a scalar or shape \[1\]"),
-        (
-            lambda t: pages.step_batch(t, [0], 1, num_tokens=0),
-            "num_tokens: expected an integer of at least 1, got 0",
-        ),
-        (lambda t: pages.fork(t, [0, 1], [2], 1), r"child: expected shape \[N=2\], got \[1\]"),
-        (lambda t: pages.fork(t, [0], [2], [1, 2]), r"length: expected a scalar or shape \[1\]"),
-        (lambda t: pages.truncate(t, [0], None), "num_tokens: expected an integer dtype"),
-        (lambda t: pages.pages_for(3, 0), "page_size: expected an integer of at least 1, got 0"),
-        (lambda t: pages.pages_for(3.5, 4), "tokens: expected an integer dtype"),
-    ],
-)
-def test_wrong_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(make())
+ROWS, COUNT = r"rows: expected shape \[N\] with N of at least 1", "num_tokens: expected"
+WRONG_CALLS = [
+    (pages.release, (jnp.zeros(2),), "rows: expected an integer dtype, got dtype float32"),
+    (pages.release, ([True],), "rows: expected an integer dtype, got dtype bool"),
+    (pages.release, (0,), ROWS + r", got \[\]"),
+    (pages.release, (np.zeros(0, int),), ROWS + r", got \[0\]"),
+    (pages.release, ([[0]],), ROWS + r", got \[1, 1\]"),
+    (pages.reserve, ([0, 1], 1.5), COUNT + " an integer dtype, got dtype float64"),
+    (pages.reserve, ([0, 1], True), COUNT + " an integer dtype, got dtype bool"),
+    (pages.reserve, ([0, 1], [1]), COUNT + r" a scalar or shape \[2\], got \[1\]"),
+    (pages.step_batch, ([0], [[1]]), r"q_lens: expected a scalar or shape \[1\], got \[1, 1\]"),
+    (pages.fork, ([0, 1], [2], 1), r"child: expected shape \[N=2\], got \[1\]"),
+    (pages.fork, ([0], [2], [1, 2]), r"length: expected a scalar or shape \[1\], got \[2\]"),
+    (pages.truncate, ([0], None), COUNT + " an integer dtype, got dtype object"),
+]
+
+
+@pytest.mark.parametrize(("verb", "arguments", "message"), WRONG_CALLS)
+def test_a_wrong_argument_is_named(verb, arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        verb(make(), *arguments)
+
+
+def test_a_wrong_size_is_named():
+    with pytest.raises(ValueError, match="num_tokens: expected an integer of at least 1, got 0"):
+        pages.step_batch(make(), [0], 1, num_tokens=0)
+    with pytest.raises(ValueError, match="page_size: expected an integer of at least 1, got 0"):
+        pages.pages_for(3, 0)
+    with pytest.raises(ValueError, match="tokens: expected an integer dtype, got dtype float"):
+        pages.pages_for(3.5, 4)
 
 
 @pytest.mark.parametrize("name", ["num_pages", "max_seqs", "pages_per_seq", "page_size"])

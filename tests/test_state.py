@@ -200,6 +200,7 @@ def test_fork_and_truncate_copy_pages_in_place():
         compiled = jax.jit(verb, donate_argnums=0).lower(kv, *args).compile()
         assert _copies_and_selects(compiled, kv.k_pages) == []
         memory = compiled.memory_analysis()
+        assert memory is not None
         assert memory.temp_size_in_bytes < pool_bytes // 8
         assert memory.alias_size_in_bytes >= 2 * pool_bytes
 

@@ -589,7 +589,7 @@ def test_random_operations_agree_with_a_plain_model():
             database=None,
             derandomize=not IS_LONG,
             print_blob=True,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
     assert PagesMachine.operations >= NUM_OPERATIONS
