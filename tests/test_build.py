@@ -24,7 +24,7 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules(jax_paged.__path
 def run_python(code, **env):
     """Runs code in a fresh interpreter; returns what it printed."""
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],
         env=os.environ | env,
         check=True,
         capture_output=True,
