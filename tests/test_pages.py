@@ -551,7 +551,7 @@ for leaf in jax.tree.leaves((table, batch, copies, cut, status, pages.total_toke
 assert table.seq_lens.tolist() == [5, 5, 3, 0]
 assert table.page_table.tolist()[2][0] == 4
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
