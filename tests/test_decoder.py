@@ -18,7 +18,7 @@ TYPES = ["qwen3_moe", "qwen3", "llama"]
 
 def make_stepper(model_type, dtype=jnp.float32, **changes):
     config = small_config(model_type, **changes)
-    model = Decoder(config, random_source(config, 3, dtype), implementation="reference")
+    model = Decoder(config, random_source(config, 3, dtype))
     return Stepper(model)
 
 
@@ -110,8 +110,20 @@ def test_prefill_matches_a_float64_model(model_type, changes):
     config = small_config(model_type, **changes)
     source = random_source(config, 3)
     tokens = ids(NUM_TOKENS)
-    logits = Stepper(Decoder(config, source, implementation="reference")).step({0: tokens})[0]
+    logits = Stepper(Decoder(config, source)).step({0: tokens})[0]
     np.testing.assert_allclose(logits, dense_logits(config, source, tokens), atol=2e-4)
+
+
+def test_both_implementations_give_the_same_logits():
+    config = small_config()
+    native, reference = (
+        Stepper(Decoder(config, random_source(config, 3), implementation=implementation))
+        for implementation in ("native", "reference")
+    )
+    for tokens in (ids(NUM_TOKENS), ids(1)):
+        np.testing.assert_allclose(
+            native.step({1: tokens})[1], reference.step({1: tokens})[1], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -161,7 +173,7 @@ def test_bf16_weights_give_logits_near_f32():
 
 def test_logits_come_for_the_wanted_tokens_only():
     config = small_config("llama")
-    model = Decoder(config, random_source(config, 3), implementation="reference")
+    model = Decoder(config, random_source(config, 3))
     state = Stepper(model).state
     state, _ = reserve(state, [0], 4)
     state, batch, _ = step_batch(state, [0], [4], num_tokens=4)
@@ -176,7 +188,7 @@ def test_the_attention_biases_and_mlp_biases_take_part():
     tokens = ids(NUM_TOKENS)
     config = small_config("llama", attention_bias=True, mlp_bias=True)
     source = random_source(config, 3)
-    full = Stepper(Decoder(config, source, implementation="reference")).step({0: tokens})[0]
+    full = Stepper(Decoder(config, source)).step({0: tokens})[0]
     for part in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
 
         def without(*names, axis=0, part=part):
@@ -185,7 +197,7 @@ def test_the_attention_biases_and_mlp_biases_take_part():
             values = [v * 0 if h else v for v, h in zip(values, hit, strict=True)]
             return jnp.concatenate(values, axis)
 
-        model = Decoder(config, without, implementation="reference")
+        model = Decoder(config, without)
         assert np.abs(Stepper(model).step({0: tokens})[0] - full).max() > 1e-3, part
 
 

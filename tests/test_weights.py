@@ -231,7 +231,7 @@ CHAT = (
 )
 
 
-def write_tokenizer(folder, template=CHAT):
+def write_tokenizer(folder, template: str | None = CHAT):
     characters = [chr(c) for c in range(32, 127)] + ["Ċ", "Ġ"]
     backend = Backend(bpe_models.BPE({c: i for i, c in enumerate(characters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -9,7 +9,11 @@ import warnings
 
 import pytest
 
-MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name
+    for name in ("torch", "transformers", "accelerate")
+    if importlib.util.find_spec(name) is None
+]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -14,7 +14,6 @@ from jax_paged.models.testing import Stepper
 
 ATOL = 2e-4  # f32 sums of the same terms in another order, logits of size about 1 to 10
 NUM_TOKENS = 40
-IMPLEMENTATION = "reference"
 VOCAB = 131
 
 LLAMA3 = {
@@ -117,7 +116,7 @@ def ids(count, seed):
 def test_logits_match_transformers(transformers, tmp_path, case):
     reference = make_model(transformers, case)
     reference.save_pretrained(tmp_path)
-    model, config, _ = load_checkpoint(tmp_path, jnp.float32, implementation=IMPLEMENTATION)
+    model, config, _ = load_checkpoint(tmp_path, jnp.float32)
     assert (config.num_q_heads, config.num_kv_heads) == case.heads
     assert config.eos_token_ids == (5, 7)
     prompts = {0: ids(NUM_TOKENS, 0), 1: ids(3, 1), 2: ids(22, 2), 3: ids(11, 3)}
@@ -148,7 +147,7 @@ def test_a_sharded_bf16_checkpoint_matches_transformers(transformers, tmp_path):
     reference = make_model(transformers, CASES[1]).to(torch.bfloat16)
     reference.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model, _, _ = load_checkpoint(tmp_path, jnp.float32, implementation=IMPLEMENTATION)
+    model, _, _ = load_checkpoint(tmp_path, jnp.float32)
     tokens = ids(NUM_TOKENS, 5)
     logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
     # Loaded again in f32: casting the model back would keep its RoPE frequencies in bf16.
@@ -159,7 +158,7 @@ def test_a_sharded_bf16_checkpoint_matches_transformers(transformers, tmp_path):
 def test_a_checkpoint_with_fused_experts_matches_transformers(transformers, tmp_path):
     reference = make_model(transformers, CASES[1])
     reference.save_pretrained(tmp_path, save_original_format=False)
-    model, _, _ = load_checkpoint(tmp_path, jnp.float32, implementation=IMPLEMENTATION)
+    model, _, _ = load_checkpoint(tmp_path, jnp.float32)
     tokens = ids(NUM_TOKENS, 6)
     logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
     np.testing.assert_allclose(logits, hf_logits(reference, tokens), atol=ATOL)
@@ -226,7 +225,7 @@ def hf_greedy(model, tokens):
 
 def test_greedy_ids_of_smollm2_match_transformers(smollm):
     reference, hf_tokenizer = smollm
-    model, _, tokenizer = load_checkpoint(None, jnp.float32, implementation=IMPLEMENTATION)
+    model, _, tokenizer = load_checkpoint(None, jnp.float32)
     prompts = dict(enumerate(tokenizer.encode(prompt) for prompt in PROMPTS))
     stepper = Stepper(model, max_seqs=len(PROMPTS), pages_per_seq=5, page_size=16)
     new = {row: [] for row in prompts}
@@ -245,7 +244,7 @@ def test_greedy_ids_of_smollm2_match_transformers(smollm):
 
 def test_the_smollm2_tokenizer_and_template_match_transformers(smollm):
     _, hf_tokenizer = smollm
-    _, _, tokenizer = load_checkpoint(None, jnp.float32, implementation=IMPLEMENTATION)
+    _, _, tokenizer = load_checkpoint(None, jnp.float32)
     for text in (
         "Hello, world!  Two spaces,\n\na tab\tand 2026.",
         "naïve café – “quotes” 日本語 🙂🙂 don't I'LL",
