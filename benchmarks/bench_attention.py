@@ -10,6 +10,7 @@ once (q folded to [batch, num_kv_heads, group, head_dim] in decode): the best th
 """
 
 import argparse
+import functools
 import importlib.util
 
 import harness
@@ -54,8 +55,10 @@ def torch_prefill(case: Case, tokens: int, dtype: str):
 
 
 def blocking(function, *arguments, **options):
-    """A call that returns when the device has finished."""
-    return lambda: jax.block_until_ready(function(*arguments, **options))
+    """A jitted call that returns when the device has finished."""
+    traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], jax.Array)}
+    jitted = jax.jit(functools.partial(function, **options))
+    return lambda: jax.block_until_ready(jitted(*arguments, **traced))
 
 
 def measure(case: Case, q_lens, seq_lens, dtype: str, torch_call, implementations):
