@@ -126,6 +126,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | 
             ("pad_token", "padding"),
         )
     }
+    for name, i in ids.items():
+        if i is not None and not 0 <= i < len(tokens):
+            return MissingTokenizer(
+                f"{where}: the id of {name} must be below {len(tokens)}, got {i}; token ids work"
+            )
     bos = ids["bos_token"] if key("add_bos_token", pre == "llama-bpe") else None
     return Tokenizer(
         backend,

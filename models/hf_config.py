@@ -170,6 +170,17 @@ def _check_keys(raw: Mapping[str, Any], model_type: str, where: str) -> None:
             raise ValueError(f"{where}: key {key!r} must be {neutral}, got {value!r}")
 
 
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob")
+_LISTS = ("architectures", "layer_types", "mlp_only_layers")
+
+
+def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
+    for names, kind, what in ((_FLAGS, bool, "true or false"), (_LISTS, list, "a list")):
+        for name in names:
+            if raw.get(name) is not None and not isinstance(raw[name], kind):
+                raise ValueError(f"{where}: key {name!r} must be {what}, got {raw[name]!r}")
+
+
 def _check_windows(raw: Mapping[str, Any], model_type: str, where: str) -> None:
     if raw.get("use_sliding_window"):
         raise ValueError(
@@ -190,6 +201,9 @@ def _check_windows(raw: Mapping[str, Any], model_type: str, where: str) -> None:
 
 def _rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    for given in (new, old):
+        if given is not None and not isinstance(given, dict):
+            raise ValueError(f"{where}: rope parameters must be an object, got {given!r}")
     if new and old and new != old:
         raise ValueError(
             f"{where}: 'rope_parameters' = {new!r} contradicts 'rope_scaling' = {old!r}"
@@ -205,7 +219,10 @@ def _rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     inner, outer = parameters.pop("rope_theta", None), raw.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(f"{where}: rope_theta is {outer!r}, but {inner!r} in the rope parameters")
-    theta = float(next(v for v in (inner, outer, 10000.0) if v is not None))
+    theta = next(v for v in (inner, outer, 10000.0) if v is not None)
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise ValueError(f"{where}: rope_theta must be a positive number, got {theta!r}")
+    theta = float(theta)
     if (partial := parameters.pop("partial_rotary_factor", 1.0)) not in (1, None):
         raise ValueError(f"{where}: partial_rotary_factor must be 1, got {partial!r}")
     outer_context = raw.get("original_max_position_embeddings")
@@ -290,6 +307,7 @@ def config_from_hf(
     >>> config.head_dim, config.num_kv_heads, config.rope.theta
     (8, 2, 10000.0)
     """
+    _check_kinds(raw, where)
     model_type = _model_type(raw, where)
     _check_keys(raw, model_type, where)
     _check_windows(raw, model_type, where)
@@ -304,6 +322,9 @@ def config_from_hf(
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{where}: key {name!r} must be an integer, got {value!r}")
         return value
+
+    def optional(name: str, default: int) -> int:
+        return default if raw.get(name) is None else need(name)
 
     if (act := raw.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"{where}: key 'hidden_act' must be 'silu', got {act!r}")
@@ -327,7 +348,12 @@ def config_from_hf(
                 for i in range(num_layers)
             ),
         }
-    head_dim = raw.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_q_heads)
+    if num_q_heads < 1:
+        raise ValueError(f"{where}: key 'num_attention_heads' must be positive, got {num_q_heads}")
+    head_dim = 128 if model_type == "qwen3" else hidden_size // num_q_heads
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, int | float) or eps <= 0:
+        raise ValueError(f"{where}: key 'rms_norm_eps' must be a positive number, got {eps!r}")
     eos = (generation or {}).get("eos_token_id")
     return DecoderConfig(
         model_type=model_type,
@@ -336,10 +362,14 @@ def config_from_hf(
         intermediate_size=need("intermediate_size"),
         num_layers=num_layers,
         num_q_heads=num_q_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_q_heads,
-        head_dim=head_dim,
+        num_kv_heads=(
+            optional("num_key_value_heads", num_q_heads)
+            if model_type == "llama"
+            else need("num_key_value_heads")
+        ),
+        head_dim=optional("head_dim", head_dim),
         context_length=need("max_position_embeddings"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(eps),
         rope=_rope(raw, where),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qk_norm=model_type != "llama",

@@ -390,6 +390,7 @@ def test_qwen2_normalises_as_released():
         ({"add_eos_token": True}, "'tokenizer.ggml.add_eos_token' must be False"),
         ({"add_space_prefix": True}, "'tokenizer.ggml.add_space_prefix' must be False"),
         ({"quirk": 1}, "key 'tokenizer.ggml.quirk' is not supported"),
+        ({"padding_token_id": 9999}, "the id of pad_token must be below 262, got 9999"),
         ({"merges": []}, "no tokenizer.ggml.tokens and merges"),
     ],
 )

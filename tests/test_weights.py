@@ -189,6 +189,11 @@ def break_config(folder, tensors):
     return "config.json: not valid JSON"
 
 
+def make_config_a_list(folder, tensors):
+    (folder / "config.json").write_text("[]")
+    return "config.json: expected a JSON object, got list"
+
+
 def lose_config(folder, tensors):
     (folder / "config.json").unlink()
     return "config.json: no such file"
@@ -197,7 +202,7 @@ def lose_config(folder, tensors):
 @pytest.mark.parametrize(
     "damage",
     [lose_one, lose_two, add_one, reshape_one, make_integer, cut_data, cut_header, lose_file,
-     lose_shard, break_config, lose_config],
+     lose_shard, break_config, make_config_a_list, lose_config],
 )  # fmt: skip
 def test_a_broken_folder_is_refused_in_one_line(tmp_path, damage):
     raw = small_hf_config()
