@@ -95,10 +95,11 @@ def main() -> None:
     rows = []
 
     def report(kind, name, size, dtype, amount, unit, limit, times):
-        native = times["native"]
+        native, case = times["native"], CASES[name]
+        heads = f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}"
         rate = amount / native.median / 1e9
         row = {
-            "kind": kind, "case": name, "size": size, "dtype": dtype,
+            "kind": kind, "case": name, "heads": heads, "size": size, "dtype": dtype,
             "ms": {k: [1e3 * t.median, 1e3 * t.p10, 1e3 * t.p90] for k, t in times.items()},
             unit: rate, "percent_of_limit": 100 * rate / limit, "limit": limit,
             "ratio": {k: t.median / native.median for k, t in times.items() if k != "native"},
