@@ -9,7 +9,7 @@
 //            too.
 //   weights  running maximum per row; 2^(s * scale - m), masked ones exactly 0
 //   values   rows x 2 or 4 vectors of accumulators run over the tokens, then o = o * alpha + sum
-// While logits are made the block's V is prefetched, and the next block's K while V is used: the
+// While K is used the next block's K is prefetched, and its V while V is used: the
 // kernel is bound by reading K and V. Registers of a tile of 8 with AVX-512: 16 sums, 2 of K or V,
 // 1 of q.
 
@@ -191,21 +191,21 @@ void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_
 // One block for packed rows [row0, row0 + ROWS). visible[r] counts the block's tokens that row r
 // sees, ascending in r.
 template <typename T, int ROWS>
-void DecodeTile(const KeyBlock<T>& block, const T* const* next_k, const int* visible, int row0,
+void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* visible, int row0,
                 DecodeState* state) {
   constexpr int kTokens = kWidth / ROWS;
   const float* q = state->q + row0 * state->q_stride;
   float* scores = state->scores + row0 * kKeyBlock;
   const int count = visible[ROWS - 1];
   const int padded = static_cast<int>(RoundUp(count, kTokens));
-  const int64_t v_bytes = state->v_head_dim * int64_t{sizeof(T)};
+  const int64_t k_bytes = state->head_dim * int64_t{sizeof(T)};
 
   Vec top = Set1(-kInfinity);
   for (int t = 0; t < padded; t += kTokens) {
     const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
     Store(scores + t * ROWS, s);
     JAX_PAGED_UNROLL
-    for (int i = 0; i < kTokens; ++i) PrefetchRow(block.v[t + i], v_bytes);
+    for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
   }
   for (int t = visible[0]; t < padded; ++t) {
     for (int r = 0; r < ROWS; ++r) {
@@ -246,11 +246,11 @@ void DecodeTile(const KeyBlock<T>& block, const T* const* next_k, const int* vis
   // A masked value must not be touched, not even with weight 0: tokens that only the later rows see
   // are added row by row.
   float* o = state->o + row0 * state->o_stride;
-  AddValues<T, ROWS>({scores, ROWS, 0, visible[0]}, block.v, next_k, state->v_head_dim, alpha, o,
+  AddValues<T, ROWS>({scores, ROWS, 0, visible[0]}, block.v, next.v, state->v_head_dim, alpha, o,
                      state->o_stride);
   constexpr float kOne = 1.0f;
   for (int r = 1; r < ROWS && visible[0] < count; ++r) {
-    AddValues<T, 1>({scores + r, ROWS, visible[0], visible[r]}, block.v, next_k, state->v_head_dim,
+    AddValues<T, 1>({scores + r, ROWS, visible[0], visible[r]}, block.v, next.v, state->v_head_dim,
                     &kOne, o + r * state->o_stride, state->o_stride);
   }
 }
@@ -296,12 +296,12 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
              &blocks[0]);
   for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
     const KeyBlock<T>& block = blocks[current];
-    const int64_t next = token + block_tokens;
-    const T* const* next_k = block.k;
-    if (next < end) {
-      GatherKeys(params, item.row, item.kv_head, next, Clamp(next + block_tokens, next, end),
-                 &blocks[current ^ 1]);
-      if (blocks[current ^ 1].count > 0) next_k = blocks[current ^ 1].k;
+    const KeyBlock<T>* next = &block;  // what to prefetch
+    if (token + block_tokens < end) {
+      KeyBlock<T>* const following = &blocks[current ^ 1];
+      GatherKeys(params, item.row, item.kv_head, token + block_tokens,
+                 Clamp(token + 2 * block_tokens, begin, end), following);
+      if (following->count > 0) next = following;
     }
     int visible[kDecodeMaxRows];
     for (int r = 0; r < kDecodeMaxRows; ++r) visible[r] = block.Visible(limit[r]);
@@ -309,13 +309,13 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
       const int tile = TileRows(num_rows, r);
       if (visible[r + tile - 1] == 0) {  // nothing to see
       } else if (tile == 8) {
-        DecodeTile<T, 8>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 8>(block, *next, visible + r, r, &state);
       } else if (tile == 4) {
-        DecodeTile<T, 4>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 4>(block, *next, visible + r, r, &state);
       } else if (tile == 2) {
-        DecodeTile<T, 2>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 2>(block, *next, visible + r, r, &state);
       } else {
-        DecodeTile<T, 1>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 1>(block, *next, visible + r, r, &state);
       }
       r += tile;
     }
