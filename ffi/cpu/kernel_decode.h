@@ -38,63 +38,76 @@ inline void PrefetchRow(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
 }
 
-// Adds one vector of dimensions (HALF: 8 of them) of ROWS queries x (kWidth / ROWS) keys to the
-// sums.
-template <typename T, int ROWS, bool HALF>
-JAX_PAGED_INLINE void ScoreVector(const float* q, int64_t q_stride, const T* const* k, int64_t d,
-                                  Vec* sum) {
-  JAX_PAGED_UNROLL
-  for (int t = 0; t < kWidth / ROWS; ++t) {
-    const Vec key = LoadPart<HALF>(k[t] + d);
+// Adds N vectors of dimensions, of ROWS queries x (kWidth / ROWS) keys, to the sums. What is used
+// most often stays in registers: keys or queries.
+template <typename T, int ROWS, int N, typename Keys>
+JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& keys, Vec* sum) {
+  constexpr int kTokens = kWidth / ROWS;
+  if constexpr (kTokens <= 2) {
+    Vec key[kTokens * N];
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < kTokens; ++t) keys.Get(t, key + t * N);
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-      sum[t * ROWS + r] = Fma(Load(q + r * q_stride + d), key, sum[t * ROWS + r]);
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < N; ++j) {
+        Vec query = Load(q + r * q_stride + j * kWidth);
+        if (kTokens > 1) Pin(query);
+        JAX_PAGED_UNROLL
+        for (int t = 0; t < kTokens; ++t) {
+          Vec& s = sum[t * ROWS + r];
+          s = MultiplyAdd<T>(query, key[t * N + j], s);
+        }
+      }
+    }
+  } else {
+    Vec query[ROWS * N];
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < N; ++j) {
+        query[r * N + j] = Load(q + r * q_stride + j * kWidth);
+        Pin(query[r * N + j]);
+      }
+    }
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < kTokens; ++t) {
+      Vec key[N];
+      keys.Get(t, key);
+      JAX_PAGED_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        Vec& s = sum[t * ROWS + r];
+        JAX_PAGED_UNROLL
+        for (int j = 0; j < N; ++j) s = MultiplyAdd<T>(query[r * N + j], key[j], s);
+      }
     }
   }
 }
 
-// The same for a pair of vectors. What is used most often stays in registers: keys or queries.
-template <typename T, int ROWS>
-JAX_PAGED_INLINE void ScorePair(const float* q, int64_t q_stride, const T* const* k, int64_t d,
-                                Vec* sum) {
-  constexpr int kTokens = kWidth / ROWS;
-  if constexpr (kTokens <= 2) {
-    Pair key[kTokens];
-    JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) key[t] = LoadPair(k[t] + d);
-    JAX_PAGED_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      Vec query_a = Load(q + r * q_stride + d), query_b = Load(q + r * q_stride + d + kWidth);
-      if (kTokens > 1) {
-        Pin(query_a);
-        Pin(query_b);
-      }
-      JAX_PAGED_UNROLL
-      for (int t = 0; t < kTokens; ++t) {
-        Vec& s = sum[t * ROWS + r];
-        s = Fma(query_b, key[t].b, Fma(query_a, key[t].a, s));
-      }
-    }
-  } else {
-    Vec query_a[ROWS], query_b[ROWS];
-    JAX_PAGED_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      query_a[r] = Load(q + r * q_stride + d);
-      query_b[r] = Load(q + r * q_stride + d + kWidth);
-      Pin(query_a[r]);
-      Pin(query_b[r]);
-    }
-    JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) {
-      const Pair key = LoadPair(k[t] + d);
-      JAX_PAGED_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        Vec& s = sum[t * ROWS + r];
-        s = Fma(query_b[r], key.b, Fma(query_a[r], key.a, s));
-      }
-    }
+// Sources of keys for ScoreStep: dimensions from d on of token t.
+template <typename T>
+struct KeyPairs {
+  const T* const* k;
+  int64_t d;
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const {
+    const Pair x = LoadPair(k[t] + d);
+    key[0] = x.a;
+    key[1] = x.b;
   }
-}
+};
+template <typename T, bool HALF>
+struct KeyVectors {
+  const T* const* k;
+  int64_t d;
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadPart<HALF>(k[t] + d); }
+};
+template <typename T>
+struct KeyWords {
+  const T* const* k;
+  int64_t d;
+  int64_t n;  // dimensions left
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
+};
 
 // ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
 template <typename T, int ROWS>
@@ -104,14 +117,25 @@ JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const*
   JAX_PAGED_UNROLL
   for (int i = 0; i < kWidth; ++i) sum[i] = Zero();
   int64_t d = 0;
-  for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-    ScorePair<T, ROWS>(q, q_stride, k, d, sum);
+  if constexpr (kUsesDot<T>) {
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, 2 * kWidth}, sum);
+    }
+    if (d < head_dim) {
+      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, head_dim - d}, sum);
+    }
+  } else {
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      ScoreStep<T, ROWS, 2>(q + d, q_stride, KeyPairs<T>{k, d}, sum);
+    }
+    if (d + kWidth <= head_dim) {
+      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/false>{k, d}, sum);
+      d += kWidth;
+    }
+    if (d < head_dim) {
+      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/true>{k, d}, sum);
+    }
   }
-  if (d + kWidth <= head_dim) {
-    ScoreVector<T, ROWS, /*HALF=*/false>(q, q_stride, k, d, sum);
-    d += kWidth;
-  }
-  if (d < head_dim) ScoreVector<T, ROWS, /*HALF=*/true>(q, q_stride, k, d, sum);
   return SumEach(sum);
 }
 
