@@ -12,6 +12,8 @@ import jax
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
+# Before each call: the last contender's idle threads (OpenMP's spin for milliseconds) go to sleep.
+PAUSE_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ def paired(
     began = time.perf_counter()
     while len(next(iter(seconds.values()))) < min_rounds or time.perf_counter() - began < budget_s:
         for name, call in contenders.items():
+            time.sleep(PAUSE_S)
             start = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - start)
