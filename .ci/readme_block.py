@@ -1,6 +1,6 @@
-"""Prints the first shell block of a README section, so that CI runs the very text that people paste.
+"""Prints the first shell block of a README section: CI runs the very text that people paste.
 
-    python .ci/readme_block.py README.md "Test it"
+python .ci/readme_block.py README.md "Test it"
 """
 
 import re

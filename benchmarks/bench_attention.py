@@ -10,6 +10,7 @@ once (q folded to [batch, num_kv_heads, group, head_dim] in decode): the best th
 """
 
 import argparse
+import functools
 import importlib.util
 
 import harness
@@ -54,8 +55,10 @@ def torch_prefill(case: Case, tokens: int, dtype: str):
 
 
 def blocking(function, *arguments, **options):
-    """A call that returns when the device has finished."""
-    return lambda: jax.block_until_ready(function(*arguments, **options))
+    """A jitted call that returns when the device has finished."""
+    traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], jax.Array)}
+    jitted = jax.jit(functools.partial(function, **options))
+    return lambda: jax.block_until_ready(jitted(*arguments, **traced))
 
 
 def measure(case: Case, q_lens, seq_lens, dtype: str, torch_call, implementations):
@@ -92,10 +95,11 @@ def main() -> None:
     rows = []
 
     def report(kind, name, size, dtype, amount, unit, limit, times):
-        native = times["native"]
+        native, case = times["native"], CASES[name]
+        heads = f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}"
         rate = amount / native.median / 1e9
         row = {
-            "kind": kind, "case": name, "size": size, "dtype": dtype,
+            "kind": kind, "case": name, "heads": heads, "size": size, "dtype": dtype,
             "ms": {k: [1e3 * t.median, 1e3 * t.p10, 1e3 * t.p90] for k, t in times.items()},
             unit: rate, "percent_of_limit": 100 * rate / limit, "limit": limit,
             "ratio": {k: t.median / native.median for k, t in times.items() if k != "native"},

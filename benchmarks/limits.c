@@ -3,7 +3,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Reads `bytes` bytes (a multiple of 512) `rounds` times; returns a value that depends on all of it.
+// Reads `bytes` bytes (a multiple of 512) `rounds` times; returns a value that depends on all of
+// it.
 uint64_t read_all(const uint64_t* data, size_t bytes, int rounds) {
   uint64_t lanes[64] = {0};
   for (int round = 0; round < rounds; ++round) {
@@ -26,21 +27,22 @@ uint64_t read_all(const uint64_t* data, size_t bytes, int rounds) {
 #endif
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 
-// 2 * 12 * WIDTH * count floating-point operations in 12 independent chains of fused multiply-adds.
+// 2 * 12 * WIDTH * count floating-point operations in 12 independent chains of fused multiply-adds,
+// which fill two units of latency up to 6. Named variables: an array would go to the stack.
 float multiply_add(int64_t count, float a, float b) {
-  vec x = {0}, acc[12];
+  vec x = {0}, y = {0};
   x += a;
-  for (int i = 0; i < 12; ++i) acc[i] = x + (float)i;
+  y += b;
+  vec c0 = y, c1 = y + 1, c2 = y + 2, c3 = y + 3, c4 = y + 4, c5 = y + 5;
+  vec c6 = y + 6, c7 = y + 7, c8 = y + 8, c9 = y + 9, c10 = y + 10, c11 = y + 11;
   for (int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) acc[i] = acc[i] * x + b;
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) __asm__ volatile("" : "+x"(acc[i]));
+    c0 = c0 * x + y, c1 = c1 * x + y, c2 = c2 * x + y, c3 = c3 * x + y;
+    c4 = c4 * x + y, c5 = c5 * x + y, c6 = c6 * x + y, c7 = c7 * x + y;
+    c8 = c8 * x + y, c9 = c9 * x + y, c10 = c10 * x + y, c11 = c11 * x + y;
   }
+  const vec sum = c0 + c1 + c2 + c3 + c4 + c5 + c6 + c7 + c8 + c9 + c10 + c11;
   float all = 0;
-  for (int i = 0; i < 12; ++i) {
-    for (int lane = 0; lane < WIDTH; ++lane) all += acc[i][lane];
-  }
+  for (int lane = 0; lane < WIDTH; ++lane) all += sum[lane];
   return all;
 }
 

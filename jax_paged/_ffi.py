@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -112,7 +111,7 @@ _unavailable_p.multiple_results = True
 
 @_unavailable_p.def_abstract_eval
 def _unavailable_abstract(*_, results, **__):
-    return [ShapedArray(r.shape, r.dtype) for r in results]
+    return [jax.typeof(r) for r in results]
 
 
 def _unavailable_lowering(ctx, *_, message, **__):
@@ -122,9 +121,37 @@ def _unavailable_lowering(ctx, *_, message, **__):
 mlir.register_lowering(_unavailable_p, _unavailable_lowering)
 
 
+def _why_unavailable(name: str, target: str) -> str | None:
+    """The message for a native module that cannot run `target`, or None when it can."""
+    module = _modules[name]
+    if target in _targets(name):
+        return None
+    reason = module if isinstance(module, str) else f"this build has no {target}"
+    return f"jax_paged: {_PLATFORMS[name]} kernels not built ({reason}); {_REMEDIES[name]}"
+
+
+def _no_native(target: str) -> str:
+    return (
+        f"{target}: native kernels exist for cpu and CUDA; implementation=None uses the reference "
+        "on other platforms"
+    )
+
+
+def implementation_on(platform: str, target: str, implementation: Implementation) -> str:
+    """What `ffi_call` runs on a platform ("cpu", "cuda", "tpu"); raises as its lowering would."""
+    if implementation == "reference":
+        return "reference"
+    name = {"cpu": "_cpu", "cuda": "_cuda", "gpu": "_cuda"}.get(platform)
+    message = _no_native(target) if name is None else _why_unavailable(name, target)
+    if name is None and implementation is None:
+        return "reference"
+    if message is not None:
+        raise NotImplementedError(message)
+    return "native"
+
+
 def ffi_call(
     target: str,
-    results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[jax.Array],
     attributes: dict[str, Any],
     *,
@@ -134,10 +161,12 @@ def ffi_call(
 ) -> Sequence[jax.Array]:
     """Calls `target` on CPU and CUDA and `reference(*operands)` elsewhere.
 
-    implementation="native" fails on other platforms instead; "reference" never calls `target`.
+    implementation="native" fails on other platforms instead; "reference" never calls `target`. The
+    results have the types of the reference's, inside shard_map with the mesh axes they vary over.
     """
     if implementation == "reference":
         return reference(*operands)
+    results = jax.eval_shape(reference, *operands)
 
     def native(*operands):
         call = jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases)
@@ -150,20 +179,10 @@ def ffi_call(
         return branch
 
     def branch(name):
-        module = _modules[name]
-        if target in _targets(name):
-            return native
-        reason = module if isinstance(module, str) else f"this build has no {target}"
-        return unavailable(
-            f"jax_paged: {_PLATFORMS[name]} kernels not built ({reason}); {_REMEDIES[name]}"
-        )
+        message = _why_unavailable(name, target)
+        return native if message is None else unavailable(message)
 
-    default = reference
-    if implementation == "native":
-        default = unavailable(
-            f"{target}: native kernels exist for cpu and CUDA; implementation=None uses the "
-            "reference on other platforms"
-        )
+    default = unavailable(_no_native(target)) if implementation == "native" else reference
     return jax.lax.platform_dependent(
         *operands, cpu=branch("_cpu"), cuda=branch("_cuda"), default=default
     )

@@ -1,8 +1,8 @@
 """The page table as a pytree, and the primitives that the verbs in `pages` are made of."""
 
+import dataclasses
 import enum
 import functools
-import operator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,9 +110,9 @@ class PageCopies(NamedTuple):
 
 def check_size(name: str, value: Any) -> int:
     """`value` as an int if it is an integer of at least 1, else a ValueError that names it."""
-    is_integer = hasattr(value, "__index__") and not isinstance(value, bool | jax.Array)
-    expect(is_integer and value >= 1, name, "an integer of at least 1", repr(value))
-    return operator.index(value)
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    expect(bool(ok), name, "an integer of at least 1", repr(value))
+    return int(value)
 
 
 def pages_for(tokens: Any, page_size: int) -> Any:
@@ -158,11 +158,10 @@ def make_table(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int
     )
 
 
-def replace(table: PageTable, *, num_free: jax.Array, **changes: jax.Array) -> PageTable:
+def replace(table: PageTable, *, num_free: jax.Array, **changes: Any) -> PageTable:
     """`table` with some leaves changed and the peak brought up to date."""
-    leaves = {name: getattr(table, name) for name in PageTable.__dataclass_fields__}
     peak = jnp.maximum(table.peak_pages, table.num_pages - num_free)
-    return PageTable(**(leaves | changes | {"num_free": num_free, "peak_pages": peak}))
+    return dataclasses.replace(table, num_free=num_free, peak_pages=peak, **changes)
 
 
 # In what follows `max_seqs` as a row index and `num_pages` as a page id mean "none": every scatter

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
@@ -160,17 +159,11 @@ def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *
     return out, lse
 
 
-def _call(spec: AttentionSpec, q, k_pages, v_pages, *rest):
-    shape = (*q.shape[:2], v_pages.shape[-1])
-    results = (
-        jax.ShapeDtypeStruct(shape, q.dtype),
-        jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
-    )
+def _call(spec: AttentionSpec, *operands):
     return tuple(
         _ffi.ffi_call(
             TARGET,
-            results,
-            (q, k_pages, v_pages, *rest),
+            operands,
             {
                 "layout": spec.layout,
                 "causal": spec.causal,

@@ -85,13 +85,11 @@ def _write_native(layout: Layout, implementation: Implementation):
     """The native write for one layout, refusing the transforms that would copy the pool."""
 
     @custom_vmap
-    def call(k_pages, v_pages, *rest):
-        results = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (k_pages, v_pages)]
+    def call(*operands):
         return tuple(
             _ffi.ffi_call(
                 TARGET,
-                results,
-                (k_pages, v_pages, *rest),
+                operands,
                 {"layout": layout},
                 aliases={0: 0, 1: 1},
                 implementation=implementation,
@@ -152,13 +150,15 @@ def copy_pages(
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def _copy_pages(k_pages, v_pages, src_pages, dst_pages):
     num_pages = k_pages.shape[-4]
-    valid = (src_pages >= 0) & (src_pages < num_pages) & (dst_pages >= 0)
-    source = jnp.where(valid, src_pages, 0)
-    target = jnp.where(valid, dst_pages, num_pages)  # out of range: dropped
+    num_layers = k_pages.shape[0] if k_pages.ndim == 5 else 1
+    valid = (src_pages >= 0) & (src_pages < num_pages) & (dst_pages >= 0) & (dst_pages < num_pages)
+    # Layer and page as one leading axis: older XLA transposes the pool to scatter into the second.
+    first = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_pages
+    source = first + jnp.where(valid, src_pages, 0)[None]
+    target = jnp.where(valid[None], first + dst_pages[None], num_layers * num_pages)  # else dropped
 
     def copy(pages):
-        if pages.ndim == 4:
-            return pages.at[target].set(pages[source], mode="drop")
-        return pages.at[:, target].set(pages[:, source], mode="drop")
+        flat = pages.reshape(num_layers * num_pages, *pages.shape[-3:])
+        return flat.at[target].set(flat[source], mode="drop").reshape(pages.shape)
 
     return copy(k_pages), copy(v_pages)

@@ -72,7 +72,7 @@ def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[Pag
     """Makes room for num_tokens[i] more tokens in row i; its length stays as it is.
 
     Afterwards the row holds at least pages_for(seq_len + num_tokens) pages; those that it held
-    before count. A free row becomes live, with length 0. A Python int for `num_tokens` makes the
+    before count. A free row becomes live, with length 0. A Python int up to page_size makes the
     call cheaper: for a decode step use reserve(table, rows, 1).
 
     Args:
@@ -85,12 +85,10 @@ def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[Pag
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    rows = _rows("rows", rows)
-    counts = _per_row("num_tokens", num_tokens, rows)
-    max_new = table.pages_per_seq  # new pages per row, at most
-    if isinstance(num_tokens, int | np.integer):
-        max_new = min(max_new, max(1, pages_for(num_tokens, table.page_size)))
-    return _reserve(table, rows, counts, max_new)
+    ids = _rows("rows", rows)
+    counts = _per_row("num_tokens", num_tokens, ids)
+    at_most_one_page = isinstance(num_tokens, int | np.integer) and num_tokens <= table.page_size
+    return _reserve(table, ids, counts, 1 if at_most_one_page else table.pages_per_seq)
 
 
 @functools.partial(jax.jit, static_argnames="max_new")
@@ -143,9 +141,9 @@ def step_batch(
     Raises:
       ValueError: a shape or dtype is wrong, or num_tokens is no integer of at least 1.
     """
-    rows = _rows("rows", rows)
-    size = rows.shape[0] if num_tokens is None else check_size("num_tokens", num_tokens)
-    return _step_batch(table, rows, _per_row("q_lens", q_lens, rows), size)
+    ids = _rows("rows", rows)
+    size = ids.shape[0] if num_tokens is None else check_size("num_tokens", num_tokens)
+    return _step_batch(table, ids, _per_row("q_lens", q_lens, ids), size)
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -253,9 +251,9 @@ def fork(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    parent, child = _rows("parent", parent), _rows("child", child)
-    check_shape("child", child, "N", parent.shape)
-    return _fork(table, parent, child, _per_row("length", length, parent))
+    sources, targets = _rows("parent", parent), _rows("child", child)
+    check_shape("child", targets, "N", sources.shape)
+    return _fork(table, sources, targets, _per_row("length", length, sources))
 
 
 @jax.jit
@@ -327,8 +325,8 @@ def truncate(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    rows = _rows("rows", rows)
-    return _truncate(table, rows, _per_row("num_tokens", num_tokens, rows))
+    ids = _rows("rows", rows)
+    return _truncate(table, ids, _per_row("num_tokens", num_tokens, ids))
 
 
 @jax.jit

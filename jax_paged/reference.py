@@ -58,7 +58,7 @@ def ragged_paged_attention(
     layer=None, sm_scale=None, causal=True, return_lse=False, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
-    num_tokens, num_q_heads, head_dim = q.shape
+    num_tokens, _, head_dim = q.shape
     rows = page_table.shape[0]
     sm_scale = jnp.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
@@ -85,9 +85,13 @@ def ragged_paged_attention(
         out = jnp.where(mine[:, None, None], row_out, out)
         return (out, jnp.where(mine[:, None], row_lse, lse)), None
 
+    # A carry keeps its type, and inside shard_map the type says over which mesh axes a value
+    # varies: so the empty result, too, must depend on the operands.
+    operands = (q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale)
+    never = jnp.any(jnp.stack([jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands]))
     nothing = (
-        jnp.zeros((num_tokens, num_q_heads, v_pages.shape[-1]), jnp.float32),
-        jnp.full((num_tokens, num_q_heads), -jnp.inf, jnp.float32),
+        jnp.where(never, jnp.nan, jnp.zeros((*q.shape[:2], v_pages.shape[-1]), jnp.float32)),
+        jnp.where(never, jnp.nan, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)),
     )
     index = jnp.arange(rows, dtype=jnp.int32)
     (out, lse), _ = jax.lax.scan(

@@ -83,10 +83,9 @@ def rope_tables(
     >>> print(cos.shape, cos[0], sin[0])
     (2, 2) [1. 1.] [0. 0.]
     """
-    frequencies = jnp.asarray(frequencies, jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-    scale = jnp.float32(scale)
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    per_position = jnp.asarray(frequencies, jnp.float32)
+    angles = positions.astype(jnp.float32)[:, None] * per_position[None, :]
+    return jnp.cos(angles) * jnp.float32(scale), jnp.sin(angles) * jnp.float32(scale)
 
 
 def apply_rope(

@@ -63,17 +63,23 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
 
 
 def as_index(name: str, x: Any) -> jax.Array:
-    """Any integer array as i32. Values beyond i32 saturate, so that no cast makes a valid index."""
+    """Any integer array as i32. Values beyond i32 saturate, so that no cast makes a valid index.
+
+    What the host holds stays on the host (numpy): it travels with the jitted call, where an
+    operation of its own would cost more than a small decode step.
+    """
     if not isinstance(x, jax.Array):
         x = np.asarray(x)  # jnp.asarray would wrap 64-bit values unless x64 is on
     expect(jnp.issubdtype(x.dtype, jnp.integer), name, "an integer dtype", f"dtype {x.dtype.name}")
+    if x.dtype == np.int32:
+        return x
     xp = jnp if isinstance(x, jax.Array) else np
     info = jnp.iinfo(x.dtype)
     if info.max > _I32_MAX:
         x = xp.minimum(x, xp.asarray(_I32_MAX, x.dtype))
     if info.min < -_I32_MAX - 1:
         x = xp.maximum(x, xp.asarray(-_I32_MAX - 1, x.dtype))
-    return jnp.asarray(x.astype(np.int32))
+    return x.astype(np.int32)
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -176,16 +182,17 @@ def check_attention(
     for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
         _check_native(name, shape.head_dim, spec.implementation)
     if cu_q_lens is None:
-        cu_q_lens = jnp.arange(rows + 1, dtype=jnp.int32)
+        cu_q_lens = np.arange(rows + 1, dtype=np.int32)
     cu_q_lens = as_index("cu_q_lens", cu_q_lens)
     check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (rows + 1,))
     num_seqs = as_index("num_seqs", rows if num_seqs is None else num_seqs)
     expect(num_seqs.size == 1 and num_seqs.ndim <= 1, "num_seqs", "a scalar or [1]", num_seqs.shape)
+    num_seqs = num_seqs if num_seqs.ndim else num_seqs.reshape(1)
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
     for name, value in (("num_kv_splits", spec.num_kv_splits), ("split_tokens", spec.split_tokens)):
-        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        expect(value is None or (whole and value >= 1), name, "None or an int >= 1", value)
+        ok = value is None or (isinstance(value, int) and value is not True and value >= 1)
+        expect(ok, name, "None or an int >= 1", value)
     expect(
         spec.num_kv_splits is None or spec.split_tokens is None,
         "split_tokens",
@@ -194,7 +201,7 @@ def check_attention(
     )
     sm_scale = check_scale("sm_scale", k_shape.head_dim**-0.5 if sm_scale is None else sm_scale)
     return (
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs.reshape(1), layer, sm_scale
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale
     )  # fmt: skip
 
 
@@ -203,9 +210,10 @@ def check_scale(name: str, value: Any) -> jax.Array:
     if isinstance(value, (int, float, np.generic)):
         known = float(value)
         expect(math.isfinite(known) and known >= 0, name, "a finite scale >= 0", known)
-    value = jnp.asarray(value, jnp.float32)
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value, np.float32)
     check_shape(name, value, "", ())
-    return value
+    return value if value.dtype == np.float32 else value.astype(jnp.float32)
 
 
 def check_values(

@@ -28,8 +28,8 @@ from .weights import load_checkpoint
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell counts them: 128 + signal
 
 _WHY = {
-    "pool_full": "no free page left in the pool",
-    "row_full": "no free page left in the row",
+    "pool_full": "pool_full (no free page left in the pool)",
+    "row_full": "row_full (no free page left in the row)",
     "interrupted": "interrupted",
 }
 
@@ -205,7 +205,7 @@ def _eval(options: argparse.Namespace) -> int:
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
             on_progress=bar.update,
         )  # fmt: skip
-    print(f"perplexity: {result['perplexity']:.4f}\ntokens: {result['tokens']}")
+    print(f"perplexity: {result['perplexity']:.4f}\ntokens: {result['tokens']}", flush=True)
     return 0
 
 
@@ -328,7 +328,7 @@ def _report(result: Generation) -> None:
     for number, reason in enumerate(result.stop_reasons, 1):
         if reason in _WHY:
             where = f"prompt {number} of {len(result.stop_reasons)}"
-            print(f"{where} stopped early: {reason} ({_WHY[reason]})", file=sys.stderr)
+            print(f"{where} stopped early: {_WHY[reason]}", file=sys.stderr)
     new_tokens = sum(map(len, result.tokens))
     rates = []
     for name, count in (("prefill", result.prefill_tokens), ("decode", new_tokens)):

@@ -11,7 +11,7 @@ call. The weights are module state, the cache is not: under jit, donate the stat
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         }
         batch = step.batch
         k_pages, v_pages = write_kv(k_pages, v_pages, k, v, batch.slot_mapping, **options)
-        out = ragged_paged_attention(
+        attended = ragged_paged_attention(
             q,
             k_pages,
             v_pages,
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
             batch.num_seqs,
             **options,
         )
-        out = contract_last(out.reshape(tokens, -1), self.out[...])
+        out = contract_last(cast(jax.Array, attended).reshape(tokens, -1), self.out[...])
         if config.attention_bias:
             out = out + self.out_bias[...][None, :]
         return out, k_pages, v_pages

@@ -16,15 +16,16 @@ from jax_paged import pages
 from jax_paged.state import KVState
 from jax_paged.validation import expect
 
+from .decoder import Decoder
 from .generate import as_tokens, check_count, state_for
 from .steps import chunk_size, prefill
 
 
-def score(model: nnx.Module, tokens: Sequence[int], *, chunk: int = 512) -> np.ndarray:
+def score(model: Decoder, tokens: Sequence[int], *, chunk: int = 512) -> np.ndarray:
     """Logits of one sequence, computed chunk by chunk through the paged path.
 
     Args:
-      model: from `load_checkpoint`, or any `Decoder`.
+      model: a `Decoder`, e.g. from `load_checkpoint`.
       tokens: ids, at least one and at most the model's context_length.
       chunk: tokens per forward step, ≥ 1.
 
@@ -52,7 +53,7 @@ def score(model: nnx.Module, tokens: Sequence[int], *, chunk: int = 512) -> np.n
 
 
 def evaluate(
-    model: nnx.Module,
+    model: Decoder,
     tokens: Sequence[int],
     *,
     chunk: int = 512,
@@ -68,7 +69,7 @@ def evaluate(
     the start of the text. Smaller strides see more and take longer.
 
     Args:
-      model: from `load_checkpoint`, or any `Decoder`.
+      model: a `Decoder`, e.g. from `load_checkpoint`.
       tokens: ids, at least two.
       chunk: tokens per forward step, ≥ 1.
       context: most tokens that a prediction sees; None = the model's context_length.

@@ -18,6 +18,7 @@ from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 from jax_paged.validation import expect
 
+from .decoder import Decoder
 from .sample import Sampler
 from .steps import Progress, Reason, admit, decode, plan_chunks, prefill
 
@@ -53,7 +54,7 @@ class Generation:
 
 
 def generate(
-    model: nnx.Module,
+    model: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -75,7 +76,7 @@ def generate(
     equal.)
 
     Args:
-      model: from `load_checkpoint`, or any `Decoder`.
+      model: a `Decoder`, e.g. from `load_checkpoint`.
       prompts: token ids, one non-empty list per prompt, at most the model's context_length long.
       max_new_tokens: per prompt, ≥ 0. A row also stops when prompt and new tokens together fill
         context_length.
@@ -111,6 +112,7 @@ def generate(
     check_count("chunk", chunk, 1)
     sampler = Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     stops = as_tokens("stop_tokens", stop_tokens, config.vocab_size, least=0)
+    padding = np.full(4 - len(stops) % 4, -1, np.int32)  # few sizes, few compiled programs
     room = config.context_length - np.array([len(text) for text in texts])
     limits = np.minimum(max_new_tokens, room).astype(np.int32)
     if state is None:
@@ -118,7 +120,7 @@ def generate(
         state = state_for(model, needs)
     check_state(model, state)
     rows = _free_rows(state, len(texts))
-    run = _Run(model, state, texts, rows, limits, np.append(stops, -1), sampler, chunk)
+    run = _Run(model, state, texts, rows, limits, np.append(stops, padding), sampler, chunk)
     try:
         run.prefill()
         run.decode(on_tokens)
@@ -136,11 +138,14 @@ def as_prompts(prompts: Any) -> Sequence[Any]:
 
 def as_tokens(name: str, tokens: Any, vocab_size: int, least: int = 1) -> np.ndarray:
     """Token ids as i32[n], n ≥ least; raises ValueError for anything that is not an id."""
-    ids = np.asarray(tokens)
     expected = f"{'a non-empty' if least else 'a'} list of token ids"
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:  # lists of different lengths within
+        raise ValueError(f"{name}: expected {expected}, got nested lists") from None
     if ids.ndim == 1 and ids.size == 0 and least == 0:
         return np.zeros(0, np.int32)
-    got = "an empty one" if ids.ndim == 1 and ids.size == 0 else repr(tokens)
+    got = repr(tokens) if ids.ndim == 0 else f"shape {list(ids.shape)}"
     expect(ids.ndim == 1 and ids.size >= least, name, expected, got)
     expect(np.issubdtype(ids.dtype, np.integer), name, expected, f"dtype {ids.dtype}")
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -152,11 +157,11 @@ def as_tokens(name: str, tokens: Any, vocab_size: int, least: int = 1) -> np.nda
 
 def check_count(name: str, value: Any, least: int) -> None:
     """Checks for an integer ≥ least."""
-    ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
-    expect(ok, name, f"an integer >= {least}", repr(value))
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    expect(ok and bool(value >= least), name, f"an integer >= {least}", repr(value))
 
 
-def state_for(model: nnx.Module, lengths: Sequence[int]) -> KVState:
+def state_for(model: Decoder, lengths: Sequence[int]) -> KVState:
     """A state with a row and enough pages for each of `lengths` tokens.
 
     Sizes are rounded up to three leading bits (at most a quarter more), so that similar calls share
@@ -177,7 +182,7 @@ def _round_up(size: int) -> int:
 
 
 def create_state(
-    model: nnx.Module, *, num_pages: int, max_seqs: int, pages_per_seq: int,
+    model: Decoder, *, num_pages: int, max_seqs: int, pages_per_seq: int,
     page_size: int = PAGE_SIZE,
 ) -> KVState:  # fmt: skip
     """An empty `KVState` of the model's sizes and dtype."""
@@ -189,7 +194,7 @@ def create_state(
     )  # fmt: skip
 
 
-def check_state(model: nnx.Module, state: KVState) -> None:
+def check_state(model: Decoder, state: KVState) -> None:
     """Checks that the state's pages are the model's."""
     expected = jax.eval_shape(
         lambda: create_state(

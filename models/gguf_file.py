@@ -17,19 +17,25 @@ from .gguf_vocab import tokenizer_from_gguf
 from .parameters import Shape, check_tensors, expected_tensors
 from .tokenizer import MissingTokenizer, Tokenizer
 
-QUANTIZATIONS = tuple("""F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K""".split())
+QUANTIZATIONS = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+    "Q6_K",
+)  # fmt: skip
 
 # GGUF architecture → the model_type of `DecoderConfig`.
 _MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 
 # Keys behind "<architecture>." that are read.
 _HONOURED = frozenset(
-    """vocab_size context_length embedding_length block_count feed_forward_length
-    attention.head_count attention.head_count_kv attention.key_length attention.value_length
-    attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base rope.scaling.type
-    rope.scaling.factor rope.scaling.original_context_length expert_count expert_used_count
-    expert_feed_forward_length expert_weights_norm""".split()
-)
+    [
+        "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length",
+        "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+        "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.original_context_length", "expert_count", "expert_used_count",
+        "expert_feed_forward_length", "expert_weights_norm",
+    ]
+)  # fmt: skip
 _HARMLESS = {
     "rope.scaling.finetuned": "says how the model was trained",
 }
@@ -128,7 +134,9 @@ class GGUFFile:
         }
         if (parts := self.metadata.get("split.count", 1)) > 1:
             raise ValueError(f"{path}: key 'split.count' must be 1 (merge the parts), got {parts}")
-        self.architecture = self.metadata.get("general.architecture")
+        if (kind := self.metadata.get("general.type", "model")) != "model":
+            raise ValueError(f"{path}: key 'general.type' must be 'model', got {kind!r}")
+        self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in _MODEL_TYPES:
             raise ValueError(
                 f"{path}: architecture {self.architecture!r} is not supported; supported: "
@@ -142,7 +150,8 @@ class GGUFFile:
           ValueError: a key is missing, or not supported, or has a value that is not.
         """
         self._check_keys()
-        values, num_layers = self._value, self._value("block_count", int)
+        values = self._value
+        num_layers = values("block_count", int)
         num_q_heads = values("attention.head_count", int)
         hidden = values("embedding_length", int)
         head_dim = values("attention.key_length", int, hidden // num_q_heads)

@@ -6,6 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from .config import token_ids
 from .tokenizer import MissingTokenizer, Tokenizer
 
 # How text is split before BPE runs in each piece. The patterns are those of the released
@@ -43,6 +44,17 @@ _PRE = {
     "llama-bpe": (lambda: _pattern(r"\p{N}{1,3}"), False, True),
 }
 _CONTROL, _USER_DEFINED = 3, 4
+# The keys behind "tokenizer.ggml." that are read, or that change no id: names of ids for tools.
+_KNOWN = frozenset(
+    [
+        "model", "pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "eos_token_id",
+        "eot_token_id", "eom_token_id", "unknown_token_id", "padding_token_id", "add_bos_token",
+        "add_eos_token", "add_sep_token", "add_space_prefix", "seperator_token_id",
+        "mask_token_id", "fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id",
+        "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "prefix_token_id",
+        "suffix_token_id", "middle_token_id",
+    ]
+)  # fmt: skip
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | MissingTokenizer:
@@ -75,6 +87,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | 
                 f"{where}: key 'tokenizer.ggml.{name}' must be False for text, got True; token "
                 "ids work"
             )
+    for name in metadata:
+        if name.startswith("tokenizer.ggml.") and name[15:] not in _KNOWN:
+            return MissingTokenizer(f"{where}: key {name!r} is not supported; token ids work")
     tokens, merges = key("tokens"), key("merges")
     if not tokens or not merges:
         return MissingTokenizer(f"{where}: no tokenizer.ggml.tokens and merges; token ids work")
@@ -111,11 +126,16 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | 
             ("pad_token", "padding"),
         )
     }
-    add_bos = key("add_bos_token", pre == "llama-bpe") and ids["bos_token"] is not None
+    for name, i in ids.items():
+        if i is not None and not 0 <= i < len(tokens):
+            return MissingTokenizer(
+                f"{where}: the id of {name} must be below {len(tokens)}, got {i}; token ids work"
+            )
+    bos = ids["bos_token"] if key("add_bos_token", pre == "llama-bpe") else None
     return Tokenizer(
         backend,
-        prefix_ids=[ids["bos_token"]] if add_bos else [],
-        eos_ids=() if ids["eos_token"] is None else (ids["eos_token"],),
+        prefix_ids=token_ids(bos),
+        eos_ids=token_ids(ids["eos_token"]),
         chat_template=metadata.get("tokenizer.chat_template"),
         named_tokens={name: tokens[i] for name, i in ids.items() if i is not None},
     )

@@ -17,8 +17,8 @@ _LARGEST_BLOCK = 64
 def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
     """x [tokens, in] · weight [out, in]ᵀ → [tokens, out], accumulated in f32 or better.
 
-    Weights stay in the published [out, in] order: with one token XLA:GPU then reads them once, where
-    [in, out] makes it write all products first.
+    Weights stay in the published [out, in] order: with one token XLA:GPU then reads them once,
+    where [in, out] makes it write all products first.
     """
     exact = x.dtype == jnp.float32
     return jax.lax.dot_general(
@@ -37,7 +37,11 @@ def gated_mlp(
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
 ) -> jax.Array:
-    """down · (silu(gate · x) ⊙ up · x): x [tokens, D], gate_up [2 I, D] (gate first), down [D, I]."""
+    """down · (silu(gate · x) ⊙ up · x).
+
+    x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
+    inner].
+    """
     hidden = contract_last(x, gate_up)
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias[None, :]
@@ -88,7 +92,8 @@ def moe_experts(
 
     Args:
       x: [tokens, hidden], the dtype of the weights.
-      gate_up: [num_experts, 2 · inner, hidden], gate rows first. down: [num_experts, hidden, inner].
+      gate_up: [num_experts, 2 · inner, hidden], gate rows first.
+      down: [num_experts, hidden, inner].
       experts: i32[tokens, k], distinct per token. weights: f32[tokens, k].
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
       block_size: pairs of one expert that share one read of its weights; None = from the sizes.
@@ -104,18 +109,16 @@ def moe_experts(
         experts = jnp.where(live[:, None], experts, jnp.int32(num_experts))  # sorts last
     flat = experts.reshape(num_pairs)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    ends = jnp.searchsorted(
-        flat[order], jnp.arange(num_experts, dtype=jnp.int32), side="right"
-    ).astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    last_blocks = jnp.cumsum((ends - starts + (size - 1)) // size, dtype=jnp.int32)
+    expert_ids = jnp.arange(num_experts, dtype=jnp.int32)
+    counts = jnp.sum(flat[:, None] == expert_ids[None, :], axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    blocks = (counts + (size - 1)) // size
+    last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
     sorted_tokens = jnp.pad(order // k, (0, size))
 
     def run_block(block, sorted_out):
-        expert = jnp.searchsorted(last_blocks, block, side="right").astype(jnp.int32)
-        # Blocks of an expert count back from its last one, which may be short.
-        blocks = (ends[expert] - starts[expert] + (size - 1)) // size
-        begin = starts[expert] + (block - (last_blocks[expert] - blocks)) * size
+        expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
+        begin = starts[expert] + (block - last_blocks[expert] + blocks[expert]) * size
         rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
         out = gated_mlp(rows, gate_up[expert], down[expert])
         # A short block also writes rows beyond its own; the next expert's block overwrites them.

@@ -29,7 +29,7 @@ class TensorSource(Protocol):
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     """Name → shape of every tensor of the configuration, in the order the decoder reads them.
 
-    >>> from jax_paged.models.config import config_from_hf
+    >>> from jax_paged.models.hf_config import config_from_hf
     >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
     >>> config = config_from_hf(dict(sizes, model_type="llama", num_attention_heads=2,
     ...                              max_position_embeddings=64))

@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from . import gguf_file
-from .config import DecoderConfig, config_from_hf, read_json
+from .config import DecoderConfig, read_json
 from .decoder import Decoder
+from .hf_config import config_from_hf
 from .parameters import Shape, check_tensors, expected_tensors, tensor_source
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 

@@ -20,6 +20,15 @@ from jax_paged.testing import (
 
 DTYPES = tuple(TOLERANCES)
 SMALL = Case("small", 8, 2, 64, page_size=8)
+SPLITS = (
+    {},
+    {"num_kv_splits": 1},
+    {"num_kv_splits": 4},
+    {"num_kv_splits": 1000},
+    {"split_tokens": 1},
+    {"split_tokens": 64},
+    {"split_tokens": 512},
+)
 
 
 def run(batch, implementation, **options):
@@ -72,30 +81,18 @@ def test_layouts_stacks_and_value_dims_match(layout, num_layers, v_head_dim, imp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_prompt_matches(dtype, causal, implementation):
     case = Case("long", 4, 2, 64, causal=causal)
-    batch = make_batch(case, dtype, [300, 1, 77], [300, 301, 200], seed=3)
+    batch = make_batch(case, dtype, [300, 1, 77], [300, 2000, 200], seed=3)
     assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_kv_splits": 1},
-        {"num_kv_splits": 4},
-        {"num_kv_splits": 1000},
-        {"split_tokens": 1},
-        {"split_tokens": 64},
-        {"split_tokens": 512},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_split_matches(dtype, options, implementation):
+def test_every_split_matches(dtype, options):
     batch = make_batch(SMALL, dtype, [1, 1, 4, 0], [2000, 513, 700, 9], seed=4)
-    assert_attention_close(*run(batch, implementation, **options), *dense_oracle(batch))
+    assert_attention_close(*run(batch, "native", **options), *dense_oracle(batch))
     decode = make_batch(SMALL, dtype, [1, 1, 1], [2000, 0, 511], seed=5)
     out, lse = paged_attention(
-        *decode.operands(), return_lse=True, implementation=implementation, **options
+        *decode.operands(), return_lse=True, implementation="native", **options
     )
     assert_attention_close(out, lse, *dense_oracle(decode))
 
@@ -214,11 +211,11 @@ def test_no_rows_no_tokens_no_pages(implementation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 32}], ids=str)
-def test_repeated_runs_give_the_same_bits(options, dtype, implementation):
+def test_repeated_runs_give_the_same_bits(options, dtype):
     batch = make_batch(SMALL, dtype, [1, 40, 1, 3], [900, 40, 65, 300], seed=14)
-    first = run(batch, implementation, **options)
-    for _ in range(10):
-        for a, b in zip(run(batch, implementation, **options), first, strict=True):
+    first = run(batch, "native", **options)
+    for _ in range(20):
+        for a, b in zip(run(batch, "native", **options), first, strict=True):
             assert_same_bits(a, b)
 
 

@@ -36,8 +36,8 @@ SPLITS = (
     {}, {}, {}, {"num_kv_splits": 1}, {"num_kv_splits": 2}, {"num_kv_splits": 7},
     {"split_tokens": 5}, {"split_tokens": 64}, {"split_tokens": 512},
 )  # fmt: skip
-MAX_POOL = 600_000  # elements of K
-MAX_WORK = 8_000_000  # query heads · tokens · capacity · head_dim
+MAX_POOL = 1_000_000  # elements of K
+MAX_WORK = 20_000_000  # query heads · tokens · capacity · head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _draw_shape(rng: np.random.Generator, dtype: str, page_size: int, group: int
             causal=pick((True, True, True, False)),
         )
         rows, num_tokens = pick((1, 2, 4, 8)), pick((1, 3, 9, 24, 70, 70))
-        capacity = pick((12, 40, 150, 600))
+        capacity = pick((40, 150, 600, 600))
         pages_per_seq = max(1, capacity // page_size) + pick((0, 1))
         shape = Shape(case, dtype, rows, num_tokens, pages_per_seq, tuple(pick(SPLITS).items()))
         dim = max(head_dim, case.v_head_dim or 0)
@@ -99,7 +99,7 @@ def shapes() -> tuple[Shape, ...]:
 def draw_batch(rng: np.random.Generator, shape: Shape) -> Batch:
     """Random contents for a shape."""
     page, capacity = shape.case.page_size, shape.pages_per_seq * shape.case.page_size
-    rows = shape.rows if rng.random() < 0.7 else int(rng.integers(shape.rows + 1))
+    rows = shape.rows if rng.random() < 0.8 else int(rng.integers(shape.rows + 1))
     seq_lens, q_lens, left = [], [], shape.num_tokens
     for _ in range(rows):
         edge = page * int(rng.integers(1, shape.pages_per_seq + 1)) + int(rng.integers(-1, 2))
@@ -108,7 +108,8 @@ def draw_batch(rng: np.random.Generator, shape: Shape) -> Batch:
             (0, edge, edge, edge, edge, anything, anything, anything)[rng.integers(8)], capacity
         )
         few, many = int(rng.integers(2, 9)), int(rng.integers(1, length + 1)) if length else 0
-        q_len = min((0, 1, few, many, length)[rng.integers(5)], left)
+        room = left if rng.random() < 0.3 else (left + 1) // 2  # leave something for the others
+        q_len = min((0, 1, 1, 1, few, few, many, length)[rng.integers(8)], room)
         if shape.case.causal and rng.random() < 0.95:
             q_len = min(q_len, length)
         left -= q_len

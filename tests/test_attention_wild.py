@@ -128,11 +128,8 @@ def test_any_integer_dtype_serves_as_index(dtype, implementation):
     batch = small_batch(dataclasses.replace(SMALL, num_layers=3))
     unsigned = dtype.startswith("u")
     wild = np.iinfo(dtype).max  # as an unused page id; −1 where there is one
-    table = np.where(
-        (batch.page_table < 0) | (batch.page_table >= batch.k_pages.shape[1]),
-        wild if unsigned else -1,
-        batch.page_table,
-    )
+    table = batch.page_table.astype(np.int64)
+    table[(table < 0) | (table >= batch.k_pages.shape[1])] = wild if unsigned else -1
     q, k_pages, v_pages, _, seq_lens = batch.operands()
     out, lse = ragged_paged_attention(
         q,

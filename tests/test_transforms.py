@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import jax_paged
 from jax_paged import paged_attention, ragged_paged_attention, write_kv
@@ -259,11 +260,10 @@ def test_an_exported_program_gives_the_same_bits(donate):
         functools.partial(decode_step, "native"), donate_argnums=(0, 1) if donate else ()
     )
     checks = [
-        jax.export.DisabledSafetyCheck.custom_call(name)
-        for name in jax_paged.build_info()["targets"]
+        export.DisabledSafetyCheck.custom_call(name) for name in jax_paged.build_info()["targets"]
     ]
-    exported = jax.export.export(step, disabled_checks=checks)(*operands)
-    restored = jax.export.deserialize(exported.serialize())
+    exported = export.export(step, disabled_checks=checks)(*operands)
+    restored = export.deserialize(exported.serialize())
     expected = jax.jit(functools.partial(decode_step, "native"))(*operands)
     results = restored.call(*operands)
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
@@ -275,7 +275,7 @@ def test_export_needs_the_named_checks_disabled():
     operands = (k_pages, v_pages, *decode_operands(), jnp.int32(1))
     step = jax.jit(functools.partial(decode_step, "native"))
     with pytest.raises(ValueError, match=r"jax_paged\.(attention|write_kv)\.v1"):
-        jax.export.export(step)(*operands)
+        export.export(step)(*operands)
 
 
 def test_nnx_jit_runs_a_module_that_attends(implementation):

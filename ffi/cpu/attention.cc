@@ -10,10 +10,9 @@
 #include <string_view>
 #include <utility>
 
-#include "common/checks.h"
+#include "common/ffi_checks.h"
 #include "common/params.h"
 #include "common/schedule.h"
-#include "cpu/ffi_checks.h"
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"

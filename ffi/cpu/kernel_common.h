@@ -138,6 +138,11 @@ void LoadQueries(const AttentionParams& params, const Row& row, const WorkItem& 
     if (r < num_rows) {
       const T* source = static_cast<const T*>(params.q) +
                         QueryHead(params, row, item, item.packed_begin + r) * head_dim;
+      for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+        const Pair x = LoadPair(source + d);
+        Store(q + d, Mul(factor, x.a));
+        Store(q + d + kWidth, Mul(factor, x.b));
+      }
       for (; d < head_dim; d += kWidth) {
         Store(q + d, Mul(factor, LoadTail(source + d, head_dim - d)));
       }
@@ -200,7 +205,11 @@ void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& 
     const Vec factor = Set1(empty ? 0.0f : 1.0f / x.l[r]);
     T* out = static_cast<T*>(params.out) + head * params.v_head_dim;
     const float* o = x.o + r * x.stride;
-    for (int64_t d = 0; d < params.v_head_dim; d += kWidth) {
+    int64_t d = 0;
+    for (; d + 2 * kWidth <= params.v_head_dim; d += 2 * kWidth) {
+      StorePair(out + d, {Mul(Load(o + d), factor), Mul(Load(o + d + kWidth), factor)});
+    }
+    for (; d < params.v_head_dim; d += kWidth) {
       const int64_t n = params.v_head_dim - d;
       StoreTail(out + d, Mul(LoadTail(o + d, n), factor), n);
     }

@@ -38,19 +38,61 @@ inline void PrefetchRow(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
 }
 
-// Adds kWidth (or, HALF, 8) dimensions of ROWS queries x (kWidth / ROWS) keys to the sums.
+// Adds one vector of dimensions (HALF: 8 of them) of ROWS queries x (kWidth / ROWS) keys to the
+// sums.
 template <typename T, int ROWS, bool HALF>
-JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const T* const* k, int64_t d,
+JAX_PAGED_INLINE void ScoreVector(const float* q, int64_t q_stride, const T* const* k, int64_t d,
+                                  Vec* sum) {
+  JAX_PAGED_UNROLL
+  for (int t = 0; t < kWidth / ROWS; ++t) {
+    const Vec key = LoadPart<HALF>(k[t] + d);
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      sum[t * ROWS + r] = Fma(Load(q + r * q_stride + d), key, sum[t * ROWS + r]);
+    }
+  }
+}
+
+// The same for a pair of vectors. What is used most often stays in registers: keys or queries.
+template <typename T, int ROWS>
+JAX_PAGED_INLINE void ScorePair(const float* q, int64_t q_stride, const T* const* k, int64_t d,
                                 Vec* sum) {
   constexpr int kTokens = kWidth / ROWS;
-  Vec key[kTokens];
-  JAX_PAGED_UNROLL
-  for (int t = 0; t < kTokens; ++t) key[t] = LoadPart<HALF>(k[t] + d);
-  JAX_PAGED_UNROLL
-  for (int r = 0; r < ROWS; ++r) {
-    const Vec query = Load(q + r * q_stride + d);
+  if constexpr (kTokens <= 2) {
+    Pair key[kTokens];
     JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) sum[t * ROWS + r] = Fma(query, key[t], sum[t * ROWS + r]);
+    for (int t = 0; t < kTokens; ++t) key[t] = LoadPair(k[t] + d);
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      Vec query_a = Load(q + r * q_stride + d), query_b = Load(q + r * q_stride + d + kWidth);
+      if (kTokens > 1) {
+        Pin(query_a);
+        Pin(query_b);
+      }
+      JAX_PAGED_UNROLL
+      for (int t = 0; t < kTokens; ++t) {
+        Vec& s = sum[t * ROWS + r];
+        s = Fma(query_b, key[t].b, Fma(query_a, key[t].a, s));
+      }
+    }
+  } else {
+    Vec query_a[ROWS], query_b[ROWS];
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      query_a[r] = Load(q + r * q_stride + d);
+      query_b[r] = Load(q + r * q_stride + d + kWidth);
+      Pin(query_a[r]);
+      Pin(query_b[r]);
+    }
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < kTokens; ++t) {
+      const Pair key = LoadPair(k[t] + d);
+      JAX_PAGED_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        Vec& s = sum[t * ROWS + r];
+        s = Fma(query_b[r], key.b, Fma(query_a[r], key.a, s));
+      }
+    }
   }
 }
 
@@ -62,10 +104,14 @@ JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const*
   JAX_PAGED_UNROLL
   for (int i = 0; i < kWidth; ++i) sum[i] = Zero();
   int64_t d = 0;
-  for (; d + kWidth <= head_dim; d += kWidth) {
-    ScoreStep<T, ROWS, /*HALF=*/false>(q, q_stride, k, d, sum);
+  for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+    ScorePair<T, ROWS>(q, q_stride, k, d, sum);
   }
-  if (d < head_dim) ScoreStep<T, ROWS, /*HALF=*/true>(q, q_stride, k, d, sum);
+  if (d + kWidth <= head_dim) {
+    ScoreVector<T, ROWS, /*HALF=*/false>(q, q_stride, k, d, sum);
+    d += kWidth;
+  }
+  if (d < head_dim) ScoreVector<T, ROWS, /*HALF=*/true>(q, q_stride, k, d, sum);
   return SumEach(sum);
 }
 
@@ -78,22 +124,33 @@ struct Weights {
 };
 
 // o[r] = o[r] * alpha[r] + sum over tokens of weight[token][r] * v[token][d ...], for ROWS rows and
-// VECS vectors (HALF: 8 dimensions). Prefetches the same part of next[token].
+// VECS vectors: pairs, or one (HALF: 8 dimensions). Prefetches the same part of next[token].
 template <typename T, int ROWS, int VECS, bool HALF>
 JAX_PAGED_INLINE void ValueStep(const Weights& w, const T* const* v, const T* const* next,
                                 int64_t d, const float* alpha, float* o, int64_t o_stride) {
+  static_assert(VECS == 1 || VECS % 2 == 0, "one vector or pairs");
   Vec sum[ROWS * VECS];
   JAX_PAGED_UNROLL
   for (int i = 0; i < ROWS * VECS; ++i) sum[i] = Zero();
-  for (int t = w.begin; t < w.end; ++t) {
+  const int64_t token_stride = w.token_stride;
+  const float* weight = w.weights + w.begin * token_stride;
+  const int end = w.end;
+  for (int t = w.begin; t < end; ++t, weight += token_stride) {
     Vec value[VECS];
-    JAX_PAGED_UNROLL
-    for (int j = 0; j < VECS; ++j) value[j] = LoadPart<HALF>(v[t] + d + j * kWidth);
+    if constexpr (VECS == 1) {
+      value[0] = LoadPart<HALF>(v[t] + d);
+    } else {
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < VECS; j += 2) {
+        const Pair x = LoadPair(v[t] + d + j * kWidth);
+        value[j] = x.a;
+        value[j + 1] = x.b;
+      }
+    }
     JAX_PAGED_UNROLL
     for (int j = 0; j < VECS * kWidth; j += 64 / int{sizeof(T)}) {
       Prefetch(reinterpret_cast<const char*>(next[t] + d + j));
     }
-    const float* weight = w.weights + t * w.token_stride;
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       const Vec x = Set1(weight[r]);
@@ -120,8 +177,13 @@ void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_
   for (; d + kVecs * kWidth <= v_head_dim; d += kVecs * kWidth) {
     ValueStep<T, ROWS, kVecs, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
   }
-  for (; d + kWidth <= v_head_dim; d += kWidth) {
+  if (kVecs > 2 && d + 2 * kWidth <= v_head_dim) {
+    ValueStep<T, ROWS, 2, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+    d += 2 * kWidth;
+  }
+  if (d + kWidth <= v_head_dim) {
     ValueStep<T, ROWS, 1, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+    d += kWidth;
   }
   if (d < v_head_dim) ValueStep<T, ROWS, 1, /*HALF=*/true>(w, v, next, d, alpha, o, o_stride);
 }

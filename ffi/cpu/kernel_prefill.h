@@ -18,20 +18,37 @@ constexpr int kPanel = 2 * kWidth;
 static_assert(kPadFloats % kPanel == 0 && kKeyBlock % kPanel == 0, "buffers hold whole panels");
 static_assert(kPrefillBlock % kGemmRows == 0, "buffers hold whole row tiles");
 
+// Stores kWidth dimensions of kWidth tokens, transposed, `rows` dimensions of them.
+JAX_PAGED_INLINE void StoreTransposed(Vec* x, int64_t rows, float* to) {
+  Transpose(x);
+  for (int64_t i = 0; i < rows; ++i) Store(to + i * kPanel, x[i]);
+}
+
 // k_panels[panel][d][token of the panel], zeros past the block's tokens.
 template <typename T>
 void PackKeys(const KeyBlock<T>& block, int64_t head_dim, float* panels) {
   for (int t0 = 0; t0 < block.count; t0 += kWidth) {
     float* to = panels + (t0 / kPanel) * head_dim * kPanel + t0 % kPanel;
-    for (int64_t d = 0; d < head_dim; d += kWidth) {
-      Vec x[kWidth];
+    const int tokens = block.count - t0 < kWidth ? block.count - t0 : kWidth;
+    int64_t d = 0;
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      Vec a[kWidth], b[kWidth];
       JAX_PAGED_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        x[i] = t0 + i < block.count ? LoadTail(block.k[t0 + i] + d, head_dim - d) : Zero();
+        const Pair x = i < tokens ? LoadPair(block.k[t0 + i] + d) : Pair{Zero(), Zero()};
+        a[i] = x.a;
+        b[i] = x.b;
       }
-      Transpose(x);
-      const int64_t rows = head_dim - d < kWidth ? head_dim - d : kWidth;
-      for (int64_t i = 0; i < rows; ++i) Store(to + (d + i) * kPanel, x[i]);
+      StoreTransposed(a, kWidth, to + d * kPanel);
+      StoreTransposed(b, kWidth, to + (d + kWidth) * kPanel);
+    }
+    for (; d < head_dim; d += kWidth) {
+      Vec a[kWidth];
+      JAX_PAGED_UNROLL
+      for (int i = 0; i < kWidth; ++i) {
+        a[i] = i < tokens ? LoadTail(block.k[t0 + i] + d, head_dim - d) : Zero();
+      }
+      StoreTransposed(a, Clamp(head_dim - d, 0, kWidth), to + d * kPanel);
     }
   }
   if (RoundUp(block.count, kWidth) % kPanel != 0) {  // the second vector of the last panel
@@ -45,9 +62,18 @@ template <typename T>
 void PackValues(const KeyBlock<T>& block, int64_t v_head_dim, float* panels) {
   for (int t = 0; t < block.count; ++t) {
     const T* v = block.v[t];
-    for (int64_t d = 0; d < RoundUp(v_head_dim, kPanel); d += kWidth) {
-      float* to = panels + (d / kPanel * kKeyBlock + t) * kPanel + d % kPanel;
-      Store(to, d < v_head_dim ? LoadTail(v + d, v_head_dim - d) : Zero());
+    float* to = panels + t * kPanel;
+    int64_t d = 0;
+    for (; d + kPanel <= v_head_dim; d += kPanel) {
+      const Pair x = LoadPair(v + d);
+      Store(to + d * kKeyBlock, x.a);
+      Store(to + d * kKeyBlock + kWidth, x.b);
+    }
+    if (d < v_head_dim) {
+      const bool two = d + kWidth < v_head_dim;
+      Store(to + d * kKeyBlock, LoadTail(v + d, v_head_dim - d));
+      Store(to + d * kKeyBlock + kWidth,
+            two ? LoadTail(v + d + kWidth, v_head_dim - d - kWidth) : Zero());
     }
   }
 }

@@ -10,6 +10,9 @@ namespace jax_paged::cpu::avx2 {
 constexpr int kWidth = 8;
 constexpr int kGemmRows = 6;
 using Vec = __m256;
+struct Pair {
+  Vec a, b;
+};
 
 JAX_PAGED_INLINE Vec Zero() { return _mm256_setzero_ps(); }
 JAX_PAGED_INLINE Vec Set1(float x) { return _mm256_set1_ps(x); }
@@ -25,7 +28,8 @@ JAX_PAGED_INLINE Vec Load(const BFloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
-JAX_PAGED_INLINE void Store(BFloat16* p, Vec x) {
+// As 32-bit words.
+JAX_PAGED_INLINE __m256i RoundToBFloat16(Vec x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i high = _mm256_srli_epi32(bits, 16);
   const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
@@ -33,7 +37,10 @@ JAX_PAGED_INLINE void Store(BFloat16* p, Vec x) {
   const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
   const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  const __m256i words = _mm256_blendv_epi8(rounded, quiet, nan);
+  return _mm256_blendv_epi8(rounded, quiet, nan);
+}
+JAX_PAGED_INLINE void Store(BFloat16* p, Vec x) {
+  const __m256i words = RoundToBFloat16(x);
   const __m128i packed =
       _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
@@ -46,6 +53,28 @@ JAX_PAGED_INLINE void Store(Float16* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+
+template <typename T>
+JAX_PAGED_INLINE Pair LoadPair(const T* p) {
+  return {Load(p), Load(p + kWidth)};
+}
+template <typename T>
+JAX_PAGED_INLINE void StorePair(T* p, Pair x) {
+  Store(p, x.a);
+  Store(p + kWidth, x.b);
+}
+// Even elements in a, odd ones in b: one instruction each.
+JAX_PAGED_INLINE Pair LoadPair(const BFloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(-65536)))};
+}
+JAX_PAGED_INLINE void StorePair(BFloat16* p, Pair x) {
+  const __m256i odd = _mm256_slli_epi32(RoundToBFloat16(x.b), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_or_si256(RoundToBFloat16(x.a), odd));
+}
+
+JAX_PAGED_INLINE void Pin(Vec& x) { asm("" : "+x"(x)); }
 
 JAX_PAGED_INLINE Vec KeepFirst(Vec x, int n, float fill) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

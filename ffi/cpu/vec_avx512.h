@@ -11,6 +11,9 @@ namespace jax_paged::cpu::avx512 {
 constexpr int kWidth = 16;
 constexpr int kGemmRows = 8;
 using Vec = __m512;
+struct Pair {
+  Vec a, b;
+};
 
 JAX_PAGED_INLINE Vec Zero() { return _mm512_setzero_ps(); }
 JAX_PAGED_INLINE Vec Set1(float x) { return _mm512_set1_ps(x); }
@@ -33,20 +36,22 @@ JAX_PAGED_INLINE Vec LoadHalf(const BFloat16* p) {
   const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
   return _mm512_castsi512_ps(_mm512_zextsi256_si512(wide));
 }
-JAX_PAGED_INLINE __m256i RoundToBFloat16(Vec x) {
+// As 32-bit words.
+JAX_PAGED_INLINE __m512i RoundToBFloat16(Vec x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i high = _mm512_srli_epi32(bits, 16);
   const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
   const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
   const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40)));
+  return _mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40));
 }
 JAX_PAGED_INLINE void Store(BFloat16* p, Vec x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), RoundToBFloat16(x));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(RoundToBFloat16(x)));
 }
 JAX_PAGED_INLINE void StoreHalf(BFloat16* p, Vec x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(RoundToBFloat16(x)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_castsi256_si128(_mm512_cvtepi32_epi16(RoundToBFloat16(x))));
 }
 
 JAX_PAGED_INLINE Vec Load(const Float16* p) {
@@ -65,6 +70,28 @@ JAX_PAGED_INLINE void StoreHalf(Float16* p, Vec x) {
       reinterpret_cast<__m128i*>(p),
       _mm256_cvtps_ph(_mm512_castps512_ps256(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+
+template <typename T>
+JAX_PAGED_INLINE Pair LoadPair(const T* p) {
+  return {Load(p), Load(p + kWidth)};
+}
+template <typename T>
+JAX_PAGED_INLINE void StorePair(T* p, Pair x) {
+  Store(p, x.a);
+  Store(p + kWidth, x.b);
+}
+// Even elements in a, odd ones in b: one instruction each.
+JAX_PAGED_INLINE Pair LoadPair(const BFloat16* p) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)))};
+}
+JAX_PAGED_INLINE void StorePair(BFloat16* p, Pair x) {
+  const __m512i odd = _mm512_slli_epi32(RoundToBFloat16(x.b), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(RoundToBFloat16(x.a), odd));
+}
+
+JAX_PAGED_INLINE void Pin(Vec& x) { asm("" : "+v"(x)); }
 
 JAX_PAGED_INLINE Vec KeepFirst(Vec x, int n, float fill) {
   const __mmask16 keep = n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1u);

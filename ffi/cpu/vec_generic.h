@@ -13,6 +13,9 @@ constexpr int kGemmRows = 4;  // rows of the register tile of prefill, which is 
 struct Vec {
   float lane[kWidth];
 };
+struct Pair {
+  Vec a, b;
+};
 
 JAX_PAGED_INLINE Vec Set1(float x) {
   Vec r;
@@ -53,6 +56,21 @@ template <typename T>
 JAX_PAGED_INLINE void Store(T* p, Vec x) {
   for (int i = 0; i < kWidth; ++i) FromFloat(x.lane[i], p + i);
 }
+
+// Loads and stores 2 kWidth elements, distributed over a and b as it suits the type: only StorePair
+// knows which is where.
+template <typename T>
+JAX_PAGED_INLINE Pair LoadPair(const T* p) {
+  return {Load(p), Load(p + kWidth)};
+}
+template <typename T>
+JAX_PAGED_INLINE void StorePair(T* p, Pair x) {
+  Store(p, x.a);
+  Store(p + kWidth, x.b);
+}
+
+// Keeps the compiler from loading x from memory again at each use.
+JAX_PAGED_INLINE void Pin(Vec&) {}
 
 // The first n lanes of x, `fill` in the others.
 JAX_PAGED_INLINE Vec KeepFirst(Vec x, int n, float fill) {

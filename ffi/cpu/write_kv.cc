@@ -11,10 +11,9 @@
 #include <string_view>
 #include <utility>
 
-#include "common/checks.h"
+#include "common/ffi_checks.h"
 #include "common/page_view.h"
 #include "common/schedule.h"
-#include "cpu/ffi_checks.h"
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
@@ -24,7 +23,6 @@ namespace ffi = xla::ffi;
 namespace jax_paged::cpu {
 namespace {
 
-constexpr char kOp[] = "jax_paged.write_kv";
 // Below this many bytes, some 20 microseconds, a second thread costs more than it brings.
 constexpr int64_t kSerialBytes = 200'000;
 
@@ -44,36 +42,12 @@ ffi::Error WriteKv(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer 
                    ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slot_mapping,
                    ffi::Buffer<ffi::S32> layer, std::string_view layout_name,
                    ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result) {
-  std::string error;
-  const auto failed = [&](std::string text) {
-    error = std::move(text);
-    return !error.empty();
-  };
-  Dtype k_dtype = Dtype::kFloat32, v_dtype = Dtype::kFloat32;
-  Layout layout = Layout::kHnd;
   PoolShape k_pool, v_pool;
-  if (failed(ReadDtype(kOp, "k_pages", k_pages.element_type(), &k_dtype)) ||
-      failed(ReadDtype(kOp, "v_pages", v_pages.element_type(), &v_dtype)) ||
-      failed(CheckType(kOp, "k", k.element_type(), k_pages.element_type())) ||
-      failed(CheckType(kOp, "v", v.element_type(), v_pages.element_type())) ||
-      failed(CheckType(kOp, "k_pages result", k_result->element_type(), k_pages.element_type())) ||
-      failed(CheckType(kOp, "v_pages result", v_result->element_type(), v_pages.element_type())) ||
-      failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, ByteWidth(k_dtype), &k_pool)) ||
-      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, ByteWidth(v_dtype), &v_pool)) ||
-      failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
-      failed(CheckSameShape(kOp, "k_pages result", Shape(*k_result), Shape(k_pages))) ||
-      failed(CheckSameShape(kOp, "v_pages result", Shape(*v_result), Shape(v_pages))) ||
-      failed(CheckRank(kOp, "slot_mapping", Shape(slot_mapping), 1)) ||
-      failed(CheckShape(kOp, "layer", Shape(layer), {}))) {
-    return ffi::Error::InvalidArgument(error);
-  }
+  const std::string error = ReadWriteKv(k_pages, v_pages, k, v, Shape(slot_mapping), Shape(layer),
+                                        layout_name, *k_result, *v_result, &k_pool, &v_pool);
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const int64_t num_tokens = Shape(slot_mapping)[0];
   const int64_t heads = k_pool.num_kv_heads;
-  if (failed(CheckShape(kOp, "k", Shape(k), {num_tokens, heads, k_pool.head_dim})) ||
-      failed(CheckShape(kOp, "v", Shape(v), {num_tokens, heads, v_pool.head_dim}))) {
-    return ffi::Error::InvalidArgument(error);
-  }
 
   // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
   for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {

@@ -3,6 +3,8 @@
 #include <string_view>
 #include <utility>
 
+#include "common/ffi_checks.h"
+#include "common/page_view.h"
 #include "cuda/write_kv/launch.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -11,76 +13,41 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error Invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jax_paged.write_kv: " + what);
-}
-
-// Fills `pool` from the pages [(L,) P, Hkv, page_size, D] (HND) or [(L,) P, page_size, Hkv, D] (NHD).
-ffi::Error FillPool(const char* name, ffi::AnyBuffer& pages, ffi::AnyBuffer& tokens,
-                    ffi::Result<ffi::AnyBuffer>& out, bool hnd, WriteKvPool* pool,
-                    WriteKvParams* params) {
-  const auto dims = pages.dimensions();
-  if (dims.size() != 4 && dims.size() != 5) {
-    return Invalid(std::string(name) + " expected rank 4 or 5, got " + std::to_string(dims.size()));
-  }
-  const size_t first = dims.size() - 4;
-  const int64_t heads = dims[first + (hnd ? 1 : 2)];
-  const int64_t page_size = dims[first + (hnd ? 2 : 1)];
-  const int64_t head_dim = dims[first + 3];
-  const auto token_dims = tokens.dimensions();
-  if (token_dims.size() != 3 || token_dims[1] != heads || token_dims[2] != head_dim ||
-      tokens.element_type() != pages.element_type()) {
-    return Invalid(std::string("tokens of ") + name +
-                   " expected [tokens, num_kv_heads, head_dim] with the shape and dtype of the pages");
-  }
-  const int64_t item_bytes = static_cast<int64_t>(ffi::ByteWidth(pages.element_type()));
-  const int64_t row_bytes = head_dim * item_bytes;
-  if (item_bytes < 2) return Invalid(std::string(name) + " expected bf16, f16 or f32");
-  pool->pages = static_cast<char*>(out->untyped_data());
-  pool->tokens = static_cast<const char*>(tokens.untyped_data());
-  pool->row_bytes = static_cast<int32_t>(row_bytes);
-  pool->head_stride = hnd ? page_size * row_bytes : row_bytes;
-  pool->slot_stride = hnd ? row_bytes : heads * row_bytes;
-  pool->page_stride = heads * page_size * row_bytes;
-  pool->layer_stride = dims[first] * pool->page_stride;
-  params->num_layers = first == 0 ? 1 : static_cast<int32_t>(dims[0]);
-  params->num_kv_heads = static_cast<int32_t>(heads);
-  params->page_size = static_cast<int32_t>(page_size);
-  params->num_slots = dims[first] * page_size;
-  return ffi::Error::Success();
+// The pool of layer 0; the kernel adds the layer, whose index only the device knows.
+WriteKvPool Pool(const PoolShape& shape, void* pages, const void* tokens) {
+  const PageView view = MakePageView(pages, shape, /*layer=*/0);
+  return {view.base,
+          static_cast<const char*>(tokens),
+          shape.layer_bytes(),
+          view.page_stride_bytes,
+          view.head_stride_bytes,
+          view.token_stride_bytes,
+          static_cast<int32_t>(shape.token_bytes())};
 }
 
 ffi::Error WriteKv(cudaStream_t stream, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
                    ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slot_mapping,
-                   ffi::Buffer<ffi::S32> layer, std::string_view layout,
-                   ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out) {
-  if (layout != "HND" && layout != "NHD") {
-    return Invalid("layout expected HND or NHD, got " + std::string(layout));
-  }
-  const bool hnd = layout == "HND";
-  WriteKvParams params{};
-  ffi::Error error = FillPool("k_pages", k_pages, k, k_out, hnd, &params.pools[0], &params);
-  if (error.failure()) return error;
-  const WriteKvParams k_params = params;
-  error = FillPool("v_pages", v_pages, v, v_out, hnd, &params.pools[1], &params);
-  if (error.failure()) return error;
-  if (params.num_slots != k_params.num_slots || params.page_size != k_params.page_size ||
-      params.num_kv_heads != k_params.num_kv_heads || params.num_layers != k_params.num_layers) {
-    return Invalid("v_pages expected the shape of k_pages, head_dim aside");
-  }
+                   ffi::Buffer<ffi::S32> layer, std::string_view layout_name,
+                   ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result) {
+  PoolShape k_pool, v_pool;
+  const std::string error = ReadWriteKv(k_pages, v_pages, k, v, Shape(slot_mapping), Shape(layer),
+                                        layout_name, *k_result, *v_result, &k_pool, &v_pool);
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  WriteKvParams params;
+  params.pools[0] = Pool(k_pool, k_result->untyped_data(), k.untyped_data());
+  params.pools[1] = Pool(v_pool, v_result->untyped_data(), v.untyped_data());
   params.slot_mapping = slot_mapping.typed_data();
   params.layer = layer.typed_data();
+  params.num_layers = static_cast<int32_t>(k_pool.num_layers);
   params.num_tokens = static_cast<int32_t>(slot_mapping.element_count());
-  if (k.dimensions()[0] != params.num_tokens || v.dimensions()[0] != params.num_tokens) {
-    return Invalid("slot_mapping expected one slot for each token of k and v");
-  }
-  // XLA aliases the pages to the results; it copies beforehand where it cannot.
-  const std::pair<ffi::AnyBuffer*, ffi::Result<ffi::AnyBuffer>*> pools[] = {{&k_pages, &k_out},
-                                                                           {&v_pages, &v_out}};
-  for (auto [in, out] : pools) {
-    if (in->untyped_data() == (*out)->untyped_data()) continue;
-    const cudaError_t copied = cudaMemcpyAsync((*out)->untyped_data(), in->untyped_data(),
-                                               in->size_bytes(), cudaMemcpyDeviceToDevice, stream);
+  params.num_kv_heads = static_cast<int32_t>(k_pool.num_kv_heads);
+  params.page_size = static_cast<int32_t>(k_pool.page_size);
+  params.num_slots = k_pool.num_slots();
+  // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
+  for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {
+    if (from.untyped_data() == to.untyped_data()) continue;
+    const cudaError_t copied = cudaMemcpyAsync(to.untyped_data(), from.untyped_data(),
+                                               from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
     if (copied != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(copied));
   }
   const cudaError_t launched = LaunchWriteKv(stream, params);
@@ -103,8 +70,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(WriteKvHandler, WriteKv,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Attr<std::string_view>("layout")
-                                  .Ret<ffi::AnyBuffer>()         // k_pages
-                                  .Ret<ffi::AnyBuffer>(),        // v_pages
+                                  .Ret<ffi::AnyBuffer>()   // k_pages
+                                  .Ret<ffi::AnyBuffer>(),  // v_pages
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_paged::cuda

@@ -1,10 +1,11 @@
 // write_kv: scatters each token's K and V into the page slot that slot_mapping names.
 //
 // Grid: (num_tokens, 2): one CTA copies one token of one pool, all its KV heads; 128 threads walk
-// the token's heads x row in 16-byte (or, for odd head_dims, 2-byte) words, so reads are coalesced and each head's slot
-// is written in whole lines. No shared memory. Bound by memory: reads and writes each byte once.
-// Two tokens for one slot: the later token wins whole. A CTA therefore leaves its token alone when a
-// later token has the same slot; the search costs num_tokens / 128 loads per thread, all L2 hits.
+// the token's heads x row in 16-byte (or, for odd head_dims, 2-byte) words, so reads are coalesced
+// and each head's slot is written in whole lines. No shared memory. Bound by memory: reads and
+// writes each byte once. Two tokens for one slot: the later token wins whole. A CTA therefore
+// leaves its token alone when a later token has the same slot; the search costs num_tokens / 128
+// loads per thread, all L2 hits.
 
 #include "cuda/write_kv/launch.h"
 

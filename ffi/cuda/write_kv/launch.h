@@ -9,24 +9,24 @@ namespace jax_paged::cuda {
 
 // One pool (K or V) and the tokens to be written to it. Every stride is in bytes.
 struct WriteKvPool {
-  char* pages;            // [num_layers,] num_pages, num_kv_heads x page_size (either order), row
-  const char* tokens;     // [num_tokens, num_kv_heads, row]
+  char* pages;         // [num_layers,] num_pages, num_kv_heads x page_size (either order), row
+  const char* tokens;  // [num_tokens, num_kv_heads, row]
   int64_t layer_stride;
   int64_t page_stride;
   int64_t head_stride;
   int64_t slot_stride;
-  int32_t row_bytes;      // head_dim * sizeof(element), any even number
+  int32_t row_bytes;  // head_dim * sizeof(element), any even number
 };
 
 struct WriteKvParams {
-  WriteKvPool pools[2];   // K, V
+  WriteKvPool pools[2];         // K, V
   const int32_t* slot_mapping;  // [num_tokens]
   const int32_t* layer;         // scalar
   int32_t num_layers;
   int32_t num_tokens;
   int32_t num_kv_heads;
   int32_t page_size;
-  int64_t num_slots;      // num_pages * page_size
+  int64_t num_slots;  // num_pages * page_size
 };
 
 cudaError_t LaunchWriteKv(cudaStream_t stream, const WriteKvParams& params);

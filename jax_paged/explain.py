@@ -1,0 +1,98 @@
+"""What a call would do: which implementation, kernel, instruction set and split."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jax_paged import _ffi, attention, kv
+from jax_paged.layout import pages_shape
+from jax_paged.validation import expect
+
+_OPS: dict[str, tuple[Callable[..., Any], str]] = {
+    "paged_attention": (attention.paged_attention, attention.TARGET),
+    "ragged_paged_attention": (attention.ragged_paged_attention, attention.TARGET),
+    "write_kv": (kv.write_kv, kv.TARGET),
+}
+
+
+def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
+    """Tells what `op(*args, **options)` would do on the default device, without running it.
+
+    Args:
+      op: "paged_attention", "ragged_paged_attention" or "write_kv", or the function itself.
+      args, options: as for the op. Arrays may be `jax.ShapeDtypeStruct`; the split of an attention
+        call is told only when seq_lens (and cu_q_lens) hold values.
+
+    Returns:
+      A dict: `op`; `platform`; `implementation`, "native" or "reference"; `target`, the FFI target
+      or None; and for native CPU attention `isa`, `num_threads` (1 when the work is too small to
+      share) and with values `work_items` and per row `kernels` ("decode", "prefill", "empty") and
+      `kv_splits`.
+
+    Raises:
+      ValueError: the op is unknown, or the arguments do not fit the op.
+      NotImplementedError: the call needs native code that this build lacks.
+
+    >>> import jax.numpy as jnp
+    >>> pages = jax.ShapeDtypeStruct((64, 2, 16, 64), jnp.float32)
+    >>> q = jax.ShapeDtypeStruct((2, 8, 64), jnp.float32)
+    >>> table = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    >>> plan = explain("paged_attention", q, pages, pages, table, jnp.array([100, 0]))
+    >>> print(plan["implementation"], plan["kernels"], plan["kv_splits"])
+    native ['decode', 'empty'] [1, 0]
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    expect(name in _OPS, "op", " or ".join(_OPS), name)
+    function, target = _OPS[name]
+    bound = inspect.signature(function).bind(*args, **options)
+    bound.apply_defaults()
+    call = bound.arguments
+    arrays = {key: value for key, value in call.items() if hasattr(value, "shape")}
+    jax.eval_shape(  # the op's own checks, without running anything
+        lambda given: function(**{**call, **given}), arrays
+    )
+    platform = jax.default_backend()
+    chosen = _ffi.implementation_on(platform, target, call["implementation"])
+    plan: dict[str, Any] = {
+        "op": name,
+        "platform": platform,
+        "implementation": chosen,
+        "target": target if chosen == "native" else None,
+    }
+    if chosen == "native" and platform == "cpu" and target == attention.TARGET:
+        plan |= _cpu_attention_plan(call)
+    return plan
+
+
+def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
+    cpu = _ffi.cpu_module()
+    threads = max(len(os.sched_getaffinity(0)), jax.local_device_count())  # XLA's intra-op pool
+    lengths = [call["seq_lens"], call.get("cu_q_lens", call["seq_lens"])]
+    if any(not hasattr(x, "__array__") or isinstance(x, Tracer) for x in lengths):
+        return {"isa": cpu.isa(), "num_threads": threads}
+    k_shape = pages_shape(call["k_pages"], call["layout"])
+    capacity = call["page_table"].shape[1] * k_shape.page_size
+    seq_lens = np.clip(np.asarray(lengths[0]), 0, capacity)
+    q_lens = np.ones_like(seq_lens)
+    if "cu_q_lens" in call:
+        bounds = np.clip(np.asarray(lengths[1]), 0, call["q"].shape[0])
+        q_lens = np.diff(np.maximum.accumulate(bounds))
+        if call["num_seqs"] is not None:
+            q_lens[max(int(np.reshape(call["num_seqs"], ())), 0) :] = 0
+    return cpu.attention_plan(
+        q_lens=q_lens.tolist(),
+        seq_lens=seq_lens.tolist(),
+        num_q_heads=call["q"].shape[1],
+        num_kv_heads=k_shape.num_kv_heads,
+        head_dim=k_shape.head_dim,
+        v_head_dim=call["v_pages"].shape[-1],
+        num_threads=threads,
+        num_kv_splits=call["num_kv_splits"] or 0,
+        split_tokens=call["split_tokens"] or 0,
+        causal=call.get("causal", True),
+    )

@@ -1,0 +1,114 @@
+"""Drives a decoder through the paged state, a step at a time: for tests and benchmarks."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_paged.pages import Status
+from jax_paged.state import KVState, reserve, step_batch
+
+from .config import DecoderConfig
+from .decoder import Decoder
+from .hf_config import config_from_hf
+
+
+def small_config(model_type: str = "qwen3_moe", **changes) -> DecoderConfig:
+    """The configuration that `small_hf_config` describes."""
+    return config_from_hf(small_hf_config(model_type, **changes))
+
+
+def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
+    """The config.json of a small model: 2 layers, 4 query heads over 2 KV heads, 6 experts."""
+    raw = {
+        "model_type": model_type,
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    if model_type == "qwen3_moe":
+        raw |= {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
+    return raw | changes
+
+
+@functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="state")
+def _prepare(state, rows, q_lens, *, num_tokens):
+    state, reserved = reserve(state, rows, q_lens)
+    state, batch, stepped = step_batch(state, rows, q_lens, num_tokens=num_tokens)
+    return state, batch, jnp.stack([reserved, stepped])
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
+def _forward(graph, weights, tokens, batch, state):
+    return nnx.merge(graph, weights)(tokens, batch, state)
+
+
+class Stepper:
+    """A decoder with a state of its own; each `step` feeds new tokens to some rows.
+
+    Steppers of equal configurations share their compiled programs.
+
+    Args:
+      model: the decoder.
+      max_seqs, pages_per_seq, page_size: of the state, which has as many pages as all rows need.
+    """
+
+    def __init__(
+        self, model: Decoder, *, max_seqs: int = 4, pages_per_seq: int = 8, page_size: int = 8
+    ):
+        config = model.config
+        self.max_seqs = max_seqs
+        self.state = KVState.create(
+            num_layers=config.num_layers,
+            num_pages=max_seqs * pages_per_seq,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_seqs=max_seqs,
+            pages_per_seq=pages_per_seq,
+            dtype=model.dtype,
+        )
+        self._graph, self._weights = nnx.split(model)
+
+    def step(
+        self, tokens: Mapping[int, Sequence[int]], *, padded_to: int | None = None
+    ) -> dict[int, np.ndarray]:
+        """Feeds tokens[row] to each row; gives f32[len(tokens[row]), vocab_size] logits per row.
+
+        Args:
+          tokens: row → new ids. The rows come in the order of the mapping.
+          padded_to: length of the flat batch; None = as many as there are tokens.
+        """
+        flat = [token for ids in tokens.values() for token in ids]
+        ends = np.cumsum([0, *(len(ids) for ids in tokens.values())])
+        rows = np.full(self.max_seqs, -1, np.int32)
+        q_lens = np.zeros(self.max_seqs, np.int32)
+        rows[: len(tokens)], q_lens[: len(tokens)] = list(tokens), np.diff(ends)
+        flat += [0] * ((padded_to or len(flat)) - len(flat))
+        self.state, batch, status = _prepare(self.state, rows, q_lens, num_tokens=len(flat))
+        if np.any(np.asarray(status) != Status.OK):
+            raise ValueError(f"step: reserve and step_batch gave status {status.tolist()}")
+        logits, self.state = _forward(
+            self._graph, self._weights, jnp.asarray(flat, jnp.int32), batch, self.state
+        )
+        logits = np.asarray(logits)
+        return {
+            row: logits[begin:end]
+            for row, begin, end in zip(tokens, ends[:-1], ends[1:], strict=True)
+        }

@@ -1,0 +1,257 @@
+"""Our logits against transformers, from checkpoints that transformers wrote, in f32 on the CPU."""
+
+import dataclasses
+import json
+import warnings
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged.models import default_checkpoint, load_checkpoint
+from jax_paged.models.testing import Stepper
+
+ATOL = 2e-4  # f32 sums of the same terms in another order, logits of size about 1 to 10
+NUM_TOKENS = 40
+VOCAB = 131
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model: family, heads, and what else its config.json says."""
+
+    family: str
+    heads: tuple[int, int]
+    head_dim: int
+    options: dict
+
+    def __str__(self):
+        options = ",".join(f"{k}={v}" for k, v in self.options.items() if "rope" not in k)
+        rope = self.options.get("rope_parameters", {}).get("rope_type", "")
+        return f"{self.family}-{self.heads[0]}:{self.heads[1]}x{self.head_dim}-{options}{rope}"
+
+
+def moe(experts, chosen, **options):
+    return {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": 24} | (
+        {"norm_topk_prob": True} | options
+    )
+
+
+CASES = [
+    Case("Qwen3Moe", (1, 1), 64, moe(4, 1)),
+    Case("Qwen3Moe", (4, 2), 64, moe(8, 2, norm_topk_prob=False)),
+    Case("Qwen3Moe", (8, 1), 128, moe(64, 8)),
+    Case("Qwen3Moe", (6, 2), 128, moe(16, 4, tie_word_embeddings=True, attention_bias=True)),
+    Case("Qwen3Moe", (4, 4), 64, moe(5, 5, num_hidden_layers=4, decoder_sparse_step=2)),
+    Case("Qwen3Moe", (5, 1), 64, moe(7, 3, mlp_only_layers=[1], rope_parameters=YARN)),
+    Case("Qwen3", (2, 2), 64, {"tie_word_embeddings": True}),
+    Case("Qwen3", (7, 1), 128, {}),
+    Case("Qwen3", (12, 2), 64, {"attention_bias": True}),
+    Case("Qwen3", (4, 2), 128, {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4.0}}),
+    Case("Llama", (3, 3), 64, {"tie_word_embeddings": True}),
+    Case("Llama", (8, 2), 128, {"attention_bias": True, "mlp_bias": True}),
+    Case("Llama", (9, 3), 64, {"rope_parameters": LLAMA3}),
+    Case("Llama", (4, 1), 64, {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+]
+
+
+def make_model(transformers, case):
+    """A random model of transformers, with norms and biases that are not 1 and 0."""
+    import torch
+
+    torch.manual_seed(zlib.crc32(str(case).encode()))
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": case.heads[0],
+        "num_key_value_heads": case.heads[1],
+        "head_dim": case.head_dim,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": [5, 7],
+    } | case.options
+    if case.heads[0] * 16 != 48 and case.family == "Llama":
+        settings["hidden_size"] = 16 * case.heads[0]
+    config = getattr(transformers, f"{case.family}Config")(**settings)
+    model = getattr(transformers, f"{case.family}ForCausalLM")(config).float().eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.copy_(1 + 0.2 * torch.randn_like(weight))
+        else:
+            size = 1.0 if "embed" in name or name.endswith("bias") else weight.shape[-1] ** -0.5
+            weight.copy_(size * torch.randn_like(weight))
+    model.set_attn_implementation("eager")
+    return model
+
+
+def hf_logits(model, tokens):
+    import torch
+
+    return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def ids(count, seed):
+    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_match_transformers(transformers, tmp_path, case):
+    reference = make_model(transformers, case)
+    reference.save_pretrained(tmp_path)
+    model, config, _ = load_checkpoint(tmp_path, jnp.float32)
+    assert (config.num_q_heads, config.num_kv_heads) == case.heads
+    assert config.eos_token_ids == (5, 7)
+    prompts = {0: ids(NUM_TOKENS, 0), 1: ids(3, 1), 2: ids(22, 2), 3: ids(11, 3)}
+    expected = {row: hf_logits(reference, prompt) for row, prompt in prompts.items()}
+    stepper = Stepper(model, max_seqs=4, page_size=8)
+
+    # Prefill of one row; its chunks; then a mixed batch of prefill, chunks and decode.
+    whole = Stepper(model, max_seqs=4, page_size=8).step({0: prompts[0]})
+    np.testing.assert_allclose(whole[0], expected[0], atol=ATOL)
+    got = {row: [] for row in prompts}
+    for step in (
+        {0: slice(0, 17), 2: slice(0, 5)},
+        {2: slice(5, 6), 1: slice(0, 3), 0: slice(17, 36), 3: slice(0, 10)},
+        {0: slice(36, 37), 2: slice(6, 22), 3: slice(10, 11)},
+    ):
+        fed = {row: prompts[row][part] for row, part in step.items()}
+        for row, logits in stepper.step(fed, padded_to=NUM_TOKENS).items():
+            got[row].append(logits)
+    for token in prompts[0][37:]:
+        got[0].append(stepper.step({0: [token]})[0])
+    for row, parts in got.items():
+        np.testing.assert_allclose(np.concatenate(parts), expected[row], atol=ATOL)
+
+
+def test_a_sharded_bf16_checkpoint_matches_transformers(transformers, tmp_path):
+    import torch
+
+    reference = make_model(transformers, CASES[1]).to(torch.bfloat16)
+    reference.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model, _, _ = load_checkpoint(tmp_path, jnp.float32)
+    tokens = ids(NUM_TOKENS, 5)
+    logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
+    # Loaded again in f32: casting the model back would keep its RoPE frequencies in bf16.
+    again = type(reference).from_pretrained(tmp_path, dtype=torch.float32)
+    np.testing.assert_allclose(logits, hf_logits(again, tokens), atol=ATOL)
+
+
+def test_a_checkpoint_with_fused_experts_matches_transformers(transformers, tmp_path):
+    reference = make_model(transformers, CASES[1])
+    reference.save_pretrained(tmp_path, save_original_format=False)
+    model, _, _ = load_checkpoint(tmp_path, jnp.float32)
+    tokens = ids(NUM_TOKENS, 6)
+    logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
+    np.testing.assert_allclose(logits, hf_logits(reference, tokens), atol=ATOL)
+
+
+def test_old_key_names_give_the_same_configuration(transformers, tmp_path):
+    reference = make_model(transformers, CASES[5])
+    reference.save_pretrained(tmp_path)
+    _, new, _ = load_checkpoint(tmp_path, jnp.float32)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = rope | {"type": rope.pop("rope_type")}
+    raw["num_experts"] = raw.pop("num_local_experts")
+    raw["torch_dtype"] = raw.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _, old, _ = load_checkpoint(tmp_path, jnp.float32)
+    assert old == new
+
+
+# Prompts whose greedy continuation by SmolLM2-135M-Instruct has no near-tie in 32 steps.
+PROMPTS = [
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,",
+    "A, B, C, D, E, F, G,",
+    "The opposite of hot is",
+    "The months of the year are January, February,",
+    "Photosynthesis is the process by which",
+]
+NUM_STEPS = 32
+SMALLEST_GAP = (
+    0.05  # between the two largest logits: far above what f32 sums in another order alter
+)
+
+
+@pytest.fixture(scope="module")
+def smollm(transformers):
+    """(model, tokenizer) of transformers from the GGUF file, dequantised to f32."""
+    path = default_checkpoint()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations within transformers
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return model.float().eval(), tokenizer
+
+
+def hf_greedy(model, tokens):
+    """(new ids, smallest gap between the two largest logits)."""
+    import torch
+
+    cache, fed, new, gaps = None, list(tokens), [], []
+    for _ in range(NUM_STEPS):
+        result = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        top = result.logits[0, -1].topk(2)
+        gaps.append(float(top.values[0] - top.values[1]))
+        fed = [int(top.indices[0])]
+        new += fed
+    return new, min(gaps)
+
+
+def test_greedy_ids_of_smollm2_match_transformers(smollm):
+    reference, hf_tokenizer = smollm
+    model, _, tokenizer = load_checkpoint(None, jnp.float32)
+    prompts = dict(enumerate(tokenizer.encode(prompt) for prompt in PROMPTS))
+    stepper = Stepper(model, max_seqs=len(PROMPTS), pages_per_seq=5, page_size=16)
+    new = {row: [] for row in prompts}
+    fed = prompts
+    for _ in range(NUM_STEPS):
+        fed = {row: [int(logits[-1].argmax())] for row, logits in stepper.step(fed).items()}
+        for row, token in fed.items():
+            new[row] += token
+    for row, text in enumerate(PROMPTS):
+        assert prompts[row] == hf_tokenizer(text).input_ids
+        expected, gap = hf_greedy(reference, prompts[row])
+        assert gap > SMALLEST_GAP, text
+        assert new[row] == expected, text
+        assert tokenizer.decode(new[row]) == hf_tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_the_smollm2_tokenizer_and_template_match_transformers(smollm):
+    _, hf_tokenizer = smollm
+    _, _, tokenizer = load_checkpoint(None, jnp.float32)
+    for text in (
+        "Hello, world!  Two spaces,\n\na tab\tand 2026.",
+        "naïve café – “quotes” 日本語 🙂🙂 don't I'LL",
+        "<|im_start|>user\nspecials<|im_end|> within text",
+        "",
+    ):
+        assert tokenizer.encode(text) == hf_tokenizer(text).input_ids, text
+    messages = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Yes?"}]
+    expected = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert tokenizer.apply_chat(messages) == list(expected["input_ids"])

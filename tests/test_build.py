@@ -1,0 +1,237 @@
+"""What is installed and how it fails: imports, API guard, missing kernels, doctests, types."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_paged
+from jax_paged import _ffi, copy_pages, paged_attention, ragged_paged_attention, write_kv
+
+ROOT = Path(__file__).parent.parent
+ISAS = ["generic", "avx2", "avx512"]
+MODULES = sorted(module.name for module in pkgutil.iter_modules(jax_paged.__path__, "jax_paged."))
+
+
+def run_python(code, **env):
+    """Runs code in a fresh interpreter; returns what it printed."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | env,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout.strip()
+
+
+def test_import_loads_neither_flax_nor_the_model():
+    loaded = run_python(
+        "import sys, jax_paged; print([m for m in ('flax', 'tokenizers', 'jax_paged.models') "
+        "if m in sys.modules])"
+    )
+    assert loaded == "[]"
+
+
+def test_import_starts_no_backend():
+    assert run_python("import jax_paged; print('ok')", JAX_PLATFORMS="no_such_platform") == "ok"
+
+
+def test_only_the_installed_name_of_the_model_is_used():
+    wrong = re.compile(r"^\s*(?:import models\b|from models\b)", re.MULTILINE)
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("*.md")]
+    assert len(files) > 5
+    assert [str(f) for f in files if wrong.search(f.read_text(encoding="utf-8"))] == []
+
+
+def test_no_private_jax_module_is_imported():
+    files = [*ROOT.glob("jax_paged/*.py"), *ROOT.glob("models/*.py"), *ROOT.glob("tests/*.py")]
+    private = re.compile(r"^\s*(?:import|from) jax\._src", re.MULTILINE)
+    assert [str(f) for f in files if private.search(f.read_text(encoding="utf-8"))] == []
+
+
+def test_build_info_tells_what_runs():
+    info = jax_paged.build_info()
+    assert info["targets"] == ["jax_paged.attention.v1", "jax_paged.write_kv.v1"]
+    assert info["cpu"]["status"] == "ok"
+    assert info["cpu"]["isa"] in ISAS
+    assert info["cpu"]["ffi_api"] <= info["ffi_api"]
+    assert set(info["cpu"]["targets"]) == set(info["targets"])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_instruction_set_can_be_forced_down(isa):
+    show = "import jax_paged; print(jax_paged.build_info()['cpu']['isa'])"
+    if ISAS.index(isa) > ISAS.index(run_python(show, JAX_PAGED_CPU_ISA="")):
+        pytest.skip(f"this machine or build has no {isa}")
+    assert run_python(show, JAX_PAGED_CPU_ISA=isa) == isa
+
+
+def test_an_unknown_instruction_set_is_told_with_the_possible_ones():
+    show = "import jax_paged; print(jax_paged.build_info()['cpu']['status'])"
+    assert re.fullmatch(
+        r"broken: jax_paged: JAX_PAGED_CPU_ISA expected one of generic.*, got 'sse9'",
+        run_python(show, JAX_PAGED_CPU_ISA="sse9"),
+    )
+
+
+@pytest.mark.parametrize("runtime", [(0, 0), (1, 9)])
+def test_a_module_built_for_another_ffi_version_is_refused_at_import(runtime, monkeypatch):
+    monkeypatch.setattr(_ffi, "_runtime_ffi_api", lambda: runtime)
+    message = (
+        rf"jax_paged\._cpu was built for XLA FFI 0\.\d+, but the installed jaxlib offers "
+        rf"{runtime[0]}\.{runtime[1]}: rebuild jax_paged against this jaxlib, or upgrade jaxlib"
+    )
+    with pytest.raises(ImportError, match=message):
+        _ffi._load("_cpu")
+
+
+def test_a_module_that_does_not_load_keeps_its_own_words(monkeypatch):
+    def refuse(name):
+        raise ImportError(f"{name}: undefined symbol: boom")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    assert _ffi._load("_cpu") == "broken: jax_paged._cpu: undefined symbol: boom"
+    assert _ffi._load("_nothing") == "not built"
+
+
+# Sizes that no other test uses, so that what is traced here is not found in a cache later.
+Q = jax.ShapeDtypeStruct((3, 2, 24), jnp.float32)
+PAGES = jax.ShapeDtypeStruct((11, 1, 3, 24), jnp.float32)
+TABLE = jax.ShapeDtypeStruct((3, 7), jnp.int32)
+ROW = jax.ShapeDtypeStruct((3,), jnp.int32)
+NEW = jax.ShapeDtypeStruct((3, 1, 24), jnp.float32)
+CALLS = {
+    "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
+    "jax_paged.write_kv.v1": (write_kv, (PAGES, PAGES, NEW, NEW, ROW)),
+}
+
+
+def trace(target, **options):
+    """The traced call of one FFI target, in a function that no cache knows."""
+    function, operands = CALLS[target]
+    return jax.jit(lambda *x: function(*x, **options)).trace(*operands)
+
+
+@pytest.mark.parametrize("reason", ["not built", "broken: no libfoo"])
+@pytest.mark.parametrize("target", CALLS)
+def test_missing_cpu_kernels_are_told_at_lowering_with_the_remedy(target, reason, monkeypatch):
+    jax.clear_caches()
+    monkeypatch.setitem(_ffi._modules, "_cpu", reason)
+    traced = trace(target)  # tracing is for any platform
+    message = (
+        f"jax_paged: cpu kernels not built ({reason}); install with `pip install .`, or "
+        "`pip install -e . --no-build-isolation` to run from the source tree; "
+        "implementation='reference' needs no native code"
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        traced.lower()
+    trace(target, implementation="reference").lower()
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_cuda_lowers_to_its_custom_call_or_says_that_it_is_not_built(target):
+    traced = trace(target)
+    if target in _ffi._targets("_cuda"):
+        assert target in traced.lower(lowering_platforms=("cuda",)).as_text()
+        return
+    message = r"jax_paged: CUDA kernels not built \(.*\); reinstall with JAX_PAGED_CUDA=on"
+    with pytest.raises(NotImplementedError, match=message):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_other_platforms_get_the_reference_unless_native_is_asked_for(target):
+    assert target not in trace(target).lower(lowering_platforms=("tpu",)).as_text()
+    with pytest.raises(NotImplementedError, match="native kernels exist for cpu and CUDA"):
+        trace(target, implementation="native").lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_cpu_compiles_to_one_custom_call_and_no_branch(target):
+    text = trace(target).lower().compile().as_text()
+    assert text.count(f'custom_call_target="{target}"') == 1
+    assert "conditional(" not in text
+
+
+@pytest.mark.skipif(jax.config.jax_enable_x64, reason="examples are for JAX's 32-bit default")
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_print_what_they_say(name):
+    if name in ("jax_paged._cpu", "jax_paged._cuda"):
+        pytest.skip("native module")
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.failed == 0
+
+
+def test_public_functions_have_docstrings_with_an_example():
+    for name in ("attention", "kv"):
+        module = importlib.import_module(f"jax_paged.{name}")
+        for function in (f for f in vars(module).values() if callable(f)):
+            if function.__module__ == module.__name__ and not function.__name__.startswith("_"):
+                assert ">>> " in function.__doc__, function
+
+
+def checked(function):
+    """The function with its annotations checked by beartype."""
+    jaxtyping = pytest.importorskip("jaxtyping")
+    beartype = pytest.importorskip("beartype")
+    return jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
+
+
+def test_signatures_are_true_of_good_calls():
+    q, pages = jnp.zeros((3, 2, 8), jnp.float32), jnp.zeros((5, 1, 4, 8), jnp.float32)
+    table, row = jnp.zeros((3, 2), jnp.int32), jnp.zeros(3, jnp.int32)
+    checked(paged_attention)(q, pages, pages, table, row, sm_scale=0.5, return_lse=True)
+    ragged = checked(ragged_paged_attention)
+    starts = jnp.zeros(4, jnp.int32)
+    ragged(q, pages, pages, table, row, starts, jnp.int32(3), causal=False, split_tokens=8)
+    stacked = pages[None]
+    jax.jit(lambda layer: ragged(q, stacked, stacked, table, row, starts, layer=layer))(
+        jnp.int32(0)
+    )
+    new = jnp.zeros((3, 1, 8), jnp.float32)
+    pages = checked(write_kv)(pages, pages + 0, new, new, row, layout="HND")
+    checked(copy_pages)(*pages, row, row)
+
+
+def test_signatures_refuse_what_the_docs_do():
+    q, pages = jnp.zeros((3, 2, 8), jnp.float32), jnp.zeros((5, 1, 4, 8), jnp.float32)
+    table, row = jnp.zeros((3, 2), jnp.int32), jnp.zeros(3, jnp.int32)
+    jaxtyping = pytest.importorskip("jaxtyping")
+    attend = checked(paged_attention)
+    for bad in (
+        {"q": q[0]},
+        {"q": row},
+        {"page_table": row},
+        {"seq_lens": row[:2]},
+        {"layout": "DHN"},
+        {"split_tokens": 2.5},
+    ):
+        good = {"q": q, "k_pages": pages, "v_pages": pages, "page_table": table, "seq_lens": row}
+        with pytest.raises(jaxtyping.TypeCheckError):
+            attend(**good | bad)
+
+
+def test_models_name_the_packages_that_they_miss(tmp_path):
+    script = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "flax" else find(name, *rest)
+import jax_paged.models
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.strip().splitlines()[-1] == (
+        "ImportError: jax_paged.models: flax not installed; get all that it needs with: "
+        "pip install 'jax_paged[models]'"
+    )

