@@ -156,6 +156,7 @@ def ffi_call(
     attributes: dict[str, Any],
     *,
     aliases: dict[int, int] | None = None,
+    cuda_workspace: Sequence[jax.ShapeDtypeStruct] = (),
     implementation: Implementation,
     reference: Callable[..., Sequence[jax.Array]],
 ) -> Sequence[jax.Array]:
@@ -168,9 +169,12 @@ def ffi_call(
         return reference(*operands)
     results = jax.eval_shape(reference, *operands)
 
-    def native(*operands):
-        call = jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases)
-        return tuple(call(*operands, **attributes))
+    def native(workspace):
+        def branch(*operands):
+            call = jax.ffi.ffi_call(target, [*results, *workspace], input_output_aliases=aliases)
+            return tuple(call(*operands, **attributes))[: len(results)]
+
+        return branch
 
     def unavailable(message):
         def branch(*operands):

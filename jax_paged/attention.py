@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout
+from jax_paged.layout import Layout, pages_shape
 from jax_paged.validation import AttentionSpec, check_attention
 
 TARGET = "jax_paged.attention.v1"
@@ -170,6 +170,7 @@ def _call(spec: AttentionSpec, *operands):
                 "num_kv_splits": spec.num_kv_splits or 0,
                 "split_tokens": spec.split_tokens or 0,
             },
+            cuda_workspace=(jax.ShapeDtypeStruct((words,), jnp.int32),),
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )

@@ -27,6 +27,9 @@ struct alignas(16) Float4 {
 struct alignas(8) Word2 {
   uint32_t x, y;
 };
+struct alignas(16) Word4 {
+  uint32_t x, y, z, w;
+};
 
 }  // namespace jax_paged
 
@@ -36,6 +39,7 @@ struct alignas(8) Word2 {
 
 #define JAX_PAGED_DEVICE __device__ __forceinline__
 #define JAX_PAGED_UNROLL _Pragma("unroll")
+#define JAX_PAGED_NO_UNROLL _Pragma("unroll 1")
 #define JAX_PAGED_UNROLL_4 _Pragma("unroll 4")
 
 namespace jax_paged::prim {
@@ -54,6 +58,11 @@ JAX_PAGED_DEVICE int32_t ThreadIndex() { return static_cast<int32_t>(threadIdx.x
 JAX_PAGED_DEVICE int32_t LaneIndex() { return ThreadIndex() % kWarpLanes; }
 JAX_PAGED_DEVICE int32_t WarpIndex() { return ThreadIndex() / kWarpLanes; }
 JAX_PAGED_DEVICE int32_t BlockIndex() { return static_cast<int32_t>(blockIdx.x); }
+// x, but what is computed from it cannot be computed ahead of the loop and kept in registers.
+JAX_PAGED_DEVICE int32_t Opaque(int32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 JAX_PAGED_DEVICE int32_t GridSize() { return static_cast<int32_t>(gridDim.x); }
 
 JAX_PAGED_DEVICE void SyncWarp() { __syncwarp(); }
@@ -88,7 +97,7 @@ JAX_PAGED_DEVICE T Load(Shared<T> p) {
   return *p.get();
 }
 template <typename T>
-JAX_PAGED_DEVICE void Store(Shared<T> p, const T& x) {
+JAX_PAGED_DEVICE void Store(Shared<T> p, std::common_type_t<T> x) {
   *p.get() = x;
 }
 
@@ -117,7 +126,7 @@ JAX_PAGED_DEVICE T LoadL2(Global<T> p) {
   }
 }
 template <typename T>
-JAX_PAGED_DEVICE void Store(Global<T> p, const T& x) {
+JAX_PAGED_DEVICE void Store(Global<T> p, std::common_type_t<T> x) {
   *p.get() = x;
 }
 // Returns the old value; the new one is old + 1, or 0 after `limit`.

@@ -329,7 +329,7 @@ std::string AtWord(const Region& region, const GlobalWord& word, int64_t offset)
 
 void CheckVisible(const Region& region, const GlobalWord& word, int64_t offset, Cache cache,
                   Site site) {
-  if (word.launch < 0) {
+  if (word.launch == 0) {
     Fail(site, "read of " + region.name + " byte " + std::to_string(offset) +
                    ", which nobody has written");
   }
@@ -444,7 +444,10 @@ bool RunSome() {
 
 }  // namespace
 
-void ClearRegions() { machine.regions.clear(); }
+void ClearRegions() {
+  for (const auto& region : machine.regions) std::free(region->words);
+  machine.regions.clear();
+}
 
 void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input) {
   auto region = std::make_unique<Region>();
@@ -452,7 +455,10 @@ void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input
   region->begin = reinterpret_cast<uintptr_t>(begin);
   region->bytes = bytes;
   region->is_input = is_input;
-  if (!is_input) region->words.resize((bytes + 3) / 4);
+  region->words = nullptr;
+  if (!is_input) {
+    region->words = static_cast<GlobalWord*>(std::calloc(bytes / 4 + 1, sizeof(GlobalWord)));
+  }
   machine.regions.push_back(std::move(region));
 }
 
@@ -643,7 +649,7 @@ char* AtomicGlobal(uintptr_t address, Region* region, int64_t bytes, Site site) 
   const int64_t offset = static_cast<int64_t>(address - region->begin);
   for (int64_t i = offset / 4; i < (offset + bytes + 3) / 4; ++i) {
     const GlobalWord& word = region->words[i];
-    if (word.launch < 0) Fail(site, "atomic on " + region->name + ", which nobody has initialised");
+    if (word.launch == 0) Fail(site, "atomic on " + region->name + ", which nobody has initialised");
     if (word.launch == machine.launch) {
       Fail(site, "race: atomic on " + AtWord(*region, word, 4 * i) + " in the same launch");
     }

@@ -43,10 +43,10 @@ inline constexpr int kWarpSize = 32;
 
 // The last write of a word of device memory.
 struct GlobalWord {
-  uint32_t time = 0;
-  int32_t launch = -1;  // -1: never written
-  int32_t cta = 0;
-  int32_t thread = 0;
+  uint32_t time;
+  int32_t launch;  // 0: never written
+  int32_t cta;
+  int32_t thread;
 };
 
 // A buffer that kernels may touch. Inputs may only be read and count as written.
@@ -55,7 +55,7 @@ struct Region {
   uintptr_t begin;
   int64_t bytes;
   bool is_input;
-  std::vector<GlobalWord> words;  // not for inputs
+  GlobalWord* words;  // not for inputs; from calloc, so that untouched ones cost nothing
 };
 
 // Buffers of the coming launches. Pointers made before are void after ClearRegions.

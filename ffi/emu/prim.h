@@ -15,6 +15,7 @@
 
 #define JAX_PAGED_DEVICE inline
 #define JAX_PAGED_UNROLL
+#define JAX_PAGED_NO_UNROLL
 #define JAX_PAGED_UNROLL_4
 
 namespace jax_paged::prim {
@@ -33,6 +34,7 @@ inline int32_t ThreadIndex() { return emu::ThreadIndex(); }
 inline int32_t LaneIndex() { return ThreadIndex() % kWarpLanes; }
 inline int32_t WarpIndex() { return ThreadIndex() / kWarpLanes; }
 inline int32_t BlockIndex() { return emu::BlockIndex(); }
+inline int32_t Opaque(int32_t x) { return x; }
 inline int32_t GridSize() { return emu::GridSize(); }
 
 inline void SyncWarp(Site site = Site::Here()) { emu::SyncWarp(site); }
@@ -84,7 +86,7 @@ inline T Load(Shared<T> p, Site site = Site::Here()) {
   return x;
 }
 template <typename T>
-inline void Store(Shared<T> p, const std::common_type_t<T>& x, Site site = Site::Here()) {
+inline void Store(Shared<T> p, std::common_type_t<T> x, Site site = Site::Here()) {
   std::memcpy(emu::WriteShared(p.offset(), sizeof(T), site), &x, sizeof(T));
 }
 template <typename T>
@@ -103,7 +105,7 @@ inline T LoadL2(Global<T> p, Site site = Site::Here()) {
   return x;
 }
 template <typename T>
-inline void Store(Global<T> p, const std::common_type_t<T>& x, Site site = Site::Here()) {
+inline void Store(Global<T> p, std::common_type_t<T> x, Site site = Site::Here()) {
   std::memcpy(emu::WriteGlobal(p.address(), p.region(), sizeof(T), site), &x, sizeof(T));
 }
 inline uint32_t AtomicIncrement(Global<uint32_t> p, uint32_t limit, Site site = Site::Here()) {

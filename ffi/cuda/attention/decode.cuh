@@ -8,9 +8,11 @@
 //          warps meet only at the end of a segment
 //   lane   rows l/4 and l/4 + 8; of each 8 columns the two at 2(l%4)
 // Pipeline of a warp, per tile:
-//   wait for the stage's cp.async, syncwarp         the loads of all lanes are visible
-//   S = Q K^T, softmax in log2, O = O a + P V       Q and O in registers, K and V by ldmatrix
-//   syncwarp, issue the tile that is stages - 1 ahead into the stage just read
+//   wait for the stage's cp.async, syncwarp         the loads of all lanes are visible, and all lanes
+//                                                   are done with the stage of the tile before
+//   issue the tile that is stages - 1 ahead into that stage
+//   S = Q K^T, softmax in log2, O = O a + P V       O in registers, K and V by ldmatrix; Q in
+//                                                   registers, or in shared memory above head_dim 128
 // The loader runs ahead across segments, so the rings never drain. The page id of a tile is read one
 // tile before its loads are issued.
 //
@@ -82,7 +84,7 @@ class DecodeLoader {
   }
 
   JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {
-    const int32_t lane = prim::LaneIndex();
+    const int32_t lane = prim::Opaque(prim::LaneIndex());
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
     const bool has_token =
         has_page && FirstToken() + lane % kWarpTokens < segment_.lengths.seq_len;
@@ -92,17 +94,22 @@ class DecodeLoader {
 
     const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
     const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
+    // Within a page 32 bits address a token's row (MakeArgs checks it).
+    const int32_t token_stride = static_cast<int32_t>(args.k_strides.token);
+    const Global<const char> k_page = k_ + offset;
+    const Global<const char> v_page = v_ + offset;
     if (one_page_) {
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < Traits::kLoads; ++i) {
         const int32_t row = (i * kWarpLanes + lane) / Traits::kRowChunks;
         const int32_t chunk = (i * kWarpLanes + lane) % Traits::kRowChunks;
-        const int64_t source = offset + row * args.k_strides.token + chunk * 16;
+        const int32_t source = row * token_stride + chunk * 16;
         const bool valid = mask >> row & 1;
-        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_ + source, valid);
-        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_ + source, valid);
+        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_page + source, valid);
+        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_page + source, valid);
       }
     } else {
+      JAX_PAGED_NO_UNROLL
       for (int32_t i = 0; i < Traits::kLoads; ++i) {
         const int32_t row = (i * kWarpLanes + lane) / Traits::kRowChunks;
         const int32_t chunk = (i * kWarpLanes + lane) % Traits::kRowChunks;
@@ -142,11 +149,27 @@ struct DecodeState {
   }
 };
 
-// The unit's queries as the A operand.
-template <typename T, int HEAD_DIM>
-JAX_PAGED_DEVICE void LoadQueries(const AttentionArgs& args, const Segment& segment,
-                                  const UnitRows& rows, const LogitScale& scale,
-                                  uint32_t (&q)[HEAD_DIM / 16][4]) {
+// The unit's queries as the A operand, in registers.
+template <typename T, int HEAD_DIM, bool SHARED>
+class DecodeQueries {
+ public:
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char>) {}
+  JAX_PAGED_DEVICE void Fill(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, const LogitScale& scale);
+  JAX_PAGED_DEVICE void Get(int32_t k, uint32_t (&a)[4]) const {
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 4; ++i) a[i] = q_[k][i];
+  }
+
+ private:
+  uint32_t q_[HEAD_DIM / 16][4];
+};
+
+template <typename T, int HEAD_DIM, bool SHARED>
+JAX_PAGED_DEVICE void DecodeQueries<T, HEAD_DIM, SHARED>::Fill(const AttentionArgs& args,
+                                                               const Segment& segment,
+                                                               const UnitRows& rows,
+                                                               const LogitScale& scale) {
   const int32_t row = prim::LaneIndex() / 4;
   const int32_t column = prim::LaneIndex() % 4 * 2;
   JAX_PAGED_UNROLL
@@ -158,24 +181,58 @@ JAX_PAGED_DEVICE void LoadQueries(const AttentionArgs& args, const Segment& segm
     const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
     JAX_PAGED_UNROLL
     for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
-      q[k][half] = q[k][half + 2] = 0;
+      q_[k][half] = q_[k][half + 2] = 0;
       if (valid) {
-        q[k][half] = prim::LoadConst((source + k * 32).template As<const uint32_t>()) ^ sign;
-        q[k][half + 2] =
+        q_[k][half] = prim::LoadConst((source + k * 32).template As<const uint32_t>()) ^ sign;
+        q_[k][half + 2] =
             prim::LoadConst((source + (k * 32 + 16)).template As<const uint32_t>()) ^ sign;
       }
     }
   }
 }
 
-// One warp tile of 16 tokens. `token_mask` says which of them exist; row r sees those below visible[r].
+// The same in shared memory, for all warps: with O they would not fit in the registers.
 template <typename T, int HEAD_DIM>
+class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
+ public:
+  using Traits = DecodeTraits<HEAD_DIM>;
+
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char> tile) : tile_(tile) {}
+
+  JAX_PAGED_DEVICE void Fill(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, const LogitScale& scale) {
+    const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
+    for (int32_t i = prim::ThreadIndex(); i < kTileRows * Traits::kRowChunks;
+         i += kAttentionThreads) {
+      const int32_t row = i / Traits::kRowChunks;
+      const int32_t chunk = i % Traits::kRowChunks;
+      Word4 x = {0, 0, 0, 0};
+      if (row < rows.count && !scale.is_zero) {
+        const int64_t head = HeadIndex(args, segment, rows, row);
+        const Global<const char> source = args.q + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)};
+        x = prim::LoadConst(source.template As<const Word4>());
+        x = {x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign};
+      }
+      prim::Store((tile_ + Traits::Offset(row, chunk)).template As<Word4>(), x);
+    }
+    prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next Fill
+  }
+  JAX_PAGED_DEVICE void Get(int32_t k, uint32_t (&a)[4]) const {
+    const int32_t lane = prim::LaneIndex();
+    prim::LoadMatrix(a, tile_ + Traits::Offset(lane % 16, 2 * k + lane / 16));
+  }
+
+ private:
+  Shared<char> tile_;
+};
+
+// One warp tile of 16 tokens. `token_mask` says which of them exist; row r sees those below visible[r].
+template <typename T, int HEAD_DIM, typename Queries>
 JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32_t first_token,
                                  const int32_t (&visible)[2], bool sees_all, float scale,
-                                 const uint32_t (&q)[HEAD_DIM / 16][4],
-                                 DecodeState<HEAD_DIM>* state) {
+                                 const Queries& queries, DecodeState<HEAD_DIM>* state) {
   using Traits = DecodeTraits<HEAD_DIM>;
-  const int32_t lane = prim::LaneIndex();
+  const int32_t lane = prim::Opaque(prim::LaneIndex());
   const int32_t column = lane % 4 * 2;
 
   float s[2][4] = {};  // 16 rows x 16 tokens
@@ -184,8 +241,10 @@ JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32
     uint32_t b[4];  // tokens 0-7 and 8-15, each dimensions 0-7 and 8-15 of the step
     const int32_t row = lane % 8 + lane / 16 * 8;
     prim::LoadMatrix(b, k_tile + Traits::Offset(row, 2 * k + lane / 8 % 2));
-    prim::Mma<T>(s[0], q[k], b[0], b[1]);
-    prim::Mma<T>(s[1], q[k], b[2], b[3]);
+    uint32_t a[4];
+    queries.Get(k, a);
+    prim::Mma<T>(s[0], a, b[0], b[1]);
+    prim::Mma<T>(s[1], a, b[2], b[3]);
   }
 
   if (token_mask != 0xffffu || !sees_all) {
@@ -328,6 +387,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   const int32_t stages = args.stages;
   const int32_t warp = prim::WarpIndex();
   const Shared<char> exchange = prim::SharedMemory() + Traits::RingBytes(stages);
+  DecodeQueries<T, HEAD_DIM, Traits::kSharedQueries> queries(exchange + sizeof(ExchangeShared));
   const Shared<char> ring = prim::SharedMemory() + warp * stages * Traits::kStageBytes;
   const Shared<uint32_t> token_masks =
       (exchange + offsetof(ExchangeShared, token_masks)).As<uint32_t>() + warp * kMaxStages;
@@ -341,8 +401,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   bool has_segment = true;
   while (has_segment) {
     const UnitRows rows = RowsOf(args, segment);
-    uint32_t q[HEAD_DIM / 16][4];
-    LoadQueries<T, HEAD_DIM>(args, segment, rows, scale, q);
+    queries.Fill(args, segment, rows, scale);
     DecodeState<HEAD_DIM> state;
     state.Clear();
     const int32_t lane_row = prim::LaneIndex() / 4;
@@ -352,19 +411,17 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
     int32_t first_token = segment.first_tile * kTileTokens + warp * kWarpTokens;
     for (int32_t tile = 0; tile < segment.num_tiles; ++tile, first_token += kTileTokens) {
       prim::CpAsyncWait(stages - 2);
-      prim::SyncWarp();  // every lane's copies are done
+      // Every lane's copies into this stage are done, and every lane has read the stage before it.
+      prim::SyncWarp();
+      loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
       DecodeTile<T, HEAD_DIM>(ring + stage * Traits::kStageBytes,
                               prim::Load(token_masks + stage), first_token, visible,
-                              first_token + kWarpTokens <= all_visible, scale.factor, q, &state);
-      prim::SyncWarp();  // every lane has read the stage: it may be loaded again
-      const int32_t next = stage == 0 ? stages - 1 : stage - 1;
-      loader.Issue(args, range, next);
+                              first_token + kWarpTokens <= all_visible, scale.factor, queries, &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);
     has_segment = NextSegment(args, range, &segment);
   }
-  prim::CpAsyncWait(0);
 }
 
 }  // namespace jax_paged::cuda

@@ -1,31 +1,30 @@
-// Launch interface of the CUDA attention kernels, and what a launch looks like. Knows nothing of XLA.
+// Launch interface of the CUDA attention kernels. Knows nothing of XLA.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_LAUNCH_H_
 #define JAX_PAGED_CUDA_ATTENTION_LAUNCH_H_
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "common/dtypes.h"
 #include "cuda/attention/args.h"
+#include "cuda/attention/select.h"
 
 namespace jax_paged::cuda {
 
-// What a device can hold.
-struct DeviceLimits {
-  int32_t multiprocessors;
-  int32_t shared_bytes_per_cta;             // with opt-in
-  int32_t shared_bytes_per_multiprocessor;
-};
-
-// Of the current device; read once per device.
+// Of the current device; asked once per device.
 cudaError_t GetDeviceLimits(DeviceLimits* limits);
 
-// Plans and runs a call: fills args.num_workers and args.stages, then launches the planner and the
-// attention kernel. The rest of args is filled by the caller.
+// Fills args.num_workers and args.stages, then launches the planner and the attention kernel.
 cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits& limits,
                             AttentionArgs args);
+
+// The parts: each fills num_workers and stages and launches one attention kernel after the planner.
+// Instantiated in inst/.
+cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
+template <typename T, int HEAD_DIM>
+cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
+template <typename T>
+cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 
 }  // namespace jax_paged::cuda
 

@@ -79,6 +79,11 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
     return wrong("num_kv_splits, split_tokens", "non-negative, at most one of them set",
                  call.num_kv_splits);
   }
+  constexpr int64_t kMaxTokenStride = int64_t{1} << 26;  // 16 tokens stay within 32 bits
+  if (MakePageStrides(call.k_pool).token > kMaxTokenStride) {
+    return wrong("k_pages", "at most 2^26 bytes between tokens",
+                 MakePageStrides(call.k_pool).token);
+  }
   const WorkspaceShape workspace = WorkspaceShapeOf(call);
   if (call.workspace_words < WorkspaceWords(workspace)) {
     return Mismatch(kAttentionOp, "workspace",

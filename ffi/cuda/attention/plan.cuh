@@ -179,7 +179,6 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
         FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1);
       }
     }
-    prim::SyncThreads();  // begins, ends and empties may be overwritten
   }
   FillEmpty(args, prim::BlockIndex(), first_token, prim::GridSize());
   FillEmpty(args, last_token + prim::BlockIndex(), args.num_tokens, prim::GridSize());

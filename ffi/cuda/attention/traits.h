@@ -42,6 +42,7 @@ struct DecodeTraits {
   static constexpr int32_t kStageBytes = 2 * kWarpTileBytes;  // K, then V
   static constexpr int32_t kLoads = kWarpTokens * kRowChunks / kWarpLanes;  // per lane, of K or V
   static_assert(kWarpTokens * kRowChunks % kWarpLanes == 0);
+  static constexpr bool kSharedQueries = HEAD_DIM > 128;  // else they fit in registers
 
   JAX_PAGED_HOST_DEVICE static constexpr int32_t Offset(int32_t row, int32_t chunk) {
     return row * kRowBytes + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
@@ -50,7 +51,8 @@ struct DecodeTraits {
     return kWarps * stages * kStageBytes;
   }
   JAX_PAGED_HOST_DEVICE static constexpr int32_t SharedBytes(int32_t stages) {
-    return RingBytes(stages) + static_cast<int32_t>(sizeof(ExchangeShared));
+    return RingBytes(stages) + static_cast<int32_t>(sizeof(ExchangeShared)) +
+           (kSharedQueries ? kTileRows * kRowBytes : 0);
   }
 };
 
