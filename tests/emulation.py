@@ -21,7 +21,6 @@ SOURCES = ("machine.cc", "attention/library.cc", "attention/bf16.cc", "attention
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
 LAYOUTS = ("HND", "NHD")  # in the order of the C++ Layout
-MAX_WORKERS = 384
 
 _POINTERS = (
     "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
@@ -123,7 +122,6 @@ class Device:
 
 def emulate(
     batch, device: Device = Device(), *, num_kv_splits=0, split_tokens=0, loaded=None,
-    num_seqs=None, **replaced,
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError."""
     loaded = library() if loaded is None else loaded
@@ -146,13 +144,13 @@ def emulate(
         "page_table": batch.page_table,
         "seq_lens": batch.seq_lens,
         "cu_q_lens": batch.cu_q_lens,
-        "num_seqs": np.array([batch.num_seqs if num_seqs is None else num_seqs], np.int32),
+        "num_seqs": np.array([batch.num_seqs], np.int32),
         "layer": np.array(0 if batch.layer is None else batch.layer, np.int32),
         "sm_scale": np.array(batch.sm_scale, np.float32),
         "out": poisoned((num_tokens, num_q_heads, v_head_dim), batch.q.dtype),
         "lse": poisoned((num_tokens, num_q_heads), np.float32),
         "workspace": poisoned(words, np.float32),
-    } | replaced
+    }
     arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     call = EmulatedCall(
         **{name: x.ctypes.data for name, x in arrays.items()},

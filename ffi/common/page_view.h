@@ -35,7 +35,7 @@ struct PoolShape {
   int64_t num_slots() const { return num_pages * page_size; }
 };
 
-// Distances in bytes.
+// Distances in bytes, for kernels that find the layer on the device.
 struct PageStrides {
   int64_t layer;
   int64_t page;
@@ -50,7 +50,8 @@ struct PageStrides {
 
 inline PageStrides MakePageStrides(const PoolShape& shape) {
   const bool hnd = shape.layout == Layout::kHnd;
-  return {shape.layer_bytes(), shape.page_bytes(), shape.token_bytes() * (hnd ? shape.page_size : 1),
+  return {shape.layer_bytes(), shape.page_bytes(),
+          shape.token_bytes() * (hnd ? shape.page_size : 1),
           shape.token_bytes() * (hnd ? 1 : shape.num_kv_heads)};
 }
 
@@ -58,14 +59,16 @@ struct PageView {
   char* base;  // first byte of the layer
   int64_t num_pages;
   int64_t page_size;
-  PageStrides strides;
+  int64_t page_stride_bytes;
+  int64_t head_stride_bytes;
+  int64_t token_stride_bytes;
 
   bool IsPage(int32_t page) const { return page >= 0 && page < num_pages; }
   bool IsSlot(int32_t slot) const { return slot >= 0 && slot < num_pages * page_size; }
 
   // First byte of the token at `offset` in `page`, which must be a page of the pool.
   char* Token(int64_t page, int64_t head, int64_t offset) const {
-    return base + strides.Offset(page, head, offset);
+    return base + page * page_stride_bytes + head * head_stride_bytes + offset * token_stride_bytes;
   }
 
   // First byte of the token in `slot` = page * page_size + offset, which must be a slot of the
@@ -77,9 +80,15 @@ struct PageView {
 
 // The view of `layer`, which must be in [0, num_layers).
 inline PageView MakePageView(void* pool, const PoolShape& shape, int64_t layer) {
-  const PageStrides strides = MakePageStrides(shape);
-  return {static_cast<char*>(pool) + layer * strides.layer, shape.num_pages, shape.page_size,
-          strides};
+  const bool hnd = shape.layout == Layout::kHnd;
+  PageView view;
+  view.base = static_cast<char*>(pool) + layer * shape.layer_bytes();
+  view.num_pages = shape.num_pages;
+  view.page_size = shape.page_size;
+  view.page_stride_bytes = shape.page_bytes();
+  view.head_stride_bytes = shape.token_bytes() * (hnd ? shape.page_size : 1);
+  view.token_stride_bytes = shape.token_bytes() * (hnd ? 1 : shape.num_kv_heads);
+  return view;
 }
 
 }  // namespace jax_paged

@@ -55,8 +55,8 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
       block->k[count] = reinterpret_cast<const T*>(k_token);
       block->v[count] = reinterpret_cast<const T*>(v_token);
       ++count;
-      k_token += k.strides.token;
-      v_token += v.strides.token;
+      k_token += k.token_stride_bytes;
+      v_token += v.token_stride_bytes;
     }
   }
   while (seen <= kKeyBlock) block->count_before[seen++] = static_cast<uint8_t>(count);

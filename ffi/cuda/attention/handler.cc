@@ -3,8 +3,9 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 
-#include "common/checks.h"
+#include "common/ffi_checks.h"
 #include "cuda/attention/launch.h"
 #include "cuda/attention/make_args.h"
 #include "xla/ffi/api/ffi.h"
@@ -13,28 +14,6 @@ namespace jax_paged::cuda {
 namespace {
 
 namespace ffi = xla::ffi;
-
-template <typename Buffer>
-ShapeView Shape(const Buffer& buffer) {
-  const auto dims = buffer.dimensions();
-  return {dims.begin(), dims.size()};
-}
-
-bool ReadDtype(ffi::DataType type, Dtype* dtype) {
-  switch (type) {
-    case ffi::DataType::BF16:
-      *dtype = Dtype::kBFloat16;
-      return true;
-    case ffi::DataType::F16:
-      *dtype = Dtype::kFloat16;
-      return true;
-    case ffi::DataType::F32:
-      *dtype = Dtype::kFloat32;
-      return true;
-    default:
-      return false;
-  }
-}
 
 ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
                      ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> page_table,
@@ -50,13 +29,11 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
     return !error.empty();
   };
   Dtype dtype;
-  if (!ReadDtype(q.element_type(), &dtype)) {
-    return ffi::Error::InvalidArgument(std::string(op) + ": q expected bf16, f16 or f32");
-  }
-  if (k_pages.element_type() != q.element_type() || v_pages.element_type() != q.element_type() ||
-      out->element_type() != q.element_type()) {
-    return ffi::Error::InvalidArgument(std::string(op) +
-                                       ": k_pages, v_pages and out expected the dtype of q");
+  if (failed(ReadDtype(op, "q", q.element_type(), &dtype)) ||
+      failed(CheckType(op, "k_pages", k_pages.element_type(), q.element_type())) ||
+      failed(CheckType(op, "v_pages", v_pages.element_type(), q.element_type())) ||
+      failed(CheckType(op, "out", out->element_type(), q.element_type()))) {
+    return ffi::Error::InvalidArgument(error);
   }
   AttentionCall call = {};
   Layout layout;
