@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 

@@ -159,7 +159,7 @@ def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *
     return out, lse
 
 
-def cuda_workspace_words(
+def _cuda_workspace_words(
     *,
     max_seqs: int,
     num_kv_heads: int,
@@ -189,7 +189,7 @@ def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
     pages = pages_shape(v_pages, spec.layout)
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
-    words = cuda_workspace_words(
+    words = _cuda_workspace_words(
         max_seqs=page_table.shape[0],
         num_kv_heads=pages.num_kv_heads,
         group_size=q.shape[1] // pages.num_kv_heads,

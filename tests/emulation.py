@@ -1,4 +1,4 @@
-"""Builds the CUDA attention kernels for the emulator (ffi/emu) with g++ and calls them on numpy arrays.
+"""Builds the CUDA attention kernels for the emulator (ffi/emu) and calls them on numpy arrays.
 
 Not a test: tests/test_emulator.py and tests/test_cuda_emulated.py import it.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FFI = Path(__file__).resolve().parent.parent / "ffi"
-SOURCES = ("machine.cc", "attention/library.cc", "attention/bf16.cc", "attention/f16.cc", "attention/f32.cc")
+SOURCES = ("machine.cc", *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")))
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
 LAYOUTS = ("HND", "NHD")  # in the order of the C++ Layout
@@ -49,9 +49,9 @@ class EmulationError(Exception):
     """What the emulator found: one line with file and line of the kernel source."""
 
 
-def compile_library(ffi: Path, target: Path, sources=SOURCES, flags=FLAGS) -> None:
-    """Compiles `sources` of ffi/emu into one shared library, two at a time."""
-    objects = [target.with_name(f"{target.stem}_{i}.o") for i in range(len(sources))]
+def compile_library(ffi: Path, target: Path) -> None:
+    """Compiles the sources of ffi/emu into one shared library, two at a time."""
+    objects = [target.with_name(f"{target.stem}_{i}.o") for i in range(len(SOURCES))]
 
     def run(*command):
         done = subprocess.run(command, capture_output=True, text=True)
@@ -60,8 +60,8 @@ def compile_library(ffi: Path, target: Path, sources=SOURCES, flags=FLAGS) -> No
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         jobs = [
-            pool.submit(run, "g++", *flags, "-I", ffi, "-c", ffi / "emu" / source, "-o", built)
-            for source, built in zip(sources, objects, strict=True)
+            pool.submit(run, "g++", *FLAGS, "-I", ffi, "-c", ffi / "emu" / source, "-o", built)
+            for source, built in zip(SOURCES, objects, strict=True)
         ]
         for job in jobs:
             job.result()
@@ -110,8 +110,8 @@ def poisoned(shape, dtype) -> np.ndarray:
 class Device:
     """The part of a launch that a device decides, and the emulator's seed.
 
-    Odd things are decided by the seed: its remainder by 3 says when cp.async copies (late, early, by
-    chance), by 4 how many CTAs run at a time; CTAs, warps and lanes run in an order drawn from it.
+    The seed's remainder by 3 says when cp.async copies (late, early, by chance), by 4 how many CTAs
+    run at a time; CTAs, warps and lanes run in an order drawn from it.
     """
 
     num_workers: int = 5

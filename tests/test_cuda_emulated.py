@@ -1,7 +1,7 @@
 """The CUDA attention kernels, run by the emulator (ffi/emu), against float64 softmax.
 
-What these tests cannot see is speed, registers and whether a GPU agrees; all else is the very source
-that nvcc compiles.
+What these tests cannot see is speed, registers and whether a GPU agrees; all else is the very
+source that nvcc compiles.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from emulation import Device, emulate, library
-from jax_paged.attention import cuda_workspace_words
+
+from jax_paged.attention import _cuda_workspace_words
 from jax_paged.testing import (
     TOLERANCES,
     WILD_PAGE,
@@ -242,12 +242,12 @@ def test_workspace_is_what_python_asks_for(group, options):
     sizes = {"max_seqs": 5, "num_kv_heads": 3, "group_size": group, "v_head_dim": 72}
     options = {"num_kv_splits": 0, "split_tokens": 0} | options
     sizes |= {"capacity": 1000} | options
-    assert cuda_workspace_words(**sizes) == library().workspace_words(*sizes.values())
+    assert _cuda_workspace_words(**sizes) == library().workspace_words(*sizes.values())
 
 
 def test_workspace_does_not_grow_with_context_and_hardly_with_the_batch():
     sizes = {"num_kv_heads": 8, "group_size": 8, "v_head_dim": 128}
-    small = cuda_workspace_words(max_seqs=1, capacity=100, **sizes)
-    large = cuda_workspace_words(max_seqs=1001, capacity=10**6, **sizes)
+    small = _cuda_workspace_words(max_seqs=1, capacity=100, **sizes)
+    large = _cuda_workspace_words(max_seqs=1001, capacity=10**6, **sizes)
     assert large - small == 10 * 1000
     assert small * 4 < 7_000_000

@@ -9,8 +9,8 @@ import subprocess
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from emulation import FFI, Device, EmulationError, emulate, library, open_library
+
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
 # file, what stands there, what the bug makes of it, what must be said about it
@@ -29,7 +29,8 @@ BUGS = {
         "decode.cuh", "stage == 0 ? stages - 1 : stage - 1", "stage", "cp.async|race",
     ),
     "page table off by one": (
-        "decode.cuh", "segment_.row * args.pages_per_seq + index", "segment_.row * args.pages_per_seq + index + 1",
+        "decode.cuh", "segment_.row * args.pages_per_seq + index",
+        "segment_.row * args.pages_per_seq + index + 1",
         f"out of bounds|{DIFFERS}",
     ),
     "page id not checked": (
@@ -58,15 +59,16 @@ BUGS = {
         "segment.cuh", "prim::LoadL2(SlotOut(", "prim::LoadConst<Float4>(SlotOut(", "L1 may serve",
     ),
     "ranges overlap": (
-        "segment.cuh", "range.end = range.begin + header.chunk;", "range.end = range.begin + header.chunk + 1;",
+        "segment.cuh", "range.end = range.begin + header.chunk;",
+        "range.end = range.begin + header.chunk + 1;",
         "race|write after write",
     ),
     "counters not cleared": (
         "plan.cuh", "prim::Store(args.arrivals + i, 0u);", "", "nobody has initialised",
     ),
     "empty rows not filled": (
-        "plan.cuh", "FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1);", "",
-        "not finite",
+        "plan.cuh", "FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1);",
+        "", "not finite",
     ),
     "length not clamped": (
         "plan.cuh", "ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity)",
@@ -81,7 +83,8 @@ BUGS = {
         "if (range.begin >= range.end || prim::ThreadIndex() == 40) return;", "deadlock.*ended",
     ),
     "shuffle in half a warp": (
-        "decode.cuh", "    l += prim::ShuffleXor(l, 1);\n", "    if (lane < 16) l += prim::ShuffleXor(l, 1);\n",
+        "decode.cuh", "    l += prim::ShuffleXor(l, 1);\n",
+        "    if (lane < 16) l += prim::ShuffleXor(l, 1);\n",
         "divergent|deadlock",
     ),
     "exchange buffer too small": (
@@ -143,6 +146,12 @@ def bf16_batches():
     yield far_batch()
 
 
+def check_all(loaded):
+    """Runs every batch of bf16_batches on one library."""
+    for batch in bf16_batches():
+        check(batch, loaded=loaded)
+
+
 def check(batch, seeds=(0, 1, 2, 7), **options):
     """Runs a batch under several seeds against the oracle."""
     expected = dense_oracle(batch)
@@ -174,16 +183,14 @@ def planted(tmp_path_factory):
 
 
 def test_the_kernels_as_they_are_pass():
-    for batch in bf16_batches():
-        check(batch)
+    check_all(library())
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_caught(name, planted):
     loaded = planted[name].result()
     with pytest.raises((EmulationError, AssertionError), match=BUGS[name][3]):
-        for batch in bf16_batches():
-            check(batch, loaded=loaded)
+        check_all(loaded)
 
 
 def battery():

@@ -1,5 +1,5 @@
-// Pointers of the CUDA kernels. They cannot be dereferenced: prim.h loads and stores. On a GPU they are
-// plain addresses; in the emulator (JAX_PAGED_EMULATE) they know their buffer.
+// Pointers of the CUDA kernels. They cannot be dereferenced: prim.h loads and stores. On a GPU they
+// are plain addresses; in the emulator (JAX_PAGED_EMULATE) they know their buffer.
 
 #ifndef JAX_PAGED_CUDA_POINTERS_H_
 #define JAX_PAGED_CUDA_POINTERS_H_
@@ -22,7 +22,7 @@ class Global {
   Global() = default;
   JAX_PAGED_HOST_DEVICE explicit Global(T* p) : p_(p) {}
 
-  template <typename U, typename = std::enable_if_t<std::is_same_v<const U, T>>>
+  template <typename U, typename = std::enable_if_t<std::is_same_v<const U, T> > >
   JAX_PAGED_HOST_DEVICE Global(Global<U> other) : p_(other.get()) {}
 
   JAX_PAGED_HOST_DEVICE Global operator+(int64_t n) const { return Global(p_ + n); }

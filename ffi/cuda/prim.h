@@ -1,6 +1,6 @@
-// Everything that the kernels ask of the hardware, one wrapper per instruction. Kernels use no other
-// intrinsic, no inline PTX and no pointer dereference, so that the same sources run on a GPU (here) and
-// in the emulator (emu/prim.h, chosen by JAX_PAGED_EMULATE).
+// Everything that the kernels ask of the hardware, one wrapper per instruction. Kernels use no
+// other intrinsic, no inline PTX and no pointer dereference, so that the same sources run on a GPU
+// (here) and in the emulator (emu/prim.h, chosen by JAX_PAGED_EMULATE).
 //
 // Instructions are those of sm_80: mma.sync, ldmatrix and cp.async, no wgmma, no TMA.
 
@@ -140,10 +140,10 @@ JAX_PAGED_DEVICE uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 JAX_PAGED_DEVICE void CpAsync16(Shared<char> to, Global<const char> from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                   SharedAddress(to.get())),
-               "l"(from.get()), "r"(valid ? 16 : 0)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(SharedAddress(to.get())),
+      "l"(from.get()), "r"(valid ? 16 : 0)
+      : "memory");
 }
 JAX_PAGED_DEVICE void CpAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS>
@@ -163,7 +163,8 @@ JAX_PAGED_DEVICE void CpAsyncWait(int32_t groups) {
   }
 }
 
-// ---- matrices: four 8 x 8 tiles of 16-bit elements; lane i gives the address of row i % 8 of tile i / 8
+// ---- matrices: four 8 x 8 tiles of 16-bit elements; lane i gives the address of row i % 8 of tile
+// i / 8
 
 JAX_PAGED_DEVICE void LoadMatrix(uint32_t (&r)[4], Shared<char> row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -43,7 +43,8 @@ struct Fiber {
 extern "C" void jax_paged_emu_switch(void** save, void* load);
 
 inline void StartFiber(Fiber* fiber, char* stack, size_t stack_bytes, void (*entry)()) {
-  void** top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) & ~15ull);
+  void** top =
+      reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) & ~15ull);
   *--top = nullptr;  // the return address of `entry`, which never returns
   *--top = reinterpret_cast<void*>(entry);
   top -= 6;  // the registers that the first switch pops; their values do not matter

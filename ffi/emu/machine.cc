@@ -335,7 +335,8 @@ void CheckVisible(const Region& region, const GlobalWord& word, int64_t offset, 
   }
   if (word.launch != machine.launch) return;
   if (word.cta == machine.cta->index) {
-    if (!OrderedInCta(word)) Fail(site, "race: read after write of " + AtWord(region, word, offset));
+    if (!OrderedInCta(word))
+      Fail(site, "race: read after write of " + AtWord(region, word, offset));
     if (cache == Cache::kReadOnly) {
       Fail(site, "read-only load of what this launch wrote: " + AtWord(region, word, offset));
     }
@@ -397,8 +398,8 @@ std::string DeadlockText() {
     if (cta->live_threads == 0) continue;
     for (size_t i = 0; i < cta->lanes.size(); ++i) {
       const Lane& lane = cta->lanes[i];
-      const std::string warp = "CTA " + std::to_string(cta->index) + " warp " +
-                               std::to_string(i / kWarpSize) + ": ";
+      const std::string warp =
+          "CTA " + std::to_string(cta->index) + " warp " + std::to_string(i / kWarpSize) + ": ";
       if (lane.waits == Waits::kForever) places.insert(warp + "threads that ended");
       if (lane.waits == Waits::kBarrier) {
         places.insert(warp + "threads at the barrier " + Text(lane.site));
@@ -422,7 +423,8 @@ bool RunSome() {
   std::vector<Choice> choices;
   for (const auto& cta : machine.resident) {
     if (cta->live_threads == 0) continue;
-    for (int32_t w = 0; w < static_cast<int32_t>(cta->warps.size()); ++w) choices.push_back({cta.get(), w});
+    for (int32_t w = 0; w < static_cast<int32_t>(cta->warps.size()); ++w)
+      choices.push_back({cta.get(), w});
   }
   while (!choices.empty()) {
     const size_t pick = machine.random() % choices.size();
@@ -635,8 +637,7 @@ char* WriteGlobal(uintptr_t address, Region* region, int64_t bytes, Site site) {
   const int64_t offset = static_cast<int64_t>(address - region->begin);
   for (int64_t i = offset / 4; i < (offset + bytes + 3) / 4; ++i) {
     GlobalWord& word = region->words[i];
-    if (word.launch == machine.launch &&
-        (word.cta != machine.cta->index || !OrderedInCta(word))) {
+    if (word.launch == machine.launch && (word.cta != machine.cta->index || !OrderedInCta(word))) {
       Fail(site, "race: write after write of " + AtWord(*region, word, 4 * i));
     }
     word = {machine.clock, machine.launch, machine.cta->index, machine.thread};
@@ -649,7 +650,8 @@ char* AtomicGlobal(uintptr_t address, Region* region, int64_t bytes, Site site) 
   const int64_t offset = static_cast<int64_t>(address - region->begin);
   for (int64_t i = offset / 4; i < (offset + bytes + 3) / 4; ++i) {
     const GlobalWord& word = region->words[i];
-    if (word.launch == 0) Fail(site, "atomic on " + region->name + ", which nobody has initialised");
+    if (word.launch == 0)
+      Fail(site, "atomic on " + region->name + ", which nobody has initialised");
     if (word.launch == machine.launch) {
       Fail(site, "race: atomic on " + AtWord(*region, word, 4 * i) + " in the same launch");
     }
@@ -713,7 +715,8 @@ void CpAsyncWait(int groups_in_flight, Site site) {
     }
   }
   lane.copies.erase(lane.copies.begin(), lane.copies.begin() + static_cast<int64_t>(copies));
-  lane.group_sizes.erase(lane.group_sizes.begin(), lane.group_sizes.begin() + static_cast<int64_t>(groups));
+  lane.group_sizes.erase(lane.group_sizes.begin(),
+                         lane.group_sizes.begin() + static_cast<int64_t>(groups));
 }
 
 }  // namespace jax_paged::emu

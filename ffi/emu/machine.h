@@ -1,22 +1,28 @@
-// A GPU that runs kernels on the CPU, one CTA thread per fiber, and looks for what a GPU would not show.
+// A GPU that runs kernels on the CPU, one CTA thread per fiber, and looks for what a GPU would not
+// show.
 //
-// Kernels reach it through emu/prim.h only. A fiber runs until it waits at a warp collective or a CTA
-// barrier; the seed decides which CTA, which warp and which lane goes on. What is reported, as one line
-// with file and line of the kernel source:
+// Kernels reach it through emu/prim.h only. A fiber runs until it waits at a warp collective or a
+// CTA barrier; the seed decides which CTA, which warp and which lane goes on. What is reported, as
+// one line with file and line of the kernel source:
 //   bounds       every access, against the buffer that the pointer was made from
 //   poison       shared memory, results and workspace that are read before they are written
 //   races        two threads touch one word of shared memory, one of them writing, with no barrier
-//                between. Only __syncwarp (within its warp) and __syncthreads order anything here: the
-//                other collectives and cp.async.wait_group do not, although the emulation aligns lanes.
-//   cp.async     any touch of its destination between issue and wait_group. The copy happens as late
+//                between. Only __syncwarp (within its warp) and __syncthreads order anything here:
+//                the other collectives and cp.async.wait_group do not, although the emulation
+//                aligns lanes.
+//   cp.async     any touch of its destination between issue and wait_group. The copy happens as
+//   late
 //                as legal, as early as legal, or by chance either way, by seed.
-//   publication  one CTA reads what another wrote in the same launch, unless the write came before a
+//   publication  one CTA reads what another wrote in the same launch, unless the write came before
+//   a
 //                fence before an atomic, and an atomic and a fence came before the read.
 //   deadlock     threads of a CTA at different barriers or collectives, or gone before one
-// Not shown: bank conflicts, registers, occupancy, memory reordering beyond the above, fast-math bits.
+// Not shown: bank conflicts, registers, occupancy, memory reordering beyond the above, fast-math
+// bits.
 //
-// A race needs no unlucky order to be found: each 4-byte word remembers who touched it when, in ticks of
-// a clock that barriers, fences and atomics advance, and any pair that no barrier parts is a race.
+// A race needs no unlucky order to be found: each 4-byte word remembers who touched it when, in
+// ticks of a clock that barriers, fences and atomics advance, and any pair that no barrier parts is
+// a race.
 
 #ifndef JAX_PAGED_EMU_MACHINE_H_
 #define JAX_PAGED_EMU_MACHINE_H_
@@ -92,8 +98,8 @@ void ThreadFence(Site site);
 
 // Runs op(inputs of 32 lanes, outputs of 32 lanes) once all lanes of the warp are here.
 using CollectiveOp = void (*)(Site site, const char* inputs, char* outputs);
-void Collective(const char* name, Site site, CollectiveOp op, const void* input, int64_t input_bytes,
-                void* output, int64_t output_bytes);
+void Collective(const char* name, Site site, CollectiveOp op, const void* input,
+                int64_t input_bytes, void* output, int64_t output_bytes);
 void SyncWarp(Site site);
 
 // Check an access and return where the bytes really are.
@@ -108,7 +114,8 @@ char* WriteGlobal(uintptr_t address, Region* region, int64_t bytes, Site site);
 // An atomic read-modify-write: publishes and acquires, see above.
 char* AtomicGlobal(uintptr_t address, Region* region, int64_t bytes, Site site);
 
-void CpAsync16(int64_t shared_offset, uintptr_t address, const Region* region, bool valid, Site site);
+void CpAsync16(int64_t shared_offset, uintptr_t address, const Region* region, bool valid,
+               Site site);
 void CpAsyncCommit();
 void CpAsyncWait(int groups_in_flight, Site site);
 

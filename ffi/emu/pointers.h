@@ -1,5 +1,6 @@
-// Emulator twins of Global and Shared (cuda/pointers.h): pointers that know their buffer, so that every
-// access through prim.h is checked against its bounds. There is no operator*: prim.h is the only way in.
+// Emulator twins of Global and Shared (cuda/pointers.h): pointers that know their buffer, so that
+// every access through prim.h is checked against its bounds. There is no operator*: prim.h is the
+// only way in.
 
 #ifndef JAX_PAGED_EMU_POINTERS_H_
 #define JAX_PAGED_EMU_POINTERS_H_

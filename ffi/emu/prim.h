@@ -49,13 +49,14 @@ struct FromLane {
 
 template <typename T>
 inline T Shuffle(T x, int32_t lane, Site site = Site::Here()) {
-  return emu::WarpCollective<FromLane<T>, T>(
-      "Shuffle", site, {x, lane}, [](Site s, const FromLane<T>* in, T* out) {
-        for (int i = 0; i < kWarpLanes; ++i) {
-          if (in[i].lane < 0 || in[i].lane >= kWarpLanes) emu::Fail(s, "Shuffle from no lane");
-          out[i] = in[in[i].lane].x;
-        }
-      });
+  return emu::WarpCollective<FromLane<T>, T>("Shuffle", site, {x, lane},
+                                             [](Site s, const FromLane<T>* in, T* out) {
+                                               for (int i = 0; i < kWarpLanes; ++i) {
+                                                 if (in[i].lane < 0 || in[i].lane >= kWarpLanes)
+                                                   emu::Fail(s, "Shuffle from no lane");
+                                                 out[i] = in[in[i].lane].x;
+                                               }
+                                             });
 }
 template <typename T>
 inline T ShuffleXor(T x, int32_t mask, Site site = Site::Here()) {
@@ -67,12 +68,14 @@ inline T ShuffleUp(T x, int32_t distance, Site site = Site::Here()) {
   return Shuffle(x, lane < distance ? lane : lane - distance, site);
 }
 inline uint32_t Ballot(bool x, Site site = Site::Here()) {
-  return emu::WarpCollective<uint32_t, uint32_t>(
-      "Ballot", site, x, [](Site, const uint32_t* in, uint32_t* out) {
-        uint32_t bits = 0;
-        for (int i = 0; i < kWarpLanes; ++i) bits |= in[i] << i;
-        for (int i = 0; i < kWarpLanes; ++i) out[i] = bits;
-      });
+  return emu::WarpCollective<uint32_t, uint32_t>("Ballot", site, x,
+                                                 [](Site, const uint32_t* in, uint32_t* out) {
+                                                   uint32_t bits = 0;
+                                                   for (int i = 0; i < kWarpLanes; ++i)
+                                                     bits |= in[i] << i;
+                                                   for (int i = 0; i < kWarpLanes; ++i)
+                                                     out[i] = bits;
+                                                 });
 }
 
 inline int32_t PopCount(uint32_t x) { return __builtin_popcount(x); }
@@ -92,9 +95,8 @@ inline void Store(Shared<T> p, std::common_type_t<T> x, Site site = Site::Here()
 template <typename T>
 inline T LoadConst(Global<const T> p, Site site = Site::Here()) {
   T x;
-  std::memcpy(
-      &x, emu::ReadGlobal(p.address(), p.region(), sizeof(T), emu::Cache::kReadOnly, site),
-      sizeof(T));
+  std::memcpy(&x, emu::ReadGlobal(p.address(), p.region(), sizeof(T), emu::Cache::kReadOnly, site),
+              sizeof(T));
   return x;
 }
 template <typename T>
@@ -131,8 +133,8 @@ struct Fragment {
   uint32_t r[4];
 };
 
-// Row `i % 8` of tile `i / 8` begins at rows[i]. Plain: lane l gets columns 2(l % 4) and the next of row
-// l / 4; transposed: rows 2(l % 4) and the next of column l / 4.
+// Row `i % 8` of tile `i / 8` begins at rows[i]. Plain: lane l gets columns 2(l % 4) and the next
+// of row l / 4; transposed: rows 2(l % 4) and the next of column l / 4.
 template <bool TRANSPOSED>
 inline void LoadMatrixAs(uint32_t (&r)[4], Shared<char> row, Site site) {
   const Fragment out = emu::WarpCollective<int64_t, Fragment>(

@@ -1,5 +1,5 @@
-// What the attention kernels are told about one call, and the layout of their workspace. Knows nothing
-// of XLA; plain C++17, so that handler, kernels and emulator share it.
+// What the attention kernels are told about one call, and the layout of their workspace. Knows
+// nothing of XLA; plain C++17, so that handler, kernels and emulator share it.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_ARGS_H_
 #define JAX_PAGED_CUDA_ATTENTION_ARGS_H_
@@ -56,26 +56,26 @@ struct alignas(16) RowSplits {
 };
 
 struct AttentionArgs {
-  Global<const char> q;                // [num_tokens, num_q_heads, head_dim]
-  Global<const char> k_pages;          // strides below
+  Global<const char> q;        // [num_tokens, num_q_heads, head_dim]
+  Global<const char> k_pages;  // strides below
   Global<const char> v_pages;
-  Global<const int32_t> page_table;    // [max_seqs, pages_per_seq]
-  Global<const int32_t> seq_lens;      // [max_seqs]
-  Global<const int32_t> cu_q_lens;     // [max_seqs + 1]
-  Global<const int32_t> num_seqs;      // [1]
-  Global<const int32_t> layer;         // scalar
-  Global<const float> sm_scale;        // scalar
-  Global<char> out;                    // [num_tokens, num_q_heads, v_head_dim]
-  Global<float> lse;                   // [num_tokens, num_q_heads]
+  Global<const int32_t> page_table;  // [max_seqs, pages_per_seq]
+  Global<const int32_t> seq_lens;    // [max_seqs]
+  Global<const int32_t> cu_q_lens;   // [max_seqs + 1]
+  Global<const int32_t> num_seqs;    // [1]
+  Global<const int32_t> layer;       // scalar
+  Global<const float> sm_scale;      // scalar
+  Global<char> out;                  // [num_tokens, num_q_heads, v_head_dim]
+  Global<float> lse;                 // [num_tokens, num_q_heads]
 
   // Workspace.
-  Global<float> partial_out;           // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
-  Global<float> partial_ml;            // [num_slots, kTileRows, 2]: m (log2) and l
+  Global<float> partial_out;  // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
+  Global<float> partial_ml;   // [num_slots, kTileRows, 2]: m (log2) and l
   Global<PlanHeader> header;
-  Global<RowLengths> row_lengths;      // [max_seqs]
-  Global<RowSplits> row_splits;        // [max_seqs]
-  Global<int64_t> first_piece;         // [max_seqs + 1]
-  Global<uint32_t> arrivals;           // [num_slots]
+  Global<RowLengths> row_lengths;  // [max_seqs]
+  Global<RowSplits> row_splits;    // [max_seqs]
+  Global<int64_t> first_piece;     // [max_seqs + 1]
+  Global<uint32_t> arrivals;       // [num_slots]
 
   PageStrides k_strides;
   PageStrides v_strides;
@@ -117,8 +117,9 @@ struct WorkspaceShape {
   int64_t split_tokens;
 };
 
-// Partial results that a call may leave. Automatic splits: two per worker, whatever the batch and the
-// context. Fixed splits: one per split of each decode row's unit (rows with more queries are not cut).
+// Partial results that a call may leave. Automatic splits: two per worker, whatever the batch and
+// the context. Fixed splits: one per split of each decode row's unit (rows with more queries are
+// not cut).
 inline int64_t NumSlots(const WorkspaceShape& shape) {
   int64_t splits = 2 * kMaxWorkers;
   if (shape.split_tokens > 0) {

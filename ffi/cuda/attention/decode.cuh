@@ -1,25 +1,27 @@
 // Attention for few queries per row, on tensor cores (bf16, f16).
 //
-// Grid: args.num_workers persistent CTAs of 4 warps; each walks the pieces of its range (plan.cuh). A
-// unit's 16 packed rows (the query heads of a group, or several queries of them) are the M of
+// Grid: args.num_workers persistent CTAs of 4 warps; each walks the pieces of its range (plan.cuh).
+// A unit's 16 packed rows (the query heads of a group, or several queries of them) are the M of
 // mma.m16n8k16, so each K and V element is read once from the pages for all of them.
 //   CTA    a tile of 64 KV tokens at a time
 //   warp   16 of them, with its own softmax state (m, l, O) and its own ring of K and V stages; the
 //          warps meet only at the end of a segment
 //   lane   rows l/4 and l/4 + 8; of each 8 columns the two at 2(l%4)
 // Pipeline of a warp, per tile:
-//   wait for the stage's cp.async, syncwarp         the loads of all lanes are visible, and all lanes
+//   wait for the stage's cp.async, syncwarp         the loads of all lanes are visible, and all
+//   lanes
 //                                                   are done with the stage of the tile before
 //   issue the tile that is stages - 1 ahead into that stage
 //   S = Q K^T, softmax in log2, O = O a + P V       O in registers, K and V by ldmatrix; Q in
-//                                                   registers, or in shared memory above head_dim 128
-// The loader runs ahead across segments, so the rings never drain. The page id of a tile is read one
-// tile before its loads are issued.
+//                                                   registers, or in shared memory above head_dim
+//                                                   128
+// The loader runs ahead across segments, so the rings never drain. The page id of a tile is read
+// one tile before its loads are issued.
 //
 // Shared memory: 4 warps x stages x 2 x 16 rows (96 KiB for head_dim 128, 3 stages) + 12 KiB.
-// Bound by memory bandwidth: at head_dim 128 and 4.3 TB/s on 132 SMs a warp tile of 8 KiB takes 250 ns;
-// its 32 mma, 16 ldmatrix and about 300 issue slots fit in three times.
-// FlashDecoding (split KV), LeanAttention (stream-K ranges), FlashInfer (GQA group as M).
+// Bound by memory bandwidth: at head_dim 128 and 4.3 TB/s on 132 SMs a warp tile of 8 KiB takes 250
+// ns; its 32 mma, 16 ldmatrix and about 300 issue slots fit in three times. FlashDecoding (split
+// KV), LeanAttention (stream-K ranges), FlashInfer (GQA group as M).
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_DECODE_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_DECODE_CUH_
@@ -72,8 +74,8 @@ class DecodeLoader {
     return (segment_.first_tile + tile_) * kTileTokens + prim::WarpIndex() * kWarpTokens;
   }
 
-  // Reads the page id for the tile that is loaded next. Lane l looks for token l % 16; where pages hold
-  // a multiple of 16 tokens all tokens are in one page, and all lanes look for the first.
+  // Reads the page id for the tile that is loaded next. Lane l looks for token l % 16; where pages
+  // hold a multiple of 16 tokens all tokens are in one page, and all lanes look for the first.
   JAX_PAGED_DEVICE void FindPage(const AttentionArgs& args) {
     const int32_t token = FirstToken() + (one_page_ ? 0 : prim::LaneIndex() % kWarpTokens);
     page_id_ = -1;
@@ -86,8 +88,7 @@ class DecodeLoader {
   JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {
     const int32_t lane = prim::Opaque(prim::LaneIndex());
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
-    const bool has_token =
-        has_page && FirstToken() + lane % kWarpTokens < segment_.lengths.seq_len;
+    const bool has_token = has_page && FirstToken() + lane % kWarpTokens < segment_.lengths.seq_len;
     const uint32_t mask = prim::Ballot(has_token) & 0xffffu;
     const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
     if (lane == 0) prim::Store(token_masks_ + stage, mask);
@@ -176,8 +177,7 @@ JAX_PAGED_DEVICE void DecodeQueries<T, HEAD_DIM, SHARED>::Fill(const AttentionAr
   for (int32_t half = 0; half < 2; ++half) {
     const bool valid = row + 8 * half < rows.count && !scale.is_zero;
     const int64_t head = valid ? HeadIndex(args, segment, rows, row + 8 * half) : 0;
-    const Global<const char> source =
-        args.q + (head * HEAD_DIM + column) * int64_t{sizeof(T)};
+    const Global<const char> source = args.q + (head * HEAD_DIM + column) * int64_t{sizeof(T)};
     const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
     JAX_PAGED_UNROLL
     for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
@@ -209,13 +209,15 @@ class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
       Word4 x = {0, 0, 0, 0};
       if (row < rows.count && !scale.is_zero) {
         const int64_t head = HeadIndex(args, segment, rows, row);
-        const Global<const char> source = args.q + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)};
+        const Global<const char> source =
+            args.q + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)};
         x = prim::LoadConst(source.template As<const Word4>());
         x = {x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign};
       }
       prim::Store((tile_ + Traits::Offset(row, chunk)).template As<Word4>(), x);
     }
-    prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next Fill
+    prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next
+                          // Fill
   }
   JAX_PAGED_DEVICE void Get(int32_t k, uint32_t (&a)[4]) const {
     const int32_t lane = prim::LaneIndex();
@@ -226,7 +228,8 @@ class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
   Shared<char> tile_;
 };
 
-// One warp tile of 16 tokens. `token_mask` says which of them exist; row r sees those below visible[r].
+// One warp tile of 16 tokens. `token_mask` says which of them exist; row r sees those below
+// visible[r].
 template <typename T, int HEAD_DIM, typename Queries>
 JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32_t first_token,
                                  const int32_t (&visible)[2], bool sees_all, float scale,
@@ -286,9 +289,8 @@ JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32
   }
 
   // The C layout of S is the A layout of P. l sums the unrounded weights: rounding is unbiased.
-  const uint32_t a[4] = {
-      prim::PackPair<T>(p[0][0], p[0][1]), prim::PackPair<T>(p[0][2], p[0][3]),
-      prim::PackPair<T>(p[1][0], p[1][1]), prim::PackPair<T>(p[1][2], p[1][3])};
+  const uint32_t a[4] = {prim::PackPair<T>(p[0][0], p[0][1]), prim::PackPair<T>(p[0][2], p[0][3]),
+                         prim::PackPair<T>(p[1][0], p[1][1]), prim::PackPair<T>(p[1][2], p[1][3])};
   const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
   JAX_PAGED_UNROLL
   for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {
@@ -352,7 +354,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < kColumns / 8; ++n) {
       if (first + n * 8 >= HEAD_DIM) continue;
-      const float(&o)[4] = state->o[first / 8 + n];
+      const float (&o)[4] = state->o[first / 8 + n];
       JAX_PAGED_UNROLL
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t at = (warp * kTileRows + lane_row + 8 * half) * kPitch + n * 8 + lane % 4 * 2;
@@ -414,9 +416,9 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       // Every lane's copies into this stage are done, and every lane has read the stage before it.
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
-      DecodeTile<T, HEAD_DIM>(ring + stage * Traits::kStageBytes,
-                              prim::Load(token_masks + stage), first_token, visible,
-                              first_token + kWarpTokens <= all_visible, scale.factor, queries, &state);
+      DecodeTile<T, HEAD_DIM>(ring + stage * Traits::kStageBytes, prim::Load(token_masks + stage),
+                              first_token, visible, first_token + kWarpTokens <= all_visible,
+                              scale.factor, queries, &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);

@@ -1,5 +1,5 @@
-// XLA FFI handler of jax_paged.attention.v1 on CUDA: checks, fills AttentionArgs, launches. Operands and
-// attributes are those of the CPU handler; the third result is the workspace.
+// XLA FFI handler of jax_paged.attention.v1 on CUDA: checks, fills AttentionArgs, launches.
+// Operands and attributes are those of the CPU handler; the third result is the workspace.
 
 #include <string>
 #include <string_view>
@@ -38,10 +38,10 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
   AttentionCall call = {};
   Layout layout;
   if (failed(ReadLayout(op, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(ReadPoolShape(op, "k_pages", Shape(k_pages), layout, ByteWidth(dtype),
-                           &call.k_pool)) ||
-      failed(ReadPoolShape(op, "v_pages", Shape(v_pages), layout, ByteWidth(dtype),
-                           &call.v_pool)) ||
+      failed(
+          ReadPoolShape(op, "k_pages", Shape(k_pages), layout, ByteWidth(dtype), &call.k_pool)) ||
+      failed(
+          ReadPoolShape(op, "v_pages", Shape(v_pages), layout, ByteWidth(dtype), &call.v_pool)) ||
       failed(CheckSamePool(op, call.k_pool, call.v_pool, Shape(v_pages))) ||
       failed(CheckRank(op, "q", Shape(q), 3)) ||
       failed(CheckRank(op, "page_table", Shape(page_table), 2))) {
@@ -93,8 +93,8 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
 
 }  // namespace
 
-// kCmdBufferCompatible: no allocation, no synchronisation, no read of device memory by the host; the
-// launch depends on shapes, attributes and the device alone.
+// kCmdBufferCompatible: no allocation, no synchronisation, no read of device memory by the host;
+// the launch depends on shapes, attributes and the device alone.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -111,9 +111,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
                                   .Attr<int64_t>("split_tokens")
-                                  .Ret<ffi::AnyBuffer>()           // out
-                                  .Ret<ffi::Buffer<ffi::F32>>()    // lse
-                                  .Ret<ffi::Buffer<ffi::S32>>(),   // workspace
+                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Ret<ffi::Buffer<ffi::F32>>()   // lse
+                                  .Ret<ffi::Buffer<ffi::S32>>(),  // workspace
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_paged::cuda

@@ -1,8 +1,7 @@
-#include "cuda/attention/launch.h"
-
 #include <atomic>
 #include <mutex>
 
+#include "cuda/attention/launch.h"
 #include "cuda/attention/plan.cuh"
 
 namespace jax_paged::cuda {
@@ -55,8 +54,7 @@ cudaError_t GetDeviceLimits(DeviceLimits* limits) {
   return cudaSuccess;
 }
 
-cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits,
-                       const AttentionArgs& args) {
+cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {
   // One CTA plans; the others help where there is much to fill or to clear.
   constexpr int64_t kPerCta = 16384;
   const int64_t work = (args.num_slots + int64_t{args.num_tokens} * args.num_q_heads) / kPerCta;

@@ -51,8 +51,8 @@ cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, Attent
   cudaError_t error = AllowSharedMemory(DecodeKernel<T, HEAD_DIM>, limits, &allowed);
   if (error == cudaSuccess) error = LaunchPlan(stream, limits, args);
   if (error != cudaSuccess) return error;
-  DecodeKernel<T, HEAD_DIM><<<args.num_workers, kAttentionThreads,
-                              Traits::SharedBytes(shape.stages), stream>>>(args);
+  DecodeKernel<T, HEAD_DIM>
+      <<<args.num_workers, kAttentionThreads, Traits::SharedBytes(shape.stages), stream>>>(args);
   return cudaGetLastError();
 }
 

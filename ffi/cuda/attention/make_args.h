@@ -1,5 +1,5 @@
-// From the shapes and addresses of a call to AttentionArgs. Checks what Python has checked before, so
-// that a call that came another way cannot make a kernel read out of bounds.
+// From the shapes and addresses of a call to AttentionArgs. Checks what Python has checked before,
+// so that a call that came another way cannot make a kernel read out of bounds.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
 #define JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
@@ -13,7 +13,8 @@
 
 namespace jax_paged::cuda {
 
-// The operands, results and attributes of jax_paged.attention.v1. All pointers are device addresses.
+// The operands, results and attributes of jax_paged.attention.v1. All pointers are device
+// addresses.
 struct AttentionCall {
   const void* q;
   const void* k_pages;

@@ -1,19 +1,23 @@
-// The planner, launched before the attention kernel: lengths on the device become ranges of work, with
-// no help from the host.
+// The planner, launched before the attention kernel: lengths on the device become ranges of work,
+// with no help from the host.
 //
-//   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group inside)
+//   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group
+//   inside)
 //          share each KV head.
 //   unit   (row, KV head, tile of kTileRows packed rows)
-//   piece  what a unit is made of: one KV tile where splits are automatic, else one split. Pieces are
+//   piece  what a unit is made of: one KV tile where splits are automatic, else one split. Pieces
+//   are
 //          numbered through: row, KV head, tile of packed rows, position. Worker w owns the pieces
-//          [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to within a piece,
-//          and at most two units of a worker are shared with others (stream-K, after LeanAttention).
+//          [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to within a
+//          piece, and at most two units of a worker are shared with others (stream-K, after
+//          LeanAttention).
 //
-// Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes out
-// = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters to 0.
+// Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
+// out = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters to 0.
 //
-// Grid: any number of CTAs of 256 threads. Each walks all rows (a scan of a few hundred numbers, cheaper
-// than a second launch); CTA 0 writes the plan, the CTAs share the zero-filling. Bound by latency.
+// Grid: any number of CTAs of 256 threads. Each walks all rows (a scan of a few hundred numbers,
+// cheaper than a second launch); CTA 0 writes the plan, the CTAs share the zero-filling. Bound by
+// latency.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_PLAN_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_PLAN_CUH_
@@ -27,8 +31,8 @@ namespace jax_paged::cuda {
 
 inline constexpr int32_t kPlanThreads = 256;
 inline constexpr int32_t kPlanWarps = kPlanThreads / kWarpLanes;
-// A unit is not spread over more workers than this while their share is below kFewTiles: merging costs
-// more than it saves.
+// A unit is not spread over more workers than this while their share is below kFewTiles: merging
+// costs more than it saves.
 inline constexpr int32_t kManySplits = 32;
 inline constexpr int32_t kFewTiles = 4;
 
@@ -115,8 +119,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   const int32_t thread = prim::ThreadIndex();
   const bool writes_plan = prim::BlockIndex() == 0;
   const Shared<char> shared = prim::SharedMemory();
-  const Shared<int64_t> warp_totals =
-      (shared + offsetof(PlanShared, warp_totals)).As<int64_t>();
+  const Shared<int64_t> warp_totals = (shared + offsetof(PlanShared, warp_totals)).As<int64_t>();
   const Shared<int32_t> begins = (shared + offsetof(PlanShared, begin)).As<int32_t>();
   const Shared<int32_t> ends = (shared + offsetof(PlanShared, end)).As<int32_t>();
   const Shared<int32_t> empties = (shared + offsetof(PlanShared, is_empty)).As<int32_t>();
@@ -156,8 +159,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
         args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;
     int64_t block_pieces, block_slots, block_most;
     const int64_t first_piece =
-        num_pieces - row_pieces +
-        BlockScan</*MAX=*/false>(row_pieces, warp_totals, &block_pieces);
+        num_pieces - row_pieces + BlockScan</*MAX=*/false>(row_pieces, warp_totals, &block_pieces);
     plan.splits.first_slot =
         num_slots - row_slots + BlockScan</*MAX=*/false>(row_slots, warp_totals, &block_slots);
     BlockScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &block_most);

@@ -1,12 +1,13 @@
-// What the attention kernels share: a worker's walk over its pieces, the way from partial results to
-// the output, and the addresses of both. plan.cuh explains row, unit and piece.
+// What the attention kernels share: a worker's walk over its pieces, the way from partial results
+// to the output, and the addresses of both. plan.cuh explains row, unit and piece.
 //
 //   segment  consecutive pieces of one unit that one worker folds into one result: with automatic
 //            splits all pieces of the unit in the worker's range, with fixed splits one piece.
 //
-// A unit that is one segment is written to the output at once. Else each segment leaves (m, l, O) in its
-// slot; whoever arrives last at the unit's counter adds the slots in the order of the pieces. Bits
-// therefore depend on the plan, never on the order in which CTAs run, and no CTA ever waits for another.
+// A unit that is one segment is written to the output at once. Else each segment leaves (m, l, O)
+// in its slot; whoever arrives last at the unit's counter adds the slots in the order of the
+// pieces. Bits therefore depend on the plan, never on the order in which CTAs run, and no CTA ever
+// waits for another.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_SEGMENT_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_SEGMENT_CUH_
@@ -36,7 +37,7 @@ JAX_PAGED_DEVICE WorkRange MyRange(const AttentionArgs& args) {
 }
 
 struct Segment {
-  int64_t position;    // of its first piece, among all pieces
+  int64_t position;  // of its first piece, among all pieces
   int32_t row;
   int32_t unit;        // of the row
   int32_t piece;       // of the unit
@@ -84,8 +85,7 @@ JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange
   LoadRow(args, &segment);
   const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_piece + low);
   segment.unit = static_cast<int32_t>(within / segment.splits.num_pieces);
-  segment.piece =
-      static_cast<int32_t>(within - int64_t{segment.unit} * segment.splits.num_pieces);
+  segment.piece = static_cast<int32_t>(within - int64_t{segment.unit} * segment.splits.num_pieces);
   ShapeSegment(args, range, &segment);
   return segment;
 }
@@ -148,14 +148,13 @@ JAX_PAGED_DEVICE int32_t VisibleKeys(const AttentionArgs& args, const Segment& s
 }
 
 // The base of the layer's pages.
-JAX_PAGED_DEVICE Global<const char> LayerPages(const AttentionArgs& args,
-                                               Global<const char> pages,
+JAX_PAGED_DEVICE Global<const char> LayerPages(const AttentionArgs& args, Global<const char> pages,
                                                const PageStrides& strides) {
   return pages + prim::LoadConst(args.layer) * strides.layer;
 }
 
-// sm_scale * log2(e) split into a positive factor and what is done to the bits of q, so that the largest
-// logit always has the largest product, and a masked logit (-inf) never meets a factor 0.
+// sm_scale * log2(e) split into a positive factor and what is done to the bits of q, so that the
+// largest logit always has the largest product, and a masked logit (-inf) never meets a factor 0.
 struct LogitScale {
   float factor;
   bool is_negative;
@@ -185,14 +184,14 @@ JAX_PAGED_DEVICE Destination DestinationOf(const AttentionArgs& args, const Work
   if (args.has_fixed_splits()) {
     to.segments = segment.splits.num_pieces;
     to.is_output = to.segments == 1;
-    to.first_slot =
-        segment.splits.first_slot + int64_t{segment.unit} * segment.splits.num_pieces;
+    to.first_slot = segment.splits.first_slot + int64_t{segment.unit} * segment.splits.num_pieces;
     to.next_slot = to.first_slot + 1;
     to.slot_step = 1;
     to.slot = to.first_slot + segment.piece;
     return to;
   }
-  // Worker w has slot 2w for a unit that began with an earlier worker, 2w + 1 for one that begins here.
+  // Worker w has slot 2w for a unit that began with an earlier worker, 2w + 1 for one that begins
+  // here.
   const int64_t begin = segment.position - segment.piece;
   const int64_t end = begin + segment.splits.num_pieces;
   to.is_output = begin >= range.begin && end <= range.end;
@@ -230,16 +229,14 @@ JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, int64_t head_index,
   constexpr float kLn2 = 0.69314718055994530942f;
   // l == 0: no key was seen. NaN is no answer either, but must not become one: it stays NaN.
   const float factor = l == 0.0f ? 0.0f : 1.0f / l;
-  const Float4 x = l == 0.0f ? Float4{0, 0, 0, 0}
-                             : Float4{sum.x * factor, sum.y * factor, sum.z * factor,
-                                      sum.w * factor};
-  const Global<char> out =
-      args.out + (head_index * args.v_head_dim + column) * int64_t{sizeof(T)};
+  const Float4 x = l == 0.0f
+                       ? Float4{0, 0, 0, 0}
+                       : Float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+  const Global<char> out = args.out + (head_index * args.v_head_dim + column) * int64_t{sizeof(T)};
   if constexpr (sizeof(T) == 4) {
     prim::Store(out.As<Float4>(), x);
   } else {
-    prim::Store(out.As<Word2>(),
-                Word2{prim::PackPair<T>(x.x, x.y), prim::PackPair<T>(x.z, x.w)});
+    prim::Store(out.As<Word2>(), Word2{prim::PackPair<T>(x.x, x.y), prim::PackPair<T>(x.z, x.w)});
   }
   if (column == 0) {
     prim::Store(args.lse + head_index,

@@ -1,12 +1,13 @@
-// Attention without tensor cores: f32, and any head_dim or v_head_dim that decode.cuh has no kernel for.
-// Right rather than fast.
+// Attention without tensor cores: f32, and any head_dim or v_head_dim that decode.cuh has no kernel
+// for. Right rather than fast.
 //
-// Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16 packed
-// rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between the steps:
+// Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
+// packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between
+// the steps:
 //   look up   thread t < 64: where token t lies, whether it exists
-//   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from its page
-//   softmax   warp w: rows 4w to 4w + 3
-//   values    thread t: columns t, t + 128, ... of all rows; a value that a row does not see is not used
+//   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from its
+//   page softmax   warp w: rows 4w to 4w + 3 values    thread t: columns t, t + 128, ... of all
+//   rows; a value that a row does not see is not used
 //
 // Shared memory: (16 x (head_dim + v_head_dim) + 16 x 64) x 4 bytes + 2 KiB: 70 KiB at 512 + 512.
 // Bound by shared-memory reads and uncoalesced loads of K.
@@ -211,8 +212,7 @@ class SimtCta {
       for (int32_t row = 0; row < kTileRows; ++row) {
         sum[row] = 0.0f;
         if (row < rows.count) {
-          sum[row] =
-              prim::Load(o_ + (row * args_.v_head_dim + column)) * prim::Load(Keep() + row);
+          sum[row] = prim::Load(o_ + (row * args_.v_head_dim + column)) * prim::Load(Keep() + row);
         }
       }
       for (int32_t token = 0; token < kTileTokens; ++token) {

@@ -33,13 +33,13 @@ struct DecodeTraits {
   static_assert(HEAD_DIM % 16 == 0, "one k-step of mma.m16n8k16 takes 16 dimensions");
 
   static constexpr int32_t kRowChunks = HEAD_DIM / 8;  // of 16 bytes
-  // ldmatrix reads 8 rows at once: their 16-byte chunks must lie in different bank groups. Where a row
-  // is a multiple of 128 bytes the chunk index is xored with the row, else rows are padded to an odd
-  // number of chunks.
+  // ldmatrix reads 8 rows at once: their 16-byte chunks must lie in different bank groups. Where a
+  // row is a multiple of 128 bytes the chunk index is xored with the row, else rows are padded to
+  // an odd number of chunks.
   static constexpr bool kSwizzled = kRowChunks % 8 == 0;
   static constexpr int32_t kRowBytes = (kSwizzled ? kRowChunks : kRowChunks | 1) * 16;
   static constexpr int32_t kWarpTileBytes = kWarpTokens * kRowBytes;
-  static constexpr int32_t kStageBytes = 2 * kWarpTileBytes;  // K, then V
+  static constexpr int32_t kStageBytes = 2 * kWarpTileBytes;                // K, then V
   static constexpr int32_t kLoads = kWarpTokens * kRowChunks / kWarpLanes;  // per lane, of K or V
   static_assert(kWarpTokens * kRowChunks % kWarpLanes == 0);
   static constexpr bool kSharedQueries = HEAD_DIM > 128;  // else they fit in registers

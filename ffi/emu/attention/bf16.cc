@@ -6,9 +6,8 @@
 namespace jax_paged::emu {
 
 AttentionKernel BFloat16Kernel(const cuda::AttentionArgs& args) {
-  AttentionKernel kernel = {
-      [](const cuda::AttentionArgs& a) { cuda::SimtCta<BFloat16>(a).Run(); },
-      cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
+  AttentionKernel kernel = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<BFloat16>(a).Run(); },
+                            cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
   cuda::WithDecodeHeadDim(args.head_dim, args.v_head_dim, [&](auto head_dim) {
     kernel = {cuda::DecodeCta<BFloat16, head_dim.value>,
               cuda::DecodeTraits<head_dim.value>::SharedBytes(args.stages)};

@@ -1,5 +1,5 @@
-// The attention kernels as the emulator runs them; one source per element type, so that they compile in
-// parallel.
+// The attention kernels as the emulator runs them; one source per element type, so that they
+// compile in parallel.
 
 #ifndef JAX_PAGED_EMU_ATTENTION_KERNELS_H_
 #define JAX_PAGED_EMU_ATTENTION_KERNELS_H_

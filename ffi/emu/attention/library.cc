@@ -52,7 +52,7 @@ struct EmulatedCall {
   int64_t num_kv_splits;
   int64_t split_tokens;
   int64_t workspace_words;
-  int32_t dtype;  // Dtype
+  int32_t dtype;   // Dtype
   int32_t layout;  // Layout
   int32_t causal;
   int32_t num_workers;
@@ -84,8 +84,13 @@ const char* emulate_attention(const EmulatedCall* in) {
   call.num_q_heads = in->num_q_heads;
   call.max_seqs = in->max_seqs;
   call.pages_per_seq = in->pages_per_seq;
-  call.k_pool = {in->num_layers, in->num_pages, in->num_kv_heads, in->page_size, in->head_dim,
-                 element_bytes, static_cast<jax_paged::Layout>(in->layout)};
+  call.k_pool = {in->num_layers,
+                 in->num_pages,
+                 in->num_kv_heads,
+                 in->page_size,
+                 in->head_dim,
+                 element_bytes,
+                 static_cast<jax_paged::Layout>(in->layout)};
   call.v_pool = call.k_pool;
   call.v_pool.head_dim = in->v_head_dim;
   call.num_kv_splits = in->num_kv_splits;
@@ -117,18 +122,19 @@ const char* emulate_attention(const EmulatedCall* in) {
                       [&] { cuda::PlanCta(args); });
   if (!error.empty()) return Keep(error);
   const emu::AttentionKernel kernel =
-      dtype == Dtype::kBFloat16 ? emu::BFloat16Kernel(args)
-                                : (dtype == Dtype::kFloat16 ? emu::Float16Kernel(args)
-                                                            : emu::Float32Kernel(args));
-  return Keep(emu::Launch({args.num_workers, cuda::kAttentionThreads, kernel.shared_bytes, in->seed},
-                          [&] { kernel.run(args); }));
+      dtype == Dtype::kBFloat16
+          ? emu::BFloat16Kernel(args)
+          : (dtype == Dtype::kFloat16 ? emu::Float16Kernel(args) : emu::Float32Kernel(args));
+  return Keep(
+      emu::Launch({args.num_workers, cuda::kAttentionThreads, kernel.shared_bytes, in->seed},
+                  [&] { kernel.run(args); }));
 }
 
 int64_t workspace_words(int64_t max_seqs, int64_t num_kv_heads, int64_t group_size,
                         int64_t v_head_dim, int64_t capacity, int64_t num_kv_splits,
                         int64_t split_tokens) {
-  return jax_paged::cuda::WorkspaceWords({max_seqs, num_kv_heads, group_size, v_head_dim, capacity,
-                                          num_kv_splits, split_tokens});
+  return jax_paged::cuda::WorkspaceWords(
+      {max_seqs, num_kv_heads, group_size, v_head_dim, capacity, num_kv_splits, split_tokens});
 }
 
 void skip_site(const char* site) { jax_paged::emu::SkipSite(site); }
