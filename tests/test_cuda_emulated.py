@@ -108,7 +108,7 @@ def test_other_head_dims_run_without_tensor_cores(head_dim, v_head_dim, dtype):
 @pytest.mark.parametrize(("heads", "head_dim"), [((8, 2), 64), ((20, 1), 128)])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_every_split_matches(dtype, heads, head_dim, options):
-    case = Case("split", *heads, head_dim, page_size=16)
+    case = Case("split", heads[0], heads[1], head_dim, page_size=16)
     q_lens, seq_lens = [1, 1, 3, 0, 12], [600, 513, 200, 9, 70]
     check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, seed=5), **options)
 
