@@ -17,7 +17,7 @@ import jax_paged
 from jax_paged import _ffi, copy_pages, paged_attention, ragged_paged_attention, write_kv
 
 ROOT = Path(__file__).parent.parent
-ISAS = ["generic", "avx2", "avx512"]
+ISAS = ["generic", "avx2", "avx512", "avx512bf16"]
 MODULES = sorted(module.name for module in pkgutil.iter_modules(jax_paged.__path__, "jax_paged."))
 
 

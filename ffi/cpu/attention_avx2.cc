@@ -14,7 +14,6 @@
 #include "cpu/kernels.h"
 
 #define JAX_PAGED_ISA avx2
-#define JAX_PAGED_ISA_NAME "avx2"
 
 JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 // clang-format off: in this order
@@ -24,6 +23,11 @@ JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
 // clang-format on
+namespace jax_paged::cpu::avx2 {
+constexpr Kernels kKernels = {"avx2",
+                              {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
+                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
+}
 JAX_PAGED_END_TARGET
 
 namespace jax_paged::cpu {

@@ -18,7 +18,6 @@
 #include "cpu/kernels.h"
 
 #define JAX_PAGED_ISA avx512
-#define JAX_PAGED_ISA_NAME "avx512"
 
 JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 // clang-format off: in this order
@@ -28,6 +27,11 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
 // clang-format on
+namespace jax_paged::cpu::avx512 {
+constexpr Kernels kKernels = {"avx512",
+                              {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
+                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
+}
 JAX_PAGED_END_TARGET
 
 namespace jax_paged::cpu {

@@ -1,4 +1,4 @@
-// Attention kernels in standard C++, for any architecture. Rules for this file: isa.h.
+// Attention kernels in plain C++, for any architecture. Rules for this file: isa.h.
 
 #include <math.h>
 
@@ -13,7 +13,6 @@
 #include "cpu/kernels.h"
 
 #define JAX_PAGED_ISA generic
-#define JAX_PAGED_ISA_NAME "generic"
 
 // clang-format off: in this order
 #include "cpu/vec_generic.h"
@@ -22,6 +21,11 @@
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
 // clang-format on
+namespace jax_paged::cpu::generic {
+constexpr Kernels kKernels = {"generic",
+                              {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
+                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
+}
 
 namespace jax_paged::cpu {
 

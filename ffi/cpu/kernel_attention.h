@@ -51,11 +51,6 @@ void FoldUnit(const AttentionParams& params, const Row& row, const WorkItem& ite
   WriteOutput<T>(params, row, item, total);
 }
 
-// In the order of Dtype.
-inline constexpr Kernels kKernels = {JAX_PAGED_ISA_NAME,
-                                     {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
-                                     {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
-
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 
 #endif  // JAX_PAGED_CPU_KERNEL_ATTENTION_H_

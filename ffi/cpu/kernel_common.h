@@ -125,29 +125,44 @@ JAX_PAGED_INLINE void StoreTail(T* p, Vec x, int64_t n) {
   Store(p, x);
 }
 
-// The unit's queries as floats [padded_rows, q_stride]; rows past the unit's own are zero.
+// One query, times sign (1, -1 or 0), as the logits want it, followed by zeros. Null: all zeros.
+template <typename T>
+JAX_PAGED_INLINE void LoadQuery(const T* source, int64_t head_dim, float sign, float* q,
+                                int64_t q_stride) {
+  const Vec factor = Set1(sign);
+  int64_t d = 0;  // in floats of q
+  if constexpr (kUsesDot<T>) {
+    for (int64_t from = 0; source && from < head_dim; from += 2 * kWidth, d += kWidth) {
+      Store(q + d, LoadWords(source + from, head_dim - from));
+      BFloat16* words = reinterpret_cast<BFloat16*>(q + d);
+      const Pair x = LoadPair(words);
+      StorePair(words, {Mul(factor, x.a), Mul(factor, x.b)});
+    }
+  } else if (source) {
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      const Pair x = LoadPair(source + d);
+      Store(q + d, Mul(factor, x.a));
+      Store(q + d + kWidth, Mul(factor, x.b));
+    }
+    for (; d < head_dim; d += kWidth) {
+      Store(q + d, Mul(factor, LoadTail(source + d, head_dim - d)));
+    }
+  }
+  for (; d < q_stride; d += kWidth) Store(q + d, Zero());
+}
+
+// The unit's queries [padded_rows, q_stride]; rows past the unit's own are zero.
 template <typename T>
 void LoadQueries(const AttentionParams& params, const Row& row, const WorkItem& item, float sign,
                  int64_t padded_rows, const WorkerScratch& scratch) {
-  const int64_t head_dim = params.head_dim;
   const int64_t num_rows = item.packed_end - item.packed_begin;
-  const Vec factor = Set1(sign);
   for (int64_t r = 0; r < padded_rows; ++r) {
-    float* q = scratch.q + r * scratch.q_stride;
-    int64_t d = 0;
+    const T* source = nullptr;
     if (r < num_rows) {
-      const T* source = static_cast<const T*>(params.q) +
-                        QueryHead(params, row, item, item.packed_begin + r) * head_dim;
-      for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-        const Pair x = LoadPair(source + d);
-        Store(q + d, Mul(factor, x.a));
-        Store(q + d + kWidth, Mul(factor, x.b));
-      }
-      for (; d < head_dim; d += kWidth) {
-        Store(q + d, Mul(factor, LoadTail(source + d, head_dim - d)));
-      }
+      source = static_cast<const T*>(params.q) +
+               QueryHead(params, row, item, item.packed_begin + r) * params.head_dim;
     }
-    for (; d < scratch.q_stride; d += kWidth) Store(q + d, Zero());
+    LoadQuery(source, params.head_dim, sign, scratch.q + r * scratch.q_stride, scratch.q_stride);
   }
 }
 

@@ -9,7 +9,7 @@
 //            too.
 //   weights  running maximum per row; 2^(s * scale - m), masked ones exactly 0
 //   values   rows x 2 or 4 vectors of accumulators run over the tokens, then o = o * alpha + sum
-// While logits are made the block's V is prefetched, and the next block's K while V is used: the
+// While K is used the next block's K is prefetched, and its V while V is used: the
 // kernel is bound by reading K and V. Registers of a tile of 8 with AVX-512: 16 sums, 2 of K or V,
 // 1 of q.
 
@@ -38,63 +38,76 @@ inline void PrefetchRow(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
 }
 
-// Adds one vector of dimensions (HALF: 8 of them) of ROWS queries x (kWidth / ROWS) keys to the
-// sums.
-template <typename T, int ROWS, bool HALF>
-JAX_PAGED_INLINE void ScoreVector(const float* q, int64_t q_stride, const T* const* k, int64_t d,
-                                  Vec* sum) {
-  JAX_PAGED_UNROLL
-  for (int t = 0; t < kWidth / ROWS; ++t) {
-    const Vec key = LoadPart<HALF>(k[t] + d);
+// Adds N vectors of dimensions, of ROWS queries x (kWidth / ROWS) keys, to the sums. What is used
+// most often stays in registers: keys or queries.
+template <typename T, int ROWS, int N, typename Keys>
+JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& keys, Vec* sum) {
+  constexpr int kTokens = kWidth / ROWS;
+  if constexpr (kTokens <= 2) {
+    Vec key[kTokens * N];
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < kTokens; ++t) keys.Get(t, key + t * N);
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-      sum[t * ROWS + r] = Fma(Load(q + r * q_stride + d), key, sum[t * ROWS + r]);
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < N; ++j) {
+        Vec query = Load(q + r * q_stride + j * kWidth);
+        if (kTokens > 1) Pin(query);
+        JAX_PAGED_UNROLL
+        for (int t = 0; t < kTokens; ++t) {
+          Vec& s = sum[t * ROWS + r];
+          s = MultiplyAdd<T>(query, key[t * N + j], s);
+        }
+      }
+    }
+  } else {
+    Vec query[ROWS * N];
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < N; ++j) {
+        query[r * N + j] = Load(q + r * q_stride + j * kWidth);
+        Pin(query[r * N + j]);
+      }
+    }
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < kTokens; ++t) {
+      Vec key[N];
+      keys.Get(t, key);
+      JAX_PAGED_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        Vec& s = sum[t * ROWS + r];
+        JAX_PAGED_UNROLL
+        for (int j = 0; j < N; ++j) s = MultiplyAdd<T>(query[r * N + j], key[j], s);
+      }
     }
   }
 }
 
-// The same for a pair of vectors. What is used most often stays in registers: keys or queries.
-template <typename T, int ROWS>
-JAX_PAGED_INLINE void ScorePair(const float* q, int64_t q_stride, const T* const* k, int64_t d,
-                                Vec* sum) {
-  constexpr int kTokens = kWidth / ROWS;
-  if constexpr (kTokens <= 2) {
-    Pair key[kTokens];
-    JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) key[t] = LoadPair(k[t] + d);
-    JAX_PAGED_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      Vec query_a = Load(q + r * q_stride + d), query_b = Load(q + r * q_stride + d + kWidth);
-      if (kTokens > 1) {
-        Pin(query_a);
-        Pin(query_b);
-      }
-      JAX_PAGED_UNROLL
-      for (int t = 0; t < kTokens; ++t) {
-        Vec& s = sum[t * ROWS + r];
-        s = Fma(query_b, key[t].b, Fma(query_a, key[t].a, s));
-      }
-    }
-  } else {
-    Vec query_a[ROWS], query_b[ROWS];
-    JAX_PAGED_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      query_a[r] = Load(q + r * q_stride + d);
-      query_b[r] = Load(q + r * q_stride + d + kWidth);
-      Pin(query_a[r]);
-      Pin(query_b[r]);
-    }
-    JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) {
-      const Pair key = LoadPair(k[t] + d);
-      JAX_PAGED_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        Vec& s = sum[t * ROWS + r];
-        s = Fma(query_b[r], key.b, Fma(query_a[r], key.a, s));
-      }
-    }
+// Sources of keys for ScoreStep: dimensions from d on of token t.
+template <typename T>
+struct KeyPairs {
+  const T* const* k;
+  int64_t d;
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const {
+    const Pair x = LoadPair(k[t] + d);
+    key[0] = x.a;
+    key[1] = x.b;
   }
-}
+};
+template <typename T, bool HALF>
+struct KeyVectors {
+  const T* const* k;
+  int64_t d;
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadPart<HALF>(k[t] + d); }
+};
+template <typename T>
+struct KeyWords {
+  const T* const* k;
+  int64_t d;
+  int64_t n;  // dimensions left
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
+};
 
 // ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
 template <typename T, int ROWS>
@@ -104,14 +117,25 @@ JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const*
   JAX_PAGED_UNROLL
   for (int i = 0; i < kWidth; ++i) sum[i] = Zero();
   int64_t d = 0;
-  for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-    ScorePair<T, ROWS>(q, q_stride, k, d, sum);
+  if constexpr (kUsesDot<T>) {
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, 2 * kWidth}, sum);
+    }
+    if (d < head_dim) {
+      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, head_dim - d}, sum);
+    }
+  } else {
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      ScoreStep<T, ROWS, 2>(q + d, q_stride, KeyPairs<T>{k, d}, sum);
+    }
+    if (d + kWidth <= head_dim) {
+      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/false>{k, d}, sum);
+      d += kWidth;
+    }
+    if (d < head_dim) {
+      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/true>{k, d}, sum);
+    }
   }
-  if (d + kWidth <= head_dim) {
-    ScoreVector<T, ROWS, /*HALF=*/false>(q, q_stride, k, d, sum);
-    d += kWidth;
-  }
-  if (d < head_dim) ScoreVector<T, ROWS, /*HALF=*/true>(q, q_stride, k, d, sum);
   return SumEach(sum);
 }
 
@@ -191,21 +215,21 @@ void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_
 // One block for packed rows [row0, row0 + ROWS). visible[r] counts the block's tokens that row r
 // sees, ascending in r.
 template <typename T, int ROWS>
-void DecodeTile(const KeyBlock<T>& block, const T* const* next_k, const int* visible, int row0,
+void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* visible, int row0,
                 DecodeState* state) {
   constexpr int kTokens = kWidth / ROWS;
   const float* q = state->q + row0 * state->q_stride;
   float* scores = state->scores + row0 * kKeyBlock;
   const int count = visible[ROWS - 1];
   const int padded = static_cast<int>(RoundUp(count, kTokens));
-  const int64_t v_bytes = state->v_head_dim * int64_t{sizeof(T)};
+  const int64_t k_bytes = state->head_dim * int64_t{sizeof(T)};
 
   Vec top = Set1(-kInfinity);
   for (int t = 0; t < padded; t += kTokens) {
     const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
     Store(scores + t * ROWS, s);
     JAX_PAGED_UNROLL
-    for (int i = 0; i < kTokens; ++i) PrefetchRow(block.v[t + i], v_bytes);
+    for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
   }
   for (int t = visible[0]; t < padded; ++t) {
     for (int r = 0; r < ROWS; ++r) {
@@ -246,11 +270,11 @@ void DecodeTile(const KeyBlock<T>& block, const T* const* next_k, const int* vis
   // A masked value must not be touched, not even with weight 0: tokens that only the later rows see
   // are added row by row.
   float* o = state->o + row0 * state->o_stride;
-  AddValues<T, ROWS>({scores, ROWS, 0, visible[0]}, block.v, next_k, state->v_head_dim, alpha, o,
+  AddValues<T, ROWS>({scores, ROWS, 0, visible[0]}, block.v, next.v, state->v_head_dim, alpha, o,
                      state->o_stride);
   constexpr float kOne = 1.0f;
   for (int r = 1; r < ROWS && visible[0] < count; ++r) {
-    AddValues<T, 1>({scores + r, ROWS, visible[0], visible[r]}, block.v, next_k, state->v_head_dim,
+    AddValues<T, 1>({scores + r, ROWS, visible[0], visible[r]}, block.v, next.v, state->v_head_dim,
                     &kOne, o + r * state->o_stride, state->o_stride);
   }
 }
@@ -296,12 +320,12 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
              &blocks[0]);
   for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
     const KeyBlock<T>& block = blocks[current];
-    const int64_t next = token + block_tokens;
-    const T* const* next_k = block.k;
-    if (next < end) {
-      GatherKeys(params, item.row, item.kv_head, next, Clamp(next + block_tokens, next, end),
-                 &blocks[current ^ 1]);
-      if (blocks[current ^ 1].count > 0) next_k = blocks[current ^ 1].k;
+    const KeyBlock<T>* next = &block;  // what to prefetch
+    if (token + block_tokens < end) {
+      KeyBlock<T>* const following = &blocks[current ^ 1];
+      GatherKeys(params, item.row, item.kv_head, token + block_tokens,
+                 Clamp(token + 2 * block_tokens, begin, end), following);
+      if (following->count > 0) next = following;
     }
     int visible[kDecodeMaxRows];
     for (int r = 0; r < kDecodeMaxRows; ++r) visible[r] = block.Visible(limit[r]);
@@ -309,13 +333,13 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
       const int tile = TileRows(num_rows, r);
       if (visible[r + tile - 1] == 0) {  // nothing to see
       } else if (tile == 8) {
-        DecodeTile<T, 8>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 8>(block, *next, visible + r, r, &state);
       } else if (tile == 4) {
-        DecodeTile<T, 4>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 4>(block, *next, visible + r, r, &state);
       } else if (tile == 2) {
-        DecodeTile<T, 2>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 2>(block, *next, visible + r, r, &state);
       } else {
-        DecodeTile<T, 1>(block, next_k, visible + r, r, &state);
+        DecodeTile<T, 1>(block, *next, visible + r, r, &state);
       }
       r += tile;
     }

@@ -24,13 +24,31 @@ JAX_PAGED_INLINE void StoreTransposed(Vec* x, int64_t rows, float* to) {
   for (int64_t i = 0; i < rows; ++i) Store(to + i * kPanel, x[i]);
 }
 
-// k_panels[panel][d][token of the panel], zeros past the block's tokens.
+// Floats along head_dim of queries and packed keys.
+template <typename T>
+constexpr int64_t KeyDepth(int64_t head_dim) {
+  return kUsesDot<T> ? head_dim / 2 : head_dim;
+}
+
+// k_panels[panel][float along head_dim][token of the panel], zeros past the block's tokens.
 template <typename T>
 void PackKeys(const KeyBlock<T>& block, int64_t head_dim, float* panels) {
+  const int64_t depth = KeyDepth<T>(head_dim);
   for (int t0 = 0; t0 < block.count; t0 += kWidth) {
-    float* to = panels + (t0 / kPanel) * head_dim * kPanel + t0 % kPanel;
+    float* to = panels + (t0 / kPanel) * depth * kPanel + t0 % kPanel;
     const int tokens = block.count - t0 < kWidth ? block.count - t0 : kWidth;
     int64_t d = 0;
+    if constexpr (kUsesDot<T>) {
+      for (; d < head_dim; d += 2 * kWidth) {
+        Vec a[kWidth];
+        JAX_PAGED_UNROLL
+        for (int i = 0; i < kWidth; ++i) {
+          a[i] = i < tokens ? LoadWords(block.k[t0 + i] + d, head_dim - d) : Zero();
+        }
+        StoreTransposed(a, Clamp((head_dim - d) / 2, 0, kWidth), to + d / 2 * kPanel);
+      }
+      continue;
+    }
     for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
       Vec a[kWidth], b[kWidth];
       JAX_PAGED_UNROLL
@@ -52,8 +70,8 @@ void PackKeys(const KeyBlock<T>& block, int64_t head_dim, float* panels) {
     }
   }
   if (RoundUp(block.count, kWidth) % kPanel != 0) {  // the second vector of the last panel
-    float* to = panels + (block.count / kPanel) * head_dim * kPanel + kWidth;
-    for (int64_t d = 0; d < head_dim; ++d) Store(to + d * kPanel, Zero());
+    float* to = panels + (block.count / kPanel) * depth * kPanel + kWidth;
+    for (int64_t d = 0; d < depth; ++d) Store(to + d * kPanel, Zero());
   }
 }
 
@@ -78,8 +96,9 @@ void PackValues(const KeyBlock<T>& block, int64_t v_head_dim, float* panels) {
   }
 }
 
-// sum[r][...] = sum over i in [0, depth) of a[r][i] * panel[i][...].
-template <int ROWS>
+// sum[r][...] = sum over i in [0, depth) of a[r][i] * panel[i][...], multiplied as the logits of T
+// are.
+template <typename T, int ROWS>
 JAX_PAGED_INLINE void MultiplyTile(const float* a, int64_t a_stride, const float* panel,
                                    int64_t depth, Vec* sum) {
   JAX_PAGED_UNROLL
@@ -89,8 +108,8 @@ JAX_PAGED_INLINE void MultiplyTile(const float* a, int64_t a_stride, const float
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       const Vec x = Set1(a[r * a_stride + i]);
-      sum[2 * r] = Fma(x, b0, sum[2 * r]);
-      sum[2 * r + 1] = Fma(x, b1, sum[2 * r + 1]);
+      sum[2 * r] = MultiplyAdd<T>(x, b0, sum[2 * r]);
+      sum[2 * r + 1] = MultiplyAdd<T>(x, b1, sum[2 * r + 1]);
     }
   }
 }
@@ -108,15 +127,17 @@ JAX_PAGED_INLINE void AddTile(const Vec* sum, const float* alpha, float* o, int6
 }
 
 // scores[row][token] for the tokens that each row tile sees.
-inline void ScoreRows(const WorkerScratch& scratch, const int* visible, int64_t padded_rows,
-                      int64_t head_dim) {
+template <typename T>
+void ScoreRows(const WorkerScratch& scratch, const int* visible, int64_t padded_rows,
+               int64_t head_dim) {
+  const int64_t depth = KeyDepth<T>(head_dim);
   for (int t = 0; t < visible[padded_rows - 1]; t += kPanel) {
-    const float* panel = scratch.k_panels + t * head_dim;
+    const float* panel = scratch.k_panels + t * depth;
     for (int64_t r = 0; r < padded_rows; r += kGemmRows) {
       if (visible[r + kGemmRows - 1] <= t) continue;
       Vec sum[2 * kGemmRows];
-      MultiplyTile<kGemmRows>(scratch.q + r * scratch.q_stride, scratch.q_stride, panel, head_dim,
-                              sum);
+      MultiplyTile<T, kGemmRows>(scratch.q + r * scratch.q_stride, scratch.q_stride, panel, depth,
+                                 sum);
       float* to = scratch.scores + r * kKeyBlock + t;
       JAX_PAGED_UNROLL
       for (int i = 0; i < kGemmRows; ++i) {
@@ -167,15 +188,15 @@ inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, cons
       const float* weights = scratch.scores + r * kKeyBlock;
       float* o = part.o + r * part.stride + d;
       Vec sum[2 * kGemmRows];
-      MultiplyTile<kGemmRows>(weights, kKeyBlock, panel, least, sum);
+      MultiplyTile<float, kGemmRows>(weights, kKeyBlock, panel, least, sum);
       AddTile<kGemmRows>(sum, alpha + r, o, part.stride);
       // A masked value must not be touched, not even with weight 0: keys that only the later rows
       // see are added row by row.
       constexpr float kOne = 1.0f;
       for (int i = 0; i < kGemmRows && least < most; ++i) {
         if (visible[r + i] == least) continue;
-        MultiplyTile<1>(weights + i * kKeyBlock + least, kKeyBlock, panel + least * kPanel,
-                        visible[r + i] - least, sum);
+        MultiplyTile<float, 1>(weights + i * kKeyBlock + least, kKeyBlock, panel + least * kPanel,
+                               visible[r + i] - least, sum);
         AddTile<1>(sum, &kOne, o + i * part.stride, part.stride);
       }
     }
@@ -204,7 +225,7 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
     if (visible[padded_rows - 1] == 0) continue;
     PackKeys(block, params.head_dim, scratch.k_panels);
     PackValues(block, params.v_head_dim, scratch.v_panels);
-    ScoreRows(scratch, visible, padded_rows, params.head_dim);
+    ScoreRows<T>(scratch, visible, padded_rows, params.head_dim);
     for (int64_t r = 0; r < padded_rows; ++r) {
       alpha[r] = WeighRow(scratch.scores + r * kKeyBlock, visible[r], scale, &top[r], &part.m[r],
                           &part.l[r]);

@@ -77,6 +77,7 @@ const Kernels& GenericKernels();
 #ifndef JAX_PAGED_GENERIC_ONLY
 const Kernels& Avx2Kernels();
 const Kernels& Avx512Kernels();
+const Kernels& Avx512Bf16Kernels();
 #endif
 
 // The kernels in use, chosen once: the best that the CPU runs, or what JAX_PAGED_CPU_ISA names.

@@ -32,10 +32,12 @@ std::vector<Isa> BuiltIsas() {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
   isas.push_back({Avx2Kernels(), avx2});
-  isas.push_back({Avx512Kernels(),
-                  avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")});
+  isas.push_back({Avx512Kernels(), avx512});
+  isas.push_back({Avx512Bf16Kernels(), avx512 && __builtin_cpu_supports("avx512bf16")});
 #endif
   return isas;
 }
@@ -130,7 +132,7 @@ NB_MODULE(_cpu, module) {
              "The FFI handlers: a dict of target name to capsule.");
   module.def(
       "isa", [] { return cpu::ChosenKernels().isa; },
-      "The instruction set in use: generic, avx2 or avx512.");
+      "The instruction set in use: generic, avx2, avx512 or avx512bf16.");
   module.def(
       "attention_plan", &cpu::AttentionPlan, nb::kw_only(), nb::arg("q_lens"), nb::arg("seq_lens"),
       nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("v_head_dim"),

@@ -135,6 +135,13 @@ JAX_PAGED_INLINE void Transpose(Vec* x) {
   }
 }
 
+template <typename T>
+constexpr bool kUsesDot = false;
+template <typename T>
+JAX_PAGED_INLINE Vec MultiplyAdd(Vec a, Vec b, Vec c) {
+  return Fma(a, b, c);
+}
+
 JAX_PAGED_INLINE void Prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 }  // namespace jax_paged::cpu::avx2

@@ -6,7 +6,7 @@
 #ifndef JAX_PAGED_CPU_VEC_AVX512_H_
 #define JAX_PAGED_CPU_VEC_AVX512_H_
 
-namespace jax_paged::cpu::avx512 {
+namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 constexpr int kWidth = 16;
 constexpr int kGemmRows = 8;
@@ -161,8 +161,27 @@ JAX_PAGED_INLINE void Transpose(Vec* x) {
   }
 }
 
+template <typename T>
+constexpr bool kUsesDot = false;
+template <typename T>
+JAX_PAGED_INLINE Vec MultiplyAdd(Vec a, Vec b, Vec c) {
+  return Fma(a, b, c);
+}
+#ifdef JAX_PAGED_DOT_BFLOAT16
+template <>
+inline constexpr bool kUsesDot<BFloat16> = true;
+template <>
+JAX_PAGED_INLINE Vec MultiplyAdd<BFloat16>(Vec a, Vec b, Vec c) {
+  return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+}
+JAX_PAGED_INLINE Vec LoadWords(const BFloat16* p, int64_t n) {
+  const __mmask32 keep = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
+  return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(keep, p));
+}
+#endif
+
 JAX_PAGED_INLINE void Prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
-}  // namespace jax_paged::cpu::avx512
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
 
 #endif  // JAX_PAGED_CPU_VEC_AVX512_H_
