@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -156,6 +157,7 @@ def ffi_call(
     attributes: dict[str, Any],
     *,
     aliases: dict[int, int] | None = None,
+    cuda_workspace_words: int = 0,
     implementation: Implementation,
     reference: Callable[..., Sequence[jax.Array]],
 ) -> Sequence[jax.Array]:
@@ -163,14 +165,22 @@ def ffi_call(
 
     implementation="native" fails on other platforms instead; "reference" never calls `target`. The
     results have the types of the reference's, inside shard_map with the mesh axes they vary over.
+    The CUDA handler gets cuda_workspace_words i32 as one more result, if any: memory to work in.
     """
     if implementation == "reference":
         return reference(*operands)
     results = jax.eval_shape(reference, *operands)
+    workspace = ()
+    if cuda_workspace_words:
+        words = results[0].update(shape=(cuda_workspace_words,), dtype=jnp.int32, sharding=None)
+        workspace = (words,)
 
-    def native(*operands):
-        call = jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases)
-        return tuple(call(*operands, **attributes))
+    def native(workspace):
+        def branch(*operands):
+            call = jax.ffi.ffi_call(target, [*results, *workspace], input_output_aliases=aliases)
+            return tuple(call(*operands, **attributes))[: len(results)]
+
+        return branch
 
     def unavailable(message):
         def branch(*operands):
@@ -180,7 +190,9 @@ def ffi_call(
 
     def branch(name):
         message = _why_unavailable(name, target)
-        return native if message is None else unavailable(message)
+        if message is not None:
+            return unavailable(message)
+        return native(workspace if name == "_cuda" else ())
 
     default = unavailable(_no_native(target)) if implementation == "native" else reference
     return jax.lax.platform_dependent(

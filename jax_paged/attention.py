@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout
+from jax_paged.layout import Layout, pages_shape
 from jax_paged.validation import AttentionSpec, check_attention
 
 TARGET = "jax_paged.attention.v1"
@@ -159,17 +159,50 @@ def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *
     return out, lse
 
 
+def _cuda_workspace_words(
+    *,
+    max_seqs: int,
+    num_kv_heads: int,
+    group_size: int,
+    v_head_dim: int,
+    capacity: int,
+    num_kv_splits: int = 0,
+    split_tokens: int = 0,
+) -> int:
+    """What the CUDA kernels work in, in 4-byte words: WorkspaceWords of ffi/cuda/attention/args.h.
+
+    Automatic splits (both 0) leave at most two partial results per worker, whatever the batch and
+    the context; fixed splits leave one for each split of each decode row of `capacity` tokens.
+    """
+    tile_rows, tile_tokens, max_workers = 16, 64, 384
+    slots = 2 * max_workers
+    if split_tokens or num_kv_splits:
+        splits = num_kv_splits
+        if split_tokens:
+            splits = -(-capacity // (-(-split_tokens // tile_tokens) * tile_tokens))
+        uncut = isinstance(splits, int) and splits <= 1
+        slots = 0 if uncut else max_seqs * num_kv_heads * -(-group_size // tile_rows) * splits
+    return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 10 + 4
+
+
 def _call(spec: AttentionSpec, *operands):
+    q, _, v_pages, page_table, *_ = operands
+    pages = pages_shape(v_pages, spec.layout)
+    splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
+    words = _cuda_workspace_words(
+        max_seqs=page_table.shape[0],
+        num_kv_heads=pages.num_kv_heads,
+        group_size=q.shape[1] // pages.num_kv_heads,
+        v_head_dim=pages.head_dim,
+        capacity=page_table.shape[1] * pages.page_size,
+        **splits,
+    )
     return tuple(
         _ffi.ffi_call(
             TARGET,
             operands,
-            {
-                "layout": spec.layout,
-                "causal": spec.causal,
-                "num_kv_splits": spec.num_kv_splits or 0,
-                "split_tokens": spec.split_tokens or 0,
-            },
+            {"layout": spec.layout, "causal": spec.causal, **splits},
+            cuda_workspace_words=words,
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )

@@ -9,6 +9,13 @@
 
 #include <cstdint>
 
+// Marks what device code may call too.
+#ifdef __CUDACC__
+#define JAX_PAGED_HOST_DEVICE __host__ __device__
+#else
+#define JAX_PAGED_HOST_DEVICE
+#endif
+
 namespace jax_paged {
 
 enum class Layout : int { kHnd = 0, kNhd = 1 };
@@ -27,6 +34,26 @@ struct PoolShape {
   int64_t layer_bytes() const { return num_pages * page_bytes(); }
   int64_t num_slots() const { return num_pages * page_size; }
 };
+
+// Distances in bytes, for kernels that find the layer on the device.
+struct PageStrides {
+  int64_t layer;
+  int64_t page;
+  int64_t head;
+  int64_t token;
+
+  // Of the first byte of a token from the first byte of its layer.
+  JAX_PAGED_HOST_DEVICE int64_t Offset(int64_t page_id, int64_t head_id, int64_t offset) const {
+    return page_id * page + head_id * head + offset * token;
+  }
+};
+
+inline PageStrides MakePageStrides(const PoolShape& shape) {
+  const bool hnd = shape.layout == Layout::kHnd;
+  return {shape.layer_bytes(), shape.page_bytes(),
+          shape.token_bytes() * (hnd ? shape.page_size : 1),
+          shape.token_bytes() * (hnd ? 1 : shape.num_kv_heads)};
+}
 
 struct PageView {
   char* base;  // first byte of the layer

@@ -1,0 +1,164 @@
+// What the attention kernels are told about one call, and the layout of their workspace. Knows
+// nothing of XLA; plain C++17, so that handler, kernels and emulator share it.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_ARGS_H_
+#define JAX_PAGED_CUDA_ATTENTION_ARGS_H_
+
+#include <cstdint>
+
+#include "common/page_view.h"
+#include "cuda/pointers.h"
+
+namespace jax_paged::cuda {
+
+inline constexpr int32_t kTileTokens = 64;   // KV tokens that a CTA takes at once
+inline constexpr int32_t kTileRows = 16;     // packed rows of a unit
+inline constexpr int32_t kMaxWorkers = 384;  // CTAs of an attention launch; bounds the workspace
+inline constexpr int32_t kAttentionThreads = 128;
+
+// n / divisor for 0 <= n < 2^31 by a multiplication.
+struct FastDivide {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  JAX_PAGED_HOST_DEVICE int32_t operator()(int32_t n) const {
+    const uint32_t x = static_cast<uint32_t>(n);
+    return static_cast<int32_t>((static_cast<uint32_t>((uint64_t{x} * multiplier) >> 32) + x) >>
+                                shift);
+  }
+};
+
+inline FastDivide MakeFastDivide(int32_t divisor) {
+  const uint64_t d = static_cast<uint64_t>(divisor);
+  uint32_t shift = 0;
+  while ((uint64_t{1} << shift) < d) ++shift;
+  const uint64_t multiplier = ((((uint64_t{1} << shift) - d) << 32) / d) + 1;
+  return {static_cast<uint32_t>(d), static_cast<uint32_t>(multiplier), shift};
+}
+
+// ---- the plan that the planner leaves in the workspace (plan.cuh says what the words mean) ----
+
+struct alignas(16) PlanHeader {
+  int64_t num_pieces;  // of the call
+  int64_t chunk;       // pieces per worker
+};
+struct alignas(16) RowLengths {
+  int32_t q_begin;
+  int32_t q_len;
+  int32_t seq_len;
+  int32_t num_units;  // KV heads x tiles of packed rows; 0: nothing to compute
+};
+struct alignas(16) RowSplits {
+  int32_t num_pieces;   // per unit
+  int32_t piece_tiles;  // KV tiles per piece
+  int64_t first_slot;   // fixed splits: where the row's partial results begin
+};
+
+struct AttentionArgs {
+  Global<const char> q;        // [num_tokens, num_q_heads, head_dim]
+  Global<const char> k_pages;  // strides below
+  Global<const char> v_pages;
+  Global<const int32_t> page_table;  // [max_seqs, pages_per_seq]
+  Global<const int32_t> seq_lens;    // [max_seqs]
+  Global<const int32_t> cu_q_lens;   // [max_seqs + 1]
+  Global<const int32_t> num_seqs;    // [1]
+  Global<const int32_t> layer;       // scalar
+  Global<const float> sm_scale;      // scalar
+  Global<char> out;                  // [num_tokens, num_q_heads, v_head_dim]
+  Global<float> lse;                 // [num_tokens, num_q_heads]
+
+  // Workspace.
+  Global<float> partial_out;  // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
+  Global<float> partial_ml;   // [num_slots, kTileRows, 2]: m (log2) and l
+  Global<PlanHeader> header;
+  Global<RowLengths> row_lengths;  // [max_seqs]
+  Global<RowSplits> row_splits;    // [max_seqs]
+  Global<int64_t> first_piece;     // [max_seqs + 1]
+  Global<uint32_t> arrivals;       // [num_slots]
+
+  PageStrides k_strides;
+  PageStrides v_strides;
+  int64_t pages_per_seq;
+  int64_t num_slots;
+  FastDivide by_page_size;
+  FastDivide by_group_size;
+  int32_t num_layers;
+  int32_t num_pages;
+  int32_t page_size;
+  int32_t capacity;  // tokens that a row of the page table can name
+  int32_t num_tokens;
+  int32_t max_seqs;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t head_dim;
+  int32_t v_head_dim;
+  int32_t element_bytes;
+  int32_t num_kv_splits;  // 0: automatic
+  int32_t split_tokens;   // 0: off
+  int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
+  int32_t stages;         // of the decode kernel's rings
+  bool causal;
+
+  JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {
+    return num_kv_splits > 0 || split_tokens > 0;
+  }
+};
+
+// Sizes that the workspace depends on.
+struct WorkspaceShape {
+  int64_t max_seqs;
+  int64_t num_kv_heads;
+  int64_t group_size;
+  int64_t v_head_dim;
+  int64_t capacity;
+  int64_t num_kv_splits;
+  int64_t split_tokens;
+};
+
+// Partial results that a call may leave. Automatic splits: two per worker, whatever the batch and
+// the context. Fixed splits: one per split of each decode row's unit (rows with more queries are
+// not cut).
+inline int64_t NumSlots(const WorkspaceShape& shape) {
+  int64_t splits = 2 * kMaxWorkers;
+  if (shape.split_tokens > 0) {
+    const int64_t tokens = (shape.split_tokens + kTileTokens - 1) / kTileTokens * kTileTokens;
+    splits = (shape.capacity + tokens - 1) / tokens;
+  } else if (shape.num_kv_splits > 0) {
+    splits = shape.num_kv_splits;
+  } else {
+    return splits;
+  }
+  if (splits <= 1) return 0;
+  return shape.max_seqs * shape.num_kv_heads * ((shape.group_size + kTileRows - 1) / kTileRows) *
+         splits;
+}
+
+// The workspace in 4-byte words; jax_paged/attention.py computes the same.
+inline int64_t WorkspaceWords(const WorkspaceShape& shape) {
+  const int64_t slot_words = kTileRows * (shape.v_head_dim + 2) + 1;
+  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 10 + 4;
+}
+
+// Places the workspace arrays in `words` words at `memory`, which is aligned to 16 bytes.
+inline void CarveWorkspace(Global<char> memory, const WorkspaceShape& shape, AttentionArgs* args) {
+  const int64_t slots = NumSlots(shape);
+  args->num_slots = slots;
+  const auto take = [&memory](int64_t bytes) {
+    const Global<char> start = memory;
+    memory = memory + bytes;
+    return start;
+  };
+  args->header = take(sizeof(PlanHeader)).As<PlanHeader>();
+  args->row_lengths = take((shape.max_seqs + 1) * sizeof(RowLengths)).As<RowLengths>();
+  args->row_splits = take((shape.max_seqs + 1) * sizeof(RowSplits)).As<RowSplits>();
+  args->partial_out = take(slots * kTileRows * shape.v_head_dim * 4).As<float>();
+  args->partial_ml = take(slots * kTileRows * 8).As<float>();
+  args->first_piece = take((shape.max_seqs + 1) * 8).As<int64_t>();
+  args->arrivals = take(slots * 4).As<uint32_t>();
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_ARGS_H_

@@ -1,0 +1,431 @@
+// Attention for few queries per row, on tensor cores (bf16, f16).
+//
+// Grid: args.num_workers persistent CTAs of 4 warps; each walks the pieces of its range (plan.cuh).
+// A unit's 16 packed rows (the query heads of a group, or several queries of them) are the M of
+// mma.m16n8k16, so each K and V element is read once from the pages for all of them.
+//   CTA    a tile of 64 KV tokens at a time
+//   warp   16 of them, with its own softmax state (m, l, O) and its own ring of K and V stages; the
+//          warps meet only at the end of a segment
+//   lane   rows l/4 and l/4 + 8; of each 8 columns the two at 2(l%4)
+// Pipeline of a warp, per tile:
+//   wait for the stage's cp.async, syncwarp         the loads of all lanes are visible, and all
+//   lanes
+//                                                   are done with the stage of the tile before
+//   issue the tile that is stages - 1 ahead into that stage
+//   S = Q K^T, softmax in log2, O = O a + P V       O in registers, K and V by ldmatrix; Q in
+//                                                   registers, or in shared memory above head_dim
+//                                                   128
+// The loader runs ahead across segments, so the rings never drain. The page id of a tile is read
+// one tile before its loads are issued.
+//
+// Shared memory: 4 warps x stages x 2 x 16 rows (96 KiB for head_dim 128, 3 stages) + 12 KiB.
+// Bound by memory bandwidth: at head_dim 128 and 4.3 TB/s on 132 SMs a warp tile of 8 KiB takes 250
+// ns; its 32 mma, 16 ldmatrix and about 300 issue slots fit in three times. FlashDecoding (split
+// KV), LeanAttention (stream-K ranges), FlashInfer (GQA group as M).
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_DECODE_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_DECODE_CUH_
+
+#include <cstddef>
+
+#include "cuda/attention/args.h"
+#include "cuda/attention/segment.cuh"
+#include "cuda/attention/traits.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+// Brings a warp's K and V into its ring.
+template <int HEAD_DIM>
+class DecodeLoader {
+ public:
+  using Traits = DecodeTraits<HEAD_DIM>;
+
+  JAX_PAGED_DEVICE DecodeLoader(const AttentionArgs& args, const WorkRange& range,
+                                const Segment& first, Shared<char> ring,
+                                Shared<uint32_t> token_masks)
+      : segment_(first),
+        k_(LayerPages(args, args.k_pages, args.k_strides)),
+        v_(LayerPages(args, args.v_pages, args.v_strides)),
+        ring_(ring),
+        token_masks_(token_masks),
+        one_page_(args.page_size % kWarpTokens == 0),
+        has_tile_(range.begin < range.end) {
+    kv_head_ = RowsOf(args, segment_).kv_head;
+    FindPage(args);
+  }
+
+  // Issues the next tile, if there is one, into `stage`, and commits a group in any case.
+  JAX_PAGED_DEVICE void Issue(const AttentionArgs& args, const WorkRange& range, int32_t stage) {
+    if (has_tile_) {
+      CopyTile(args, stage);
+      if (++tile_ == segment_.num_tiles) {
+        tile_ = 0;
+        has_tile_ = NextSegment(args, range, &segment_);
+        kv_head_ = RowsOf(args, segment_).kv_head;
+      }
+      FindPage(args);
+    }
+    prim::CpAsyncCommit();
+  }
+
+ private:
+  JAX_PAGED_DEVICE int32_t FirstToken() const {
+    return (segment_.first_tile + tile_) * kTileTokens + prim::WarpIndex() * kWarpTokens;
+  }
+
+  // Reads the page id for the tile that is loaded next. Lane l looks for token l % 16; where pages
+  // hold a multiple of 16 tokens all tokens are in one page, and all lanes look for the first.
+  JAX_PAGED_DEVICE void FindPage(const AttentionArgs& args) {
+    const int32_t token = FirstToken() + (one_page_ ? 0 : prim::LaneIndex() % kWarpTokens);
+    page_id_ = -1;
+    if (!has_tile_ || token >= segment_.lengths.seq_len) return;
+    const int32_t index = args.by_page_size(token);
+    slot_ = token - index * args.page_size;
+    page_id_ = prim::LoadConst(args.page_table + (segment_.row * args.pages_per_seq + index));
+  }
+
+  JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {
+    const int32_t lane = prim::Opaque(prim::LaneIndex());
+    const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
+    const bool has_token = has_page && FirstToken() + lane % kWarpTokens < segment_.lengths.seq_len;
+    const uint32_t mask = prim::Ballot(has_token) & 0xffffu;
+    const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
+    if (lane == 0) prim::Store(token_masks_ + stage, mask);
+
+    const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
+    const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
+    // Within a page 32 bits address a token's row (MakeArgs checks it).
+    const int32_t token_stride = static_cast<int32_t>(args.k_strides.token);
+    const Global<const char> k_page = k_ + offset;
+    const Global<const char> v_page = v_ + offset;
+    if (one_page_) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < Traits::kLoads; ++i) {
+        const int32_t row = (i * kWarpLanes + lane) / Traits::kRowChunks;
+        const int32_t chunk = (i * kWarpLanes + lane) % Traits::kRowChunks;
+        const int32_t source = row * token_stride + chunk * 16;
+        const bool valid = mask >> row & 1;
+        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_page + source, valid);
+        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_page + source, valid);
+      }
+    } else {
+      JAX_PAGED_NO_UNROLL
+      for (int32_t i = 0; i < Traits::kLoads; ++i) {
+        const int32_t row = (i * kWarpLanes + lane) / Traits::kRowChunks;
+        const int32_t chunk = (i * kWarpLanes + lane) % Traits::kRowChunks;
+        const int64_t source = prim::Shuffle(offset, row) + chunk * 16;
+        const bool valid = mask >> row & 1;
+        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_ + source, valid);
+        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_ + source, valid);
+      }
+    }
+  }
+
+  Segment segment_;
+  Global<const char> k_;
+  Global<const char> v_;
+  Shared<char> ring_;
+  Shared<uint32_t> token_masks_;
+  int32_t kv_head_;
+  int32_t tile_ = 0;
+  int32_t page_id_ = -1;
+  int32_t slot_ = 0;
+  bool one_page_;
+  bool has_tile_;
+};
+
+// A lane's part of a warp's result: two rows, and of each 8 columns two.
+template <int HEAD_DIM>
+struct DecodeState {
+  float o[HEAD_DIM / 8][4];
+  float m[2];
+  float l[2];
+
+  JAX_PAGED_DEVICE void Clear() {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < HEAD_DIM / 8; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
+    m[0] = m[1] = kNegativeInfinity;
+    l[0] = l[1] = 0.0f;
+  }
+};
+
+// The unit's queries as the A operand, in registers.
+template <typename T, int HEAD_DIM, bool SHARED>
+class DecodeQueries {
+ public:
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char>) {}
+  JAX_PAGED_DEVICE void Fill(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, const LogitScale& scale);
+  JAX_PAGED_DEVICE void Get(int32_t k, uint32_t (&a)[4]) const {
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 4; ++i) a[i] = q_[k][i];
+  }
+
+ private:
+  uint32_t q_[HEAD_DIM / 16][4];
+};
+
+template <typename T, int HEAD_DIM, bool SHARED>
+JAX_PAGED_DEVICE void DecodeQueries<T, HEAD_DIM, SHARED>::Fill(const AttentionArgs& args,
+                                                               const Segment& segment,
+                                                               const UnitRows& rows,
+                                                               const LogitScale& scale) {
+  const int32_t row = prim::LaneIndex() / 4;
+  const int32_t column = prim::LaneIndex() % 4 * 2;
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    const bool valid = row + 8 * half < rows.count && !scale.is_zero;
+    const int64_t head = valid ? HeadIndex(args, segment, rows, row + 8 * half) : 0;
+    const Global<const char> source = args.q + (head * HEAD_DIM + column) * int64_t{sizeof(T)};
+    const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
+    JAX_PAGED_UNROLL
+    for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
+      q_[k][half] = q_[k][half + 2] = 0;
+      if (valid) {
+        q_[k][half] = prim::LoadConst((source + k * 32).template As<const uint32_t>()) ^ sign;
+        q_[k][half + 2] =
+            prim::LoadConst((source + (k * 32 + 16)).template As<const uint32_t>()) ^ sign;
+      }
+    }
+  }
+}
+
+// The same in shared memory, for all warps: with O they would not fit in the registers.
+template <typename T, int HEAD_DIM>
+class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
+ public:
+  using Traits = DecodeTraits<HEAD_DIM>;
+
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char> tile) : tile_(tile) {}
+
+  JAX_PAGED_DEVICE void Fill(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, const LogitScale& scale) {
+    const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
+    for (int32_t i = prim::ThreadIndex(); i < kTileRows * Traits::kRowChunks;
+         i += kAttentionThreads) {
+      const int32_t row = i / Traits::kRowChunks;
+      const int32_t chunk = i % Traits::kRowChunks;
+      Word4 x = {0, 0, 0, 0};
+      if (row < rows.count && !scale.is_zero) {
+        const int64_t head = HeadIndex(args, segment, rows, row);
+        const Global<const char> source =
+            args.q + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)};
+        x = prim::LoadConst(source.template As<const Word4>());
+        x = {x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign};
+      }
+      prim::Store((tile_ + Traits::Offset(row, chunk)).template As<Word4>(), x);
+    }
+    prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next
+                          // Fill
+  }
+  JAX_PAGED_DEVICE void Get(int32_t k, uint32_t (&a)[4]) const {
+    const int32_t lane = prim::LaneIndex();
+    prim::LoadMatrix(a, tile_ + Traits::Offset(lane % 16, 2 * k + lane / 16));
+  }
+
+ private:
+  Shared<char> tile_;
+};
+
+// One warp tile of 16 tokens. `token_mask` says which of them exist; row r sees those below
+// visible[r].
+template <typename T, int HEAD_DIM, typename Queries>
+JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32_t first_token,
+                                 const int32_t (&visible)[2], bool sees_all, float scale,
+                                 const Queries& queries, DecodeState<HEAD_DIM>* state) {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const int32_t column = lane % 4 * 2;
+
+  float s[2][4] = {};  // 16 rows x 16 tokens
+  JAX_PAGED_UNROLL
+  for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
+    uint32_t b[4];  // tokens 0-7 and 8-15, each dimensions 0-7 and 8-15 of the step
+    const int32_t row = lane % 8 + lane / 16 * 8;
+    prim::LoadMatrix(b, k_tile + Traits::Offset(row, 2 * k + lane / 8 % 2));
+    uint32_t a[4];
+    queries.Get(k, a);
+    prim::Mma<T>(s[0], a, b[0], b[1]);
+    prim::Mma<T>(s[1], a, b[2], b[3]);
+  }
+
+  if (token_mask != 0xffffu || !sees_all) {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < 2; ++n) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 4; ++i) {
+        const int32_t token = n * 8 + column + i % 2;
+        const bool is_seen = (token_mask >> token & 1) && first_token + token < visible[i / 2];
+        if (!is_seen) s[n][i] = kNegativeInfinity;
+      }
+    }
+  }
+
+  float p[2][4];
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    float top = prim::Max(prim::Max(s[0][2 * half], s[0][2 * half + 1]),
+                          prim::Max(s[1][2 * half], s[1][2 * half + 1]));
+    top = prim::Max(top, prim::ShuffleXor(top, 1));
+    top = prim::Max(top, prim::ShuffleXor(top, 2));
+    const float m = prim::Max(state->m[half], top * scale);
+    const float base = Base(m);
+    const float keep = prim::Exp2(state->m[half] - base);
+    state->m[half] = m;
+    float sum = 0.0f;
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 4; ++i) {
+      float& weight = p[i / 2][2 * half + i % 2];
+      weight = prim::Exp2(prim::Fma(s[i / 2][2 * half + i % 2], scale, -base));
+      sum += weight;
+    }
+    state->l[half] = prim::Fma(state->l[half], keep, sum);
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
+      state->o[n][2 * half] *= keep;
+      state->o[n][2 * half + 1] *= keep;
+    }
+  }
+
+  // The C layout of S is the A layout of P. l sums the unrounded weights: rounding is unbiased.
+  const uint32_t a[4] = {prim::PackPair<T>(p[0][0], p[0][1]), prim::PackPair<T>(p[0][2], p[0][3]),
+                         prim::PackPair<T>(p[1][0], p[1][1]), prim::PackPair<T>(p[1][2], p[1][3])};
+  const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
+  JAX_PAGED_UNROLL
+  for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {
+    uint32_t b[4];  // dimensions 0-7 and 8-15 of the step, each tokens 0-7 and 8-15
+    prim::LoadMatrixTransposed(b, v_tile + Traits::Offset(lane % 16, 2 * n + lane / 16));
+    prim::Mma<T>(state->o[2 * n], a, b[0], b[1]);
+    prim::Mma<T>(state->o[2 * n + 1], a, b[2], b[3]);
+  }
+}
+
+// Adds up the warps' results and sends them where they go.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& range,
+                                    const Segment& segment, const UnitRows& rows,
+                                    Shared<char> exchange, DecodeState<HEAD_DIM>* state) {
+  constexpr int32_t kPitch = ExchangeShared::kColumnPitch;
+  constexpr int32_t kColumns = ExchangeShared::kColumns;
+  constexpr int32_t kQuads = kColumns / 4;
+  static_assert(kTileRows * kQuads == kAttentionThreads, "one float4 per thread");
+  const Shared<float> sums = (exchange + offsetof(ExchangeShared, sums)).As<float>();
+  const Shared<float> ms = (exchange + offsetof(ExchangeShared, m)).As<float>();
+  const Shared<float> ls = (exchange + offsetof(ExchangeShared, l)).As<float>();
+  const int32_t lane = prim::LaneIndex();
+  const int32_t warp = prim::WarpIndex();
+  const int32_t lane_row = lane / 4;
+
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    float l = state->l[half];
+    l += prim::ShuffleXor(l, 1);
+    l += prim::ShuffleXor(l, 2);
+    if (lane % 4 == 0) {
+      prim::Store(ms + (warp * kTileRows + lane_row + 8 * half), state->m[half]);
+      prim::Store(ls + (warp * kTileRows + lane_row + 8 * half), l);
+    }
+  }
+  prim::SyncThreads();
+  float factor[2];
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    float m = kNegativeInfinity;
+    for (int32_t w = 0; w < kWarps; ++w) {
+      m = prim::Max(m, prim::Load(ms + (w * kTileRows + lane_row + 8 * half)));
+    }
+    factor[half] = prim::Exp2(state->m[half] - Base(m));
+  }
+
+  const Destination to = DestinationOf(args, range, segment);
+  const int32_t row = prim::ThreadIndex() / kQuads;
+  float row_m = kNegativeInfinity;
+  float row_l = 0.0f;
+  for (int32_t w = 0; w < kWarps; ++w) {
+    row_m = prim::Max(row_m, prim::Load(ms + (w * kTileRows + row)));
+  }
+  for (int32_t w = 0; w < kWarps; ++w) {
+    const float m = prim::Load(ms + (w * kTileRows + row));
+    row_l = prim::Fma(prim::Load(ls + (w * kTileRows + row)), prim::Exp2(m - Base(row_m)), row_l);
+  }
+  JAX_PAGED_UNROLL
+  for (int32_t first = 0; first < HEAD_DIM; first += kColumns) {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < kColumns / 8; ++n) {
+      if (first + n * 8 >= HEAD_DIM) continue;
+      const float (&o)[4] = state->o[first / 8 + n];
+      JAX_PAGED_UNROLL
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t at = (warp * kTileRows + lane_row + 8 * half) * kPitch + n * 8 + lane % 4 * 2;
+        prim::Store((sums + at).As<Float2>(),
+                    Float2{o[2 * half] * factor[half], o[2 * half + 1] * factor[half]});
+      }
+    }
+    prim::SyncThreads();
+    const int32_t column = prim::ThreadIndex() % kQuads * 4;
+    if (row < rows.count && first + column < HEAD_DIM) {
+      Float4 sum = {0, 0, 0, 0};
+      for (int32_t w = 0; w < kWarps; ++w) {
+        const Float4 x =
+            prim::Load((sums + ((w * kTileRows + row) * kPitch + column)).As<Float4>());
+        sum.x += x.x;
+        sum.y += x.y;
+        sum.z += x.z;
+        sum.w += x.w;
+      }
+      WriteSegment<T>(args, segment, rows, to, row, first + column, sum, row_m, row_l);
+    }
+    prim::SyncThreads();  // sums, and after the last columns m and l, may be overwritten
+  }
+  MergeIfLast<T>(args, segment, rows, to, exchange + offsetof(ExchangeShared, merge));
+}
+
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  const WorkRange range = MyRange(args);
+  if (range.begin >= range.end) return;
+  const int32_t stages = args.stages;
+  const int32_t warp = prim::WarpIndex();
+  const Shared<char> exchange = prim::SharedMemory() + Traits::RingBytes(stages);
+  DecodeQueries<T, HEAD_DIM, Traits::kSharedQueries> queries(exchange + sizeof(ExchangeShared));
+  const Shared<char> ring = prim::SharedMemory() + warp * stages * Traits::kStageBytes;
+  const Shared<uint32_t> token_masks =
+      (exchange + offsetof(ExchangeShared, token_masks)).As<uint32_t>() + warp * kMaxStages;
+  const LogitScale scale = LoadScale(args);
+
+  Segment segment = FirstSegment(args, range);
+  DecodeLoader<HEAD_DIM> loader(args, range, segment, ring, token_masks);
+  for (int32_t s = 0; s < stages - 1; ++s) loader.Issue(args, range, s);
+
+  int32_t stage = 0;
+  bool has_segment = true;
+  while (has_segment) {
+    const UnitRows rows = RowsOf(args, segment);
+    queries.Fill(args, segment, rows, scale);
+    DecodeState<HEAD_DIM> state;
+    state.Clear();
+    const int32_t lane_row = prim::LaneIndex() / 4;
+    const int32_t visible[2] = {VisibleKeys(args, segment, rows, lane_row),
+                                VisibleKeys(args, segment, rows, lane_row + 8)};
+    const int32_t all_visible = VisibleKeys(args, segment, rows, 0);  // to every row of the unit
+    int32_t first_token = segment.first_tile * kTileTokens + warp * kWarpTokens;
+    for (int32_t tile = 0; tile < segment.num_tiles; ++tile, first_token += kTileTokens) {
+      prim::CpAsyncWait(stages - 2);
+      // Every lane's copies into this stage are done, and every lane has read the stage before it.
+      prim::SyncWarp();
+      loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
+      DecodeTile<T, HEAD_DIM>(ring + stage * Traits::kStageBytes, prim::Load(token_masks + stage),
+                              first_token, visible, first_token + kWarpTokens <= all_visible,
+                              scale.factor, queries, &state);
+      stage = stage + 1 == stages ? 0 : stage + 1;
+    }
+    FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);
+    has_segment = NextSegment(args, range, &segment);
+  }
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_DECODE_CUH_

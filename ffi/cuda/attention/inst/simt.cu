@@ -1,0 +1,9 @@
+#include "cuda/attention/launch_inst.cuh"
+
+namespace jax_paged::cuda {
+
+template cudaError_t LaunchSimt<BFloat16>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+template cudaError_t LaunchSimt<Float16>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+template cudaError_t LaunchSimt<float>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+
+}  // namespace jax_paged::cuda

@@ -1,0 +1,81 @@
+#include <atomic>
+#include <mutex>
+
+#include "cuda/attention/launch.h"
+#include "cuda/attention/plan.cuh"
+
+namespace jax_paged::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kPlanThreads)
+    PlanKernel(__grid_constant__ const AttentionArgs args) {
+  PlanCta(args);
+}
+
+template <typename T>
+cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {
+  cudaError_t error = cudaSuccess;
+  const auto decode = [&](auto head_dim) {
+    error = LaunchDecode<T, head_dim.value>(stream, limits, args);
+  };
+  if (!WithDecodeHeadDim(args.head_dim, args.v_head_dim, decode)) {
+    error = LaunchSimt<T>(stream, limits, args);
+  }
+  return error;
+}
+
+}  // namespace
+
+cudaError_t GetDeviceLimits(DeviceLimits* limits) {
+  constexpr int kMaxDevices = 64;
+  static std::mutex mutex;
+  static DeviceLimits known[kMaxDevices];  // multiprocessors 0: not asked yet
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (device < kMaxDevices && known[device].multiprocessors > 0) {
+    *limits = known[device];
+    return cudaSuccess;
+  }
+  const struct {
+    cudaDeviceAttr attribute;
+    int32_t* value;
+  } wanted[] = {
+      {cudaDevAttrMultiProcessorCount, &limits->multiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits->shared_bytes_per_cta},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &limits->shared_bytes_per_multiprocessor},
+  };
+  for (const auto& [attribute, value] : wanted) {
+    error = cudaDeviceGetAttribute(value, attribute, device);
+    if (error != cudaSuccess) return error;
+  }
+  if (device < kMaxDevices) known[device] = *limits;
+  return cudaSuccess;
+}
+
+cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {
+  // One CTA plans; the others help where there is much to fill or to clear.
+  constexpr int64_t kPerCta = 16384;
+  const int64_t work = (args.num_slots + int64_t{args.num_tokens} * args.num_q_heads) / kPerCta;
+  const int64_t most = limits.multiprocessors;
+  const int64_t ctas = 1 + (work < most - 1 ? work : most - 1);
+  PlanKernel<<<static_cast<unsigned>(ctas), kPlanThreads, sizeof(PlanShared), stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits& limits,
+                            AttentionArgs args) {
+  if (args.num_tokens == 0) return cudaSuccess;
+  switch (dtype) {
+    case Dtype::kBFloat16:
+      return LaunchAs<BFloat16>(stream, limits, args);
+    case Dtype::kFloat16:
+      return LaunchAs<Float16>(stream, limits, args);
+    case Dtype::kFloat32:
+      return LaunchSimt<float>(stream, limits, args);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_paged::cuda

@@ -1,0 +1,31 @@
+// Launch interface of the CUDA attention kernels. Knows nothing of XLA.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_LAUNCH_H_
+#define JAX_PAGED_CUDA_ATTENTION_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/dtypes.h"
+#include "cuda/attention/args.h"
+#include "cuda/attention/select.h"
+
+namespace jax_paged::cuda {
+
+// Of the current device; asked once per device.
+cudaError_t GetDeviceLimits(DeviceLimits* limits);
+
+// Fills args.num_workers and args.stages, then launches the planner and the attention kernel.
+cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits& limits,
+                            AttentionArgs args);
+
+// The parts: each fills num_workers and stages and launches one attention kernel after the planner.
+// Instantiated in inst/.
+cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
+template <typename T, int HEAD_DIM>
+cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
+template <typename T>
+cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_LAUNCH_H_

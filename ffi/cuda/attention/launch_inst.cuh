@@ -1,0 +1,80 @@
+// Kernels and launches to be instantiated in inst/.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_LAUNCH_INST_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_LAUNCH_INST_CUH_
+
+#include <atomic>
+#include <cstdint>
+
+#include "cuda/attention/decode.cuh"
+#include "cuda/attention/launch.h"
+#include "cuda/attention/simt.cuh"
+#include "cuda/attention/traits.h"
+
+namespace jax_paged::cuda {
+
+// Raises a kernel's limit of dynamic shared memory to what the device has, once per device.
+template <typename Kernel>
+cudaError_t AllowSharedMemory(Kernel kernel, const DeviceLimits& limits,
+                              std::atomic<uint64_t>* done) {
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (bit != 0 && (done->load(std::memory_order_relaxed) & bit)) return cudaSuccess;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               limits.shared_bytes_per_cta);
+  if (error == cudaSuccess) done->fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+inline int32_t NumWorkers(const DeviceLimits& limits, int32_t ctas_per_multiprocessor) {
+  const int32_t workers = limits.multiprocessors * ctas_per_multiprocessor;
+  return workers < kMaxWorkers ? workers : kMaxWorkers;
+}
+
+// Two CTAs per multiprocessor: at most 255 registers.
+template <typename T, int HEAD_DIM>
+__global__ void __launch_bounds__(kAttentionThreads, 2)
+    DecodeKernel(__grid_constant__ const AttentionArgs args) {
+  DecodeCta<T, HEAD_DIM>(args);
+}
+
+template <typename T, int HEAD_DIM>
+cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  static std::atomic<uint64_t> allowed{0};
+  const DecodeShape shape = ShapeDecode(limits, Traits::SharedBytes, kMinStages, kMaxStages);
+  if (shape.stages == 0) return cudaErrorInvalidConfiguration;
+  args.stages = shape.stages;
+  args.num_workers = NumWorkers(limits, shape.ctas_per_multiprocessor);
+  cudaError_t error = AllowSharedMemory(DecodeKernel<T, HEAD_DIM>, limits, &allowed);
+  if (error == cudaSuccess) error = LaunchPlan(stream, limits, args);
+  if (error != cudaSuccess) return error;
+  DecodeKernel<T, HEAD_DIM>
+      <<<args.num_workers, kAttentionThreads, Traits::SharedBytes(shape.stages), stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kAttentionThreads, 2)
+    SimtKernel(__grid_constant__ const AttentionArgs args) {
+  SimtCta<T>(args).Run();
+}
+
+template <typename T>
+cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
+  static std::atomic<uint64_t> allowed{0};
+  const int32_t shared_bytes = SimtSharedBytes(args.head_dim, args.v_head_dim);
+  if (shared_bytes > limits.shared_bytes_per_cta) return cudaErrorInvalidConfiguration;
+  args.num_workers = NumWorkers(limits, /*ctas_per_multiprocessor=*/2);
+  cudaError_t error = AllowSharedMemory(SimtKernel<T>, limits, &allowed);
+  if (error == cudaSuccess) error = LaunchPlan(stream, limits, args);
+  if (error != cudaSuccess) return error;
+  SimtKernel<T><<<args.num_workers, kAttentionThreads, shared_bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_LAUNCH_INST_CUH_

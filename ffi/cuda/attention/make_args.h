@@ -1,0 +1,136 @@
+// From the shapes and addresses of a call to AttentionArgs. Checks what Python has checked before,
+// so that a call that came another way cannot make a kernel read out of bounds.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
+#define JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "common/checks.h"
+#include "common/dtypes.h"
+#include "cuda/attention/args.h"
+
+namespace jax_paged::cuda {
+
+// The operands, results and attributes of jax_paged.attention.v1. All pointers are device
+// addresses.
+struct AttentionCall {
+  const void* q;
+  const void* k_pages;
+  const void* v_pages;
+  const int32_t* page_table;
+  const int32_t* seq_lens;
+  const int32_t* cu_q_lens;
+  const int32_t* num_seqs;
+  const int32_t* layer;
+  const float* sm_scale;
+  void* out;
+  float* lse;
+  void* workspace;
+  int64_t num_tokens;
+  int64_t num_q_heads;
+  int64_t max_seqs;
+  int64_t pages_per_seq;
+  PoolShape k_pool;
+  PoolShape v_pool;
+  int64_t num_kv_splits;
+  int64_t split_tokens;
+  int64_t workspace_words;
+  bool causal;
+};
+
+inline constexpr char kAttentionOp[] = "jax_paged.attention";
+
+inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
+  return {call.max_seqs,
+          call.k_pool.num_kv_heads,
+          call.num_q_heads / call.k_pool.num_kv_heads,
+          call.v_pool.head_dim,
+          call.pages_per_seq * call.k_pool.page_size,
+          call.num_kv_splits,
+          call.split_tokens};
+}
+
+// Returns "" or one line: argument, expected, got. Leaves num_workers and stages to the launch.
+inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
+  const auto wrong = [](const char* argument, const char* expected, int64_t got) {
+    return Mismatch(kAttentionOp, argument, expected, std::to_string(got));
+  };
+  constexpr int64_t kMaxHeadDim = 512;
+  for (const PoolShape* pool : {&call.k_pool, &call.v_pool}) {
+    if (pool->head_dim % 8 != 0 || pool->head_dim < 8 || pool->head_dim > kMaxHeadDim) {
+      return wrong(pool == &call.k_pool ? "k_pages" : "v_pages",
+                   "head_dim a multiple of 8 up to 512", pool->head_dim);
+    }
+  }
+  if (call.num_q_heads < 1 || call.num_q_heads % call.k_pool.num_kv_heads != 0) {
+    return wrong("q", "a multiple of num_kv_heads heads", call.num_q_heads);
+  }
+  if (call.num_tokens > INT32_MAX / call.num_q_heads) {
+    return wrong("q", "tokens x num_q_heads below 2^31", call.num_tokens);
+  }
+  if (call.k_pool.num_pages > INT32_MAX || call.k_pool.page_size > INT32_MAX ||
+      call.k_pool.num_layers > INT32_MAX || call.max_seqs > INT32_MAX / 2) {
+    return wrong("k_pages, page_table", "num_pages, page_size, num_layers, rows in i32",
+                 call.k_pool.num_pages);
+  }
+  if (call.num_kv_splits < 0 || call.split_tokens < 0 ||
+      (call.num_kv_splits > 0 && call.split_tokens > 0)) {
+    return wrong("num_kv_splits, split_tokens", "non-negative, at most one of them set",
+                 call.num_kv_splits);
+  }
+  constexpr int64_t kMaxTokenStride = int64_t{1} << 26;  // 16 tokens stay within 32 bits
+  if (MakePageStrides(call.k_pool).token > kMaxTokenStride) {
+    return wrong("k_pages", "at most 2^26 bytes between tokens",
+                 MakePageStrides(call.k_pool).token);
+  }
+  const WorkspaceShape workspace = WorkspaceShapeOf(call);
+  if (call.workspace_words < WorkspaceWords(workspace)) {
+    return Mismatch(kAttentionOp, "workspace",
+                    "at least " + std::to_string(WorkspaceWords(workspace)) + " words",
+                    std::to_string(call.workspace_words));
+  }
+  const auto clamp = [](int64_t x) {
+    return static_cast<int32_t>(x > INT32_MAX - kTileTokens ? INT32_MAX - kTileTokens : x);
+  };
+  args->q = Global<const char>(static_cast<const char*>(call.q));
+  args->k_pages = Global<const char>(static_cast<const char*>(call.k_pages));
+  args->v_pages = Global<const char>(static_cast<const char*>(call.v_pages));
+  args->page_table = Global<const int32_t>(call.page_table);
+  args->seq_lens = Global<const int32_t>(call.seq_lens);
+  args->cu_q_lens = Global<const int32_t>(call.cu_q_lens);
+  args->num_seqs = Global<const int32_t>(call.num_seqs);
+  args->layer = Global<const int32_t>(call.layer);
+  args->sm_scale = Global<const float>(call.sm_scale);
+  args->out = Global<char>(static_cast<char*>(call.out));
+  args->lse = Global<float>(call.lse);
+  CarveWorkspace(Global<char>(static_cast<char*>(call.workspace)), workspace, args);
+  args->k_strides = MakePageStrides(call.k_pool);
+  args->v_strides = MakePageStrides(call.v_pool);
+  args->pages_per_seq = call.pages_per_seq;
+  args->by_page_size = MakeFastDivide(static_cast<int32_t>(call.k_pool.page_size));
+  args->by_group_size = MakeFastDivide(static_cast<int32_t>(workspace.group_size));
+  args->num_layers = static_cast<int32_t>(call.k_pool.num_layers);
+  args->num_pages = static_cast<int32_t>(call.k_pool.num_pages);
+  args->page_size = static_cast<int32_t>(call.k_pool.page_size);
+  args->capacity = clamp(workspace.capacity);
+  args->num_tokens = static_cast<int32_t>(call.num_tokens);
+  args->max_seqs = static_cast<int32_t>(call.max_seqs);
+  args->num_q_heads = static_cast<int32_t>(call.num_q_heads);
+  args->num_kv_heads = static_cast<int32_t>(call.k_pool.num_kv_heads);
+  args->group_size = static_cast<int32_t>(workspace.group_size);
+  args->head_dim = static_cast<int32_t>(call.k_pool.head_dim);
+  args->v_head_dim = static_cast<int32_t>(call.v_pool.head_dim);
+  args->element_bytes = static_cast<int32_t>(call.k_pool.element_bytes);
+  args->num_kv_splits = clamp(call.num_kv_splits);
+  args->split_tokens = clamp(call.split_tokens);
+  args->num_workers = 0;
+  args->stages = 0;
+  args->causal = call.causal;
+  return "";
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_

@@ -1,0 +1,202 @@
+// The planner, launched before the attention kernel: lengths on the device become ranges of work,
+// with no help from the host.
+//
+//   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group
+//   inside)
+//          share each KV head.
+//   unit   (row, KV head, tile of kTileRows packed rows)
+//   piece  what a unit is made of: one KV tile where splits are automatic, else one split. Pieces
+//   are
+//          numbered through: row, KV head, tile of packed rows, position. Worker w owns the pieces
+//          [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to within a
+//          piece, and at most two units of a worker are shared with others (stream-K, after
+//          LeanAttention).
+//
+// Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
+// out = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters to 0.
+//
+// Grid: any number of CTAs of 256 threads. Each walks all rows (a scan of a few hundred numbers,
+// cheaper than a second launch); CTA 0 writes the plan, the CTAs share the zero-filling. Bound by
+// latency.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_PLAN_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_PLAN_CUH_
+
+#include <cstddef>
+
+#include "cuda/attention/args.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+inline constexpr int32_t kPlanThreads = 256;
+inline constexpr int32_t kPlanWarps = kPlanThreads / kWarpLanes;
+// A unit is not spread over more workers than this while their share is below kFewTiles: merging
+// costs more than it saves.
+inline constexpr int32_t kManySplits = 32;
+inline constexpr int32_t kFewTiles = 4;
+
+struct PlanShared {
+  alignas(16) int64_t warp_totals[kPlanWarps];
+  int32_t begin[kPlanThreads];
+  int32_t end[kPlanThreads];
+  int32_t is_empty[kPlanThreads];
+};
+
+JAX_PAGED_DEVICE int32_t ClampTo(int32_t x, int32_t low, int32_t high) {
+  return x < low ? low : (x > high ? high : x);
+}
+JAX_PAGED_DEVICE int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Inclusive scan over the CTA's threads. Every thread gets its own and, in *total, the last result.
+template <bool MAX>
+JAX_PAGED_DEVICE int64_t BlockScan(int64_t x, Shared<int64_t> warp_totals, int64_t* total) {
+  const auto join = [](int64_t a, int64_t b) { return MAX ? (a > b ? a : b) : a + b; };
+  const int32_t lane = prim::LaneIndex();
+  JAX_PAGED_UNROLL
+  for (int32_t distance = 1; distance < kWarpLanes; distance *= 2) {
+    const int64_t below = prim::ShuffleUp(x, distance);
+    if (lane >= distance) x = join(below, x);
+  }
+  prim::SyncThreads();  // the last scan has been read
+  if (lane == kWarpLanes - 1) prim::Store(warp_totals + prim::WarpIndex(), x);
+  prim::SyncThreads();
+  int64_t sum = prim::Load(warp_totals);
+  for (int32_t w = 1; w < kPlanWarps; ++w) {
+    const int64_t next = prim::Load(warp_totals + w);
+    if (w == prim::WarpIndex()) x = join(sum, x);
+    sum = join(sum, next);
+  }
+  *total = sum;
+  return x;
+}
+
+// out = 0 and lse = -inf for tokens begin, begin + step, ... below end.
+JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_t end,
+                                int32_t step) {
+  const int64_t words =
+      int64_t{args.num_q_heads} * args.v_head_dim * args.element_bytes / int64_t{sizeof(Float4)};
+  for (int32_t token = begin; token < end; token += step) {
+    const Global<Float4> out = args.out.As<Float4>() + token * words;
+    for (int64_t i = prim::ThreadIndex(); i < words; i += kPlanThreads) {
+      prim::Store(out + i, Float4{0, 0, 0, 0});
+    }
+    for (int32_t i = prim::ThreadIndex(); i < args.num_q_heads; i += kPlanThreads) {
+      prim::Store(args.lse + (int64_t{token} * args.num_q_heads + i), kNegativeInfinity);
+    }
+  }
+}
+
+struct RowPlan {
+  RowLengths lengths;
+  RowSplits splits;
+};
+
+// Everything but first_slot.
+JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int32_t q_end,
+                                 int32_t seq_len) {
+  RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}};
+  if (plan.lengths.q_len == 0 || seq_len == 0) return plan;
+  const int32_t packed_rows = plan.lengths.q_len * args.group_size;
+  const int32_t tiles = static_cast<int32_t>(DivideUp(seq_len, kTileTokens));
+  plan.lengths.num_units =
+      args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
+  if (args.has_fixed_splits()) {
+    const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
+    if (!is_decode) {
+      plan.splits.piece_tiles = tiles;
+    } else if (args.split_tokens > 0) {
+      plan.splits.piece_tiles = static_cast<int32_t>(DivideUp(args.split_tokens, kTileTokens));
+    } else {
+      plan.splits.piece_tiles = static_cast<int32_t>(DivideUp(tiles, args.num_kv_splits));
+    }
+  }
+  plan.splits.num_pieces = static_cast<int32_t>(DivideUp(tiles, plan.splits.piece_tiles));
+  return plan;
+}
+
+JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
+  const int32_t thread = prim::ThreadIndex();
+  const bool writes_plan = prim::BlockIndex() == 0;
+  const Shared<char> shared = prim::SharedMemory();
+  const Shared<int64_t> warp_totals = (shared + offsetof(PlanShared, warp_totals)).As<int64_t>();
+  const Shared<int32_t> begins = (shared + offsetof(PlanShared, begin)).As<int32_t>();
+  const Shared<int32_t> ends = (shared + offsetof(PlanShared, end)).As<int32_t>();
+  const Shared<int32_t> empties = (shared + offsetof(PlanShared, is_empty)).As<int32_t>();
+
+  for (int64_t i = int64_t{prim::BlockIndex()} * kPlanThreads + thread; i < args.num_slots;
+       i += int64_t{prim::GridSize()} * kPlanThreads) {
+    prim::Store(args.arrivals + i, 0u);
+  }
+
+  const int32_t layer = prim::LoadConst(args.layer);
+  const bool has_keys = layer >= 0 && layer < args.num_layers && args.num_pages > 0;
+  const int32_t num_seqs = ClampTo(prim::LoadConst(args.num_seqs), 0, args.max_seqs);
+  const int32_t first_token =
+      num_seqs == 0 ? 0 : ClampTo(prim::LoadConst(args.cu_q_lens), 0, args.num_tokens);
+  int32_t last_token = first_token;  // carried from one block of rows to the next
+  int64_t num_pieces = 0;
+  int64_t num_slots = 0;
+  int64_t most_pieces = 0;
+  for (int32_t base = 0; base < args.max_seqs; base += kPlanThreads) {
+    const int32_t row = base + thread;
+    const bool is_live = row < num_seqs;
+    const int64_t bound =
+        is_live ? ClampTo(prim::LoadConst(args.cu_q_lens + (row + 1)), 0, args.num_tokens) : 0;
+    int64_t last_bound;
+    int64_t end = BlockScan</*MAX=*/true>(bound, warp_totals, &last_bound);
+    if (end < last_token) end = last_token;
+    prim::Store(ends + thread, static_cast<int32_t>(end));
+    prim::SyncThreads();
+    const int32_t begin = thread == 0 ? last_token : prim::Load(ends + (thread - 1));
+    if (last_bound > last_token) last_token = static_cast<int32_t>(last_bound);
+
+    const int32_t seq_len =
+        is_live && has_keys ? ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity) : 0;
+    RowPlan plan = PlanRow(args, begin, static_cast<int32_t>(end), seq_len);
+    const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
+    const int64_t row_slots =
+        args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;
+    int64_t block_pieces, block_slots, block_most;
+    const int64_t first_piece =
+        num_pieces - row_pieces + BlockScan</*MAX=*/false>(row_pieces, warp_totals, &block_pieces);
+    plan.splits.first_slot =
+        num_slots - row_slots + BlockScan</*MAX=*/false>(row_slots, warp_totals, &block_slots);
+    BlockScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &block_most);
+    num_pieces += block_pieces;
+    num_slots += block_slots;
+    if (block_most > most_pieces) most_pieces = block_most;
+    if (writes_plan && row < args.max_seqs) {
+      prim::Store(args.row_lengths + row, plan.lengths);
+      prim::Store(args.row_splits + row, plan.splits);
+      prim::Store(args.first_piece + row, first_piece);
+    }
+
+    prim::Store(begins + thread, begin);
+    prim::Store(empties + thread, static_cast<int32_t>(is_live && row_pieces == 0));
+    prim::SyncThreads();
+    const int32_t rows = args.max_seqs - base < kPlanThreads ? args.max_seqs - base : kPlanThreads;
+    for (int32_t i = prim::BlockIndex(); i < rows; i += prim::GridSize()) {
+      if (prim::Load(empties + i)) {
+        FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1);
+      }
+    }
+  }
+  FillEmpty(args, prim::BlockIndex(), first_token, prim::GridSize());
+  FillEmpty(args, last_token + prim::BlockIndex(), args.num_tokens, prim::GridSize());
+
+  if (writes_plan && thread == 0) {
+    int64_t chunk = DivideUp(num_pieces, args.num_workers);
+    if (!args.has_fixed_splits()) {
+      int64_t least = DivideUp(most_pieces, kManySplits);
+      if (least > kFewTiles) least = kFewTiles;
+      if (chunk < least) chunk = least;
+    }
+    prim::Store(args.first_piece + args.max_seqs, num_pieces);
+    prim::Store(args.header, PlanHeader{num_pieces, chunk});
+  }
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_PLAN_CUH_

@@ -1,0 +1,326 @@
+// What the attention kernels share: a worker's walk over its pieces, the way from partial results
+// to the output, and the addresses of both. plan.cuh explains row, unit and piece.
+//
+//   segment  consecutive pieces of one unit that one worker folds into one result: with automatic
+//            splits all pieces of the unit in the worker's range, with fixed splits one piece.
+//
+// A unit that is one segment is written to the output at once. Else each segment leaves (m, l, O)
+// in its slot; whoever arrives last at the unit's counter adds the slots in the order of the
+// pieces. Bits therefore depend on the plan, never on the order in which CTAs run, and no CTA ever
+// waits for another.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_SEGMENT_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_SEGMENT_CUH_
+
+#include <cstddef>
+
+#include "cuda/attention/args.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+// The pieces of one worker.
+struct WorkRange {
+  int64_t begin;
+  int64_t end;
+  int64_t chunk;
+};
+
+JAX_PAGED_DEVICE WorkRange MyRange(const AttentionArgs& args) {
+  const PlanHeader header = prim::LoadConst<PlanHeader>(args.header);
+  WorkRange range;
+  range.chunk = header.chunk;
+  range.begin = prim::BlockIndex() * header.chunk;
+  range.end = range.begin + header.chunk;
+  if (range.end > header.num_pieces) range.end = header.num_pieces;
+  return range;
+}
+
+struct Segment {
+  int64_t position;  // of its first piece, among all pieces
+  int32_t row;
+  int32_t unit;        // of the row
+  int32_t piece;       // of the unit
+  int32_t num_pieces;  // in this segment
+  int32_t first_tile;
+  int32_t num_tiles;
+  RowLengths lengths;
+  RowSplits splits;
+};
+
+JAX_PAGED_DEVICE void LoadRow(const AttentionArgs& args, Segment* segment) {
+  segment->lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment->row);
+  segment->splits = prim::LoadConst<RowSplits>(args.row_splits + segment->row);
+}
+
+JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& range,
+                                   Segment* segment) {
+  const int64_t here = range.end - segment->position;
+  const int32_t rest = segment->splits.num_pieces - segment->piece;
+  segment->num_pieces =
+      args.has_fixed_splits() ? 1 : (here < rest ? static_cast<int32_t>(here) : rest);
+  const int32_t piece_tiles = segment->splits.piece_tiles;
+  const int32_t unit_tiles = (segment->lengths.seq_len + kTileTokens - 1) / kTileTokens;
+  segment->first_tile = segment->piece * piece_tiles;
+  const int32_t tiles = segment->num_pieces * piece_tiles;
+  const int32_t rest_tiles = unit_tiles - segment->first_tile;
+  segment->num_tiles = tiles < rest_tiles ? tiles : rest_tiles;
+}
+
+// The first segment of a range that is not empty. Each warp finds its row by a 32-way search.
+JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange& range) {
+  int32_t low = 0;
+  int32_t high = args.max_seqs;
+  while (high - low > 1) {
+    const int32_t step = (high - low + kWarpLanes - 1) / kWarpLanes;
+    const int32_t probe = low + prim::LaneIndex() * step;
+    const bool is_left =
+        probe < high && prim::LoadConst<int64_t>(args.first_piece + probe) <= range.begin;
+    low += (prim::PopCount(prim::Ballot(is_left)) - 1) * step;
+    if (high > low + step) high = low + step;
+  }
+  Segment segment;
+  segment.position = range.begin;
+  segment.row = low;
+  LoadRow(args, &segment);
+  const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_piece + low);
+  segment.unit = static_cast<int32_t>(within / segment.splits.num_pieces);
+  segment.piece = static_cast<int32_t>(within - int64_t{segment.unit} * segment.splits.num_pieces);
+  ShapeSegment(args, range, &segment);
+  return segment;
+}
+
+// Moves on; false at the end of the range.
+JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& range,
+                                  Segment* segment) {
+  segment->position += segment->num_pieces;
+  if (segment->position >= range.end) return false;
+  segment->piece += segment->num_pieces;
+  if (segment->piece == segment->splits.num_pieces) {
+    segment->piece = 0;
+    if (++segment->unit == segment->lengths.num_units) {
+      segment->unit = 0;
+      do {
+        ++segment->row;
+        LoadRow(args, segment);
+      } while (segment->lengths.num_units == 0);
+    }
+  }
+  ShapeSegment(args, range, segment);
+  return true;
+}
+
+// The packed rows of a segment's unit.
+struct UnitRows {
+  int32_t kv_head;
+  int32_t first;  // packed row
+  int32_t count;  // at most kTileRows
+};
+
+JAX_PAGED_DEVICE UnitRows RowsOf(const AttentionArgs& args, const Segment& segment) {
+  const int32_t tiles = segment.lengths.num_units / args.num_kv_heads;
+  UnitRows rows;
+  rows.kv_head = segment.unit / tiles;
+  rows.first = (segment.unit - rows.kv_head * tiles) * kTileRows;
+  const int32_t rest = segment.lengths.q_len * args.group_size - rows.first;
+  rows.count = rest < kTileRows ? rest : kTileRows;
+  return rows;
+}
+
+// Token of q and head of a packed row, as the index of a head in [num_tokens, num_q_heads].
+JAX_PAGED_DEVICE int64_t HeadIndex(const AttentionArgs& args, const Segment& segment,
+                                   const UnitRows& rows, int32_t row) {
+  const int32_t packed = rows.first + row;
+  const int32_t query = args.by_group_size(packed);
+  const int32_t head = rows.kv_head * args.group_size + packed - query * args.group_size;
+  return int64_t{segment.lengths.q_begin + query} * args.num_q_heads + head;
+}
+
+// Keys [0, n) that a packed row sees; 0 for rows beyond the unit's.
+JAX_PAGED_DEVICE int32_t VisibleKeys(const AttentionArgs& args, const Segment& segment,
+                                     const UnitRows& rows, int32_t row) {
+  if (row >= rows.count) return 0;
+  const int32_t seq_len = segment.lengths.seq_len;
+  if (!args.causal) return seq_len;
+  const int32_t query = args.by_group_size(rows.first + row);
+  const int32_t keys = seq_len - segment.lengths.q_len + query + 1;
+  return keys < 0 ? 0 : keys;
+}
+
+// The base of the layer's pages.
+JAX_PAGED_DEVICE Global<const char> LayerPages(const AttentionArgs& args, Global<const char> pages,
+                                               const PageStrides& strides) {
+  return pages + prim::LoadConst(args.layer) * strides.layer;
+}
+
+// sm_scale * log2(e) split into a positive factor and what is done to the bits of q, so that the
+// largest logit always has the largest product, and a masked logit (-inf) never meets a factor 0.
+struct LogitScale {
+  float factor;
+  bool is_negative;
+  bool is_zero;
+};
+
+JAX_PAGED_DEVICE LogitScale LoadScale(const AttentionArgs& args) {
+  constexpr float kLog2E = 1.44269504088896340736f;
+  const float scale = prim::LoadConst(args.sm_scale) * kLog2E;
+  if (scale == 0.0f) return {1.0f, false, true};
+  return {scale < 0.0f ? -scale : scale, scale < 0.0f, false};
+}
+
+// Where a segment's result goes.
+struct Destination {
+  bool is_output;      // the segment is the whole unit
+  int32_t segments;    // of the unit
+  int64_t slot;        // of this segment
+  int64_t first_slot;  // of the unit's first segment; its arrival counter is the unit's
+  int64_t next_slot;   // of the second, the others follow at steps of slot_step
+  int32_t slot_step;
+};
+
+JAX_PAGED_DEVICE Destination DestinationOf(const AttentionArgs& args, const WorkRange& range,
+                                           const Segment& segment) {
+  Destination to;
+  if (args.has_fixed_splits()) {
+    to.segments = segment.splits.num_pieces;
+    to.is_output = to.segments == 1;
+    to.first_slot = segment.splits.first_slot + int64_t{segment.unit} * segment.splits.num_pieces;
+    to.next_slot = to.first_slot + 1;
+    to.slot_step = 1;
+    to.slot = to.first_slot + segment.piece;
+    return to;
+  }
+  // Worker w has slot 2w for a unit that began with an earlier worker, 2w + 1 for one that begins
+  // here.
+  const int64_t begin = segment.position - segment.piece;
+  const int64_t end = begin + segment.splits.num_pieces;
+  to.is_output = begin >= range.begin && end <= range.end;
+  to.segments = 1;
+  to.slot = to.first_slot = to.next_slot = 0;
+  to.slot_step = 2;
+  if (!to.is_output) {
+    const int64_t first_worker = begin / range.chunk;
+    const int64_t last_worker = (end - 1) / range.chunk;
+    to.segments = static_cast<int32_t>(last_worker - first_worker) + 1;
+    to.first_slot = 2 * first_worker + 1;
+    to.next_slot = 2 * first_worker + 2;
+    to.slot = 2 * prim::BlockIndex() + (begin >= range.begin ? 1 : 0);
+  }
+  return to;
+}
+
+// Four columns of O.
+JAX_PAGED_DEVICE Global<Float4> SlotOut(const AttentionArgs& args, int64_t slot, int32_t row,
+                                        int32_t column) {
+  const int64_t at = (slot * kTileRows + row) * args.v_head_dim + column;
+  return (args.partial_out + at).As<Float4>();
+}
+JAX_PAGED_DEVICE Global<Float2> SlotMl(const AttentionArgs& args, int64_t slot, int32_t row) {
+  return args.partial_ml.As<Float2>() + (slot * kTileRows + row);
+}
+
+// 0 instead of -inf, so that m - Base(m) is never -inf - -inf.
+JAX_PAGED_DEVICE float Base(float m) { return m == kNegativeInfinity ? 0.0f : m; }
+
+// Four columns of one packed row, from their sums.
+template <typename T>
+JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, int64_t head_index, int32_t column,
+                                  const Float4& sum, float m, float l) {
+  constexpr float kLn2 = 0.69314718055994530942f;
+  // l == 0: no key was seen. NaN is no answer either, but must not become one: it stays NaN.
+  const float factor = l == 0.0f ? 0.0f : 1.0f / l;
+  const Float4 x = l == 0.0f
+                       ? Float4{0, 0, 0, 0}
+                       : Float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+  const Global<char> out = args.out + (head_index * args.v_head_dim + column) * int64_t{sizeof(T)};
+  if constexpr (sizeof(T) == 4) {
+    prim::Store(out.As<Float4>(), x);
+  } else {
+    prim::Store(out.As<Word2>(), Word2{prim::PackPair<T>(x.x, x.y), prim::PackPair<T>(x.z, x.w)});
+  }
+  if (column == 0) {
+    prim::Store(args.lse + head_index,
+                l == 0.0f ? kNegativeInfinity : Base(m) * kLn2 + prim::Log(l));
+  }
+}
+
+// Four columns of one packed row of a segment: to the output or to the segment's slot.
+template <typename T>
+JAX_PAGED_DEVICE void WriteSegment(const AttentionArgs& args, const Segment& segment,
+                                   const UnitRows& rows, const Destination& to, int32_t row,
+                                   int32_t column, const Float4& sum, float m, float l) {
+  if (to.is_output) {
+    WriteOutput<T>(args, HeadIndex(args, segment, rows, row), column, sum, m, l);
+    return;
+  }
+  prim::Store(SlotOut(args, to.slot, row, column), sum);
+  if (column == 0) prim::Store(SlotMl(args, to.slot, row), Float2{m, l});
+}
+
+// Shared memory of MergeIfLast.
+struct MergeShared {
+  float tops[kAttentionThreads];
+  uint32_t is_last;
+};
+
+// After WriteSegment by all threads: the last segment to come here adds up all of the unit's.
+template <typename T>
+JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segment,
+                                  const UnitRows& rows, const Destination& to,
+                                  Shared<char> shared) {
+  if (to.is_output) return;
+  const int32_t thread = prim::ThreadIndex();
+  const Shared<float> tops = (shared + offsetof(MergeShared, tops)).As<float>();
+  const Shared<uint32_t> is_last = (shared + offsetof(MergeShared, is_last)).As<uint32_t>();
+  prim::ThreadFence();
+  prim::SyncThreads();
+  if (thread == 0) {
+    // Counts to segments - 1 and then wraps to 0.
+    const uint32_t limit = static_cast<uint32_t>(to.segments - 1);
+    const uint32_t before = prim::AtomicIncrement(args.arrivals + to.first_slot, limit);
+    prim::ThreadFence();
+    prim::Store(is_last, before == limit ? 1u : 0u);
+  }
+  prim::SyncThreads();
+  if (!prim::Load(is_last)) return;
+
+  const auto slot_of = [&to](int32_t i) {
+    return i == 0 ? to.first_slot : to.next_slot + int64_t{i - 1} * to.slot_step;
+  };
+  constexpr int32_t kParts = kAttentionThreads / kTileRows;
+  float top = kNegativeInfinity;
+  if (thread % kTileRows < rows.count) {
+    for (int32_t i = thread / kTileRows; i < to.segments; i += kParts) {
+      top = prim::Max(top, prim::LoadL2(SlotMl(args, slot_of(i), thread % kTileRows)).x);
+    }
+  }
+  prim::Store(tops + thread, top);
+  prim::SyncThreads();
+  const int32_t row_quads = args.v_head_dim / 4;
+  for (int32_t item = thread; item < rows.count * row_quads; item += kAttentionThreads) {
+    const int32_t row = item / row_quads;
+    const int32_t column = (item - row * row_quads) * 4;
+    float m = kNegativeInfinity;
+    for (int32_t part = 0; part < kParts; ++part) {
+      m = prim::Max(m, prim::Load(tops + (part * kTileRows + row)));
+    }
+    Float4 sum = {0, 0, 0, 0};
+    float l = 0;
+    JAX_PAGED_UNROLL_4
+    for (int32_t i = 0; i < to.segments; ++i) {
+      const Float2 ml = prim::LoadL2(SlotMl(args, slot_of(i), row));
+      const Float4 part = prim::LoadL2(SlotOut(args, slot_of(i), row, column));
+      const float factor = prim::Exp2(ml.x - Base(m));
+      l = prim::Fma(ml.y, factor, l);
+      sum.x = prim::Fma(part.x, factor, sum.x);
+      sum.y = prim::Fma(part.y, factor, sum.y);
+      sum.z = prim::Fma(part.z, factor, sum.z);
+      sum.w = prim::Fma(part.w, factor, sum.w);
+    }
+    WriteOutput<T>(args, HeadIndex(args, segment, rows, row), column, sum, m, l);
+  }
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_SEGMENT_CUH_

@@ -1,0 +1,261 @@
+// Attention without tensor cores: f32, and any head_dim or v_head_dim that decode.cuh has no kernel
+// for. Right rather than fast.
+//
+// Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
+// packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between
+// the steps:
+//   look up   thread t < 64: where token t lies, whether it exists
+//   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from its
+//   page softmax   warp w: rows 4w to 4w + 3 values    thread t: columns t, t + 128, ... of all
+//   rows; a value that a row does not see is not used
+//
+// Shared memory: (16 x (head_dim + v_head_dim) + 16 x 64) x 4 bytes + 2 KiB: 70 KiB at 512 + 512.
+// Bound by shared-memory reads and uncoalesced loads of K.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_SIMT_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_SIMT_CUH_
+
+#include <cstddef>
+
+#include "cuda/attention/args.h"
+#include "cuda/attention/segment.cuh"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+// Followed by q [kTileRows, head_dim] and o [kTileRows, v_head_dim].
+struct SimtShared {
+  alignas(16) int64_t k_offset[kTileTokens];
+  int64_t v_offset[kTileTokens];
+  float scores[kTileRows * kTileTokens];
+  int32_t exists[kTileTokens];
+  int32_t visible[kTileRows];
+  float m[kTileRows];
+  float l[kTileRows];
+  float keep[kTileRows];
+  MergeShared merge;
+};
+
+inline constexpr int32_t kSimtStateBytes = (sizeof(SimtShared) + 15) / 16 * 16;
+
+JAX_PAGED_HOST_DEVICE inline int32_t SimtSharedBytes(int32_t head_dim, int32_t v_head_dim) {
+  return kSimtStateBytes + kTileRows * (head_dim + v_head_dim) * 4;
+}
+
+template <typename T>
+class SimtCta {
+ public:
+  JAX_PAGED_DEVICE explicit SimtCta(const AttentionArgs& args)
+      : args_(args),
+        scale_(LoadScale(args)),
+        k_(LayerPages(args, args.k_pages, args.k_strides)),
+        v_(LayerPages(args, args.v_pages, args.v_strides)),
+        shared_(prim::SharedMemory()),
+        q_((shared_ + kSimtStateBytes).As<float>()),
+        o_(q_ + kTileRows * args.head_dim) {}
+
+  JAX_PAGED_DEVICE void Run() {
+    const WorkRange range = MyRange(args_);
+    if (range.begin >= range.end) return;
+    Segment segment = FirstSegment(args_, range);
+    do {
+      const UnitRows rows = RowsOf(args_, segment);
+      Begin(segment, rows);
+      for (int32_t tile = 0; tile < segment.num_tiles; ++tile) {
+        const int32_t first_token = (segment.first_tile + tile) * kTileTokens;
+        LookUp(segment, rows, first_token);
+        prim::SyncThreads();  // places, and before the first tile q, o, m and l
+        Scores(rows, first_token);
+        prim::SyncThreads();  // scores
+        Softmax(rows);
+        prim::SyncThreads();  // weights, m, l and keep
+        Values(rows);
+        prim::SyncThreads();  // o; places and weights may be overwritten
+      }
+      Finish(range, segment, rows);
+      prim::SyncThreads();  // q, o, m and l may be overwritten
+    } while (NextSegment(args_, range, &segment));
+  }
+
+ private:
+  template <typename U>
+  JAX_PAGED_DEVICE Shared<U> Field(size_t offset) const {
+    return (shared_ + static_cast<int64_t>(offset)).template As<U>();
+  }
+  JAX_PAGED_DEVICE Shared<int64_t> KOffset() const {
+    return Field<int64_t>(offsetof(SimtShared, k_offset));
+  }
+  JAX_PAGED_DEVICE Shared<int64_t> VOffset() const {
+    return Field<int64_t>(offsetof(SimtShared, v_offset));
+  }
+  JAX_PAGED_DEVICE Shared<float> Score(int32_t row, int32_t token) const {
+    return Field<float>(offsetof(SimtShared, scores)) + (row * kTileTokens + token);
+  }
+  JAX_PAGED_DEVICE Shared<int32_t> Exists() const {
+    return Field<int32_t>(offsetof(SimtShared, exists));
+  }
+  JAX_PAGED_DEVICE Shared<int32_t> Visible() const {
+    return Field<int32_t>(offsetof(SimtShared, visible));
+  }
+  JAX_PAGED_DEVICE Shared<float> M() const { return Field<float>(offsetof(SimtShared, m)); }
+  JAX_PAGED_DEVICE Shared<float> L() const { return Field<float>(offsetof(SimtShared, l)); }
+  JAX_PAGED_DEVICE Shared<float> Keep() const { return Field<float>(offsetof(SimtShared, keep)); }
+
+  JAX_PAGED_DEVICE void Begin(const Segment& segment, const UnitRows& rows) {
+    const int32_t thread = prim::ThreadIndex();
+    const float sign = scale_.is_negative ? -1.0f : 1.0f;
+    for (int32_t i = thread; i < rows.count * args_.head_dim; i += kAttentionThreads) {
+      const int32_t row = i / args_.head_dim;
+      const int64_t head = HeadIndex(args_, segment, rows, row);
+      const int64_t at = head * args_.head_dim + (i - row * args_.head_dim);
+      const float x = prim::ToFloat(prim::LoadConst(args_.q.template As<const T>() + at));
+      prim::Store(q_ + i, scale_.is_zero ? 0.0f : sign * x);
+    }
+    for (int32_t i = thread; i < rows.count * args_.v_head_dim; i += kAttentionThreads) {
+      prim::Store(o_ + i, 0.0f);
+    }
+    if (thread < kTileRows) {
+      prim::Store(M() + thread, kNegativeInfinity);
+      prim::Store(L() + thread, 0.0f);
+      prim::Store(Visible() + thread, VisibleKeys(args_, segment, rows, thread));
+    }
+  }
+
+  JAX_PAGED_DEVICE void LookUp(const Segment& segment, const UnitRows& rows, int32_t first_token) {
+    const int32_t thread = prim::ThreadIndex();
+    if (thread >= kTileTokens) return;
+    const int32_t token = first_token + thread;
+    bool exists = token < segment.lengths.seq_len;
+    int64_t k_offset = 0;
+    int64_t v_offset = 0;
+    if (exists) {
+      const int32_t index = args_.by_page_size(token);
+      const int32_t page =
+          prim::LoadConst(args_.page_table + (segment.row * args_.pages_per_seq + index));
+      exists = page >= 0 && page < args_.num_pages;
+      if (exists) {
+        const int32_t slot = token - index * args_.page_size;
+        k_offset = args_.k_strides.Offset(page, rows.kv_head, slot);
+        v_offset = args_.v_strides.Offset(page, rows.kv_head, slot);
+      }
+    }
+    prim::Store(KOffset() + thread, k_offset);
+    prim::Store(VOffset() + thread, v_offset);
+    prim::Store(Exists() + thread, static_cast<int32_t>(exists));
+  }
+
+  JAX_PAGED_DEVICE void Scores(const UnitRows& rows, int32_t first_token) {
+    constexpr int32_t kStep = kAttentionThreads / kTileTokens;
+    constexpr int32_t kRows = kTileRows / kStep;
+    const int32_t token = prim::ThreadIndex() % kTileTokens;
+    const int32_t first_row = prim::ThreadIndex() / kTileTokens;
+    float sum[kRows] = {};
+    const bool exists = prim::Load(Exists() + token) != 0;
+    if (exists) {
+      const Global<const T> k = (k_ + prim::Load(KOffset() + token)).template As<const T>();
+      for (int32_t d = 0; d < args_.head_dim; ++d) {
+        const float x = prim::ToFloat(prim::LoadConst(k + d));
+        JAX_PAGED_UNROLL
+        for (int32_t i = 0; i < kRows; ++i) {
+          const int32_t row = first_row + i * kStep;
+          if (row < rows.count) {
+            sum[i] = prim::Fma(prim::Load(q_ + (row * args_.head_dim + d)), x, sum[i]);
+          }
+        }
+      }
+    }
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < kRows; ++i) {
+      const int32_t row = first_row + i * kStep;
+      const bool is_seen = exists && first_token + token < prim::Load(Visible() + row);
+      prim::Store(Score(row, token), is_seen ? sum[i] : kNegativeInfinity);
+    }
+  }
+
+  // Scores become weights; a masked token keeps its -inf, so that Values can tell.
+  JAX_PAGED_DEVICE void Softmax(const UnitRows& rows) {
+    constexpr int32_t kRowsPerWarp = kTileRows * kWarpLanes / kAttentionThreads;
+    const int32_t lane = prim::LaneIndex();
+    for (int32_t i = 0; i < kRowsPerWarp; ++i) {
+      const int32_t row = prim::WarpIndex() * kRowsPerWarp + i;
+      if (row >= rows.count) break;
+      const float s0 = prim::Load(Score(row, lane));
+      const float s1 = prim::Load(Score(row, lane + kWarpLanes));
+      float top = prim::Max(s0, s1);
+      for (int32_t mask = 1; mask < kWarpLanes; mask *= 2) {
+        top = prim::Max(top, prim::ShuffleXor(top, mask));
+      }
+      const float old_m = prim::Load(M() + row);
+      const float old_l = prim::Load(L() + row);
+      const float m = prim::Max(old_m, top * scale_.factor);
+      const float p0 = prim::Exp2(prim::Fma(s0, scale_.factor, -Base(m)));
+      const float p1 = prim::Exp2(prim::Fma(s1, scale_.factor, -Base(m)));
+      float sum = p0 + p1;
+      for (int32_t mask = 1; mask < kWarpLanes; mask *= 2) sum += prim::ShuffleXor(sum, mask);
+      if (s0 != kNegativeInfinity) prim::Store(Score(row, lane), p0);
+      if (s1 != kNegativeInfinity) prim::Store(Score(row, lane + kWarpLanes), p1);
+      const float keep = prim::Exp2(old_m - Base(m));
+      prim::SyncWarp();  // every lane has read m and l
+      if (lane == 0) {
+        prim::Store(M() + row, m);
+        prim::Store(L() + row, prim::Fma(old_l, keep, sum));
+        prim::Store(Keep() + row, keep);
+      }
+    }
+  }
+
+  JAX_PAGED_DEVICE void Values(const UnitRows& rows) {
+    for (int32_t column = prim::ThreadIndex(); column < args_.v_head_dim;
+         column += kAttentionThreads) {
+      float sum[kTileRows];
+      JAX_PAGED_UNROLL
+      for (int32_t row = 0; row < kTileRows; ++row) {
+        sum[row] = 0.0f;
+        if (row < rows.count) {
+          sum[row] = prim::Load(o_ + (row * args_.v_head_dim + column)) * prim::Load(Keep() + row);
+        }
+      }
+      for (int32_t token = 0; token < kTileTokens; ++token) {
+        if (!prim::Load(Exists() + token)) continue;
+        const Global<const T> v = (v_ + prim::Load(VOffset() + token)).template As<const T>();
+        const float x = prim::ToFloat(prim::LoadConst(v + column));
+        JAX_PAGED_UNROLL
+        for (int32_t row = 0; row < kTileRows; ++row) {
+          if (row >= rows.count) continue;
+          const float weight = prim::Load(Score(row, token));
+          if (weight != kNegativeInfinity) sum[row] = prim::Fma(weight, x, sum[row]);
+        }
+      }
+      JAX_PAGED_UNROLL
+      for (int32_t row = 0; row < kTileRows; ++row) {
+        if (row < rows.count) prim::Store(o_ + (row * args_.v_head_dim + column), sum[row]);
+      }
+    }
+  }
+
+  JAX_PAGED_DEVICE void Finish(const WorkRange& range, const Segment& segment,
+                               const UnitRows& rows) {
+    const Destination to = DestinationOf(args_, range, segment);
+    const int32_t row_quads = args_.v_head_dim / 4;
+    for (int32_t i = prim::ThreadIndex(); i < rows.count * row_quads; i += kAttentionThreads) {
+      const int32_t row = i / row_quads;
+      const int32_t column = (i - row * row_quads) * 4;
+      WriteSegment<T>(args_, segment, rows, to, row, column,
+                      prim::Load((o_ + i * 4).template As<Float4>()), prim::Load(M() + row),
+                      prim::Load(L() + row));
+    }
+    MergeIfLast<T>(args_, segment, rows, to, Field<char>(offsetof(SimtShared, merge)));
+  }
+
+  const AttentionArgs& args_;
+  const LogitScale scale_;
+  const Global<const char> k_;
+  const Global<const char> v_;
+  const Shared<char> shared_;
+  const Shared<float> q_;
+  const Shared<float> o_;
+};
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_SIMT_CUH_

@@ -1,0 +1,61 @@
+// Sizes of the decode kernel and the layout of its shared memory.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_TRAITS_H_
+#define JAX_PAGED_CUDA_ATTENTION_TRAITS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/attention/segment.cuh"
+
+namespace jax_paged::cuda {
+
+inline constexpr int32_t kWarps = kAttentionThreads / kWarpLanes;
+inline constexpr int32_t kWarpTokens = kTileTokens / kWarps;  // of a tile, one warp's
+inline constexpr int32_t kMinStages = 2;
+inline constexpr int32_t kMaxStages = 4;
+static_assert(kWarpTokens == 16, "a warp's tokens are one k-step of mma.m16n8k16");
+
+// After the rings: what the warps tell each other.
+struct ExchangeShared {
+  static constexpr int32_t kColumns = 32;      // of O that are summed over the warps at a time
+  static constexpr int32_t kColumnPitch = 40;  // floats; rows then start 8 banks apart
+
+  alignas(16) float sums[kWarps * kTileRows * kColumnPitch];
+  float m[kWarps * kTileRows];
+  float l[kWarps * kTileRows];
+  uint32_t token_masks[kWarps * kMaxStages];
+  MergeShared merge;
+};
+
+template <int HEAD_DIM>
+struct DecodeTraits {
+  static_assert(HEAD_DIM % 16 == 0, "one k-step of mma.m16n8k16 takes 16 dimensions");
+
+  static constexpr int32_t kRowChunks = HEAD_DIM / 8;  // of 16 bytes
+  // ldmatrix reads 8 rows at once: their 16-byte chunks must lie in different bank groups. Where a
+  // row is a multiple of 128 bytes the chunk index is xored with the row, else rows are padded to
+  // an odd number of chunks.
+  static constexpr bool kSwizzled = kRowChunks % 8 == 0;
+  static constexpr int32_t kRowBytes = (kSwizzled ? kRowChunks : kRowChunks | 1) * 16;
+  static constexpr int32_t kWarpTileBytes = kWarpTokens * kRowBytes;
+  static constexpr int32_t kStageBytes = 2 * kWarpTileBytes;                // K, then V
+  static constexpr int32_t kLoads = kWarpTokens * kRowChunks / kWarpLanes;  // per lane, of K or V
+  static_assert(kWarpTokens * kRowChunks % kWarpLanes == 0);
+  static constexpr bool kSharedQueries = HEAD_DIM > 128;  // else they fit in registers
+
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t Offset(int32_t row, int32_t chunk) {
+    return row * kRowBytes + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
+  }
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t RingBytes(int32_t stages) {
+    return kWarps * stages * kStageBytes;
+  }
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t SharedBytes(int32_t stages) {
+    return RingBytes(stages) + static_cast<int32_t>(sizeof(ExchangeShared)) +
+           (kSharedQueries ? kTileRows * kRowBytes : 0);
+  }
+};
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_TRAITS_H_

@@ -1,0 +1,23 @@
+// The attention kernels as the emulator runs them; one source per element type, so that they
+// compile in parallel.
+
+#ifndef JAX_PAGED_EMU_ATTENTION_KERNELS_H_
+#define JAX_PAGED_EMU_ATTENTION_KERNELS_H_
+
+#include "cuda/attention/args.h"
+
+namespace jax_paged::emu {
+
+// What runs as one CTA, and how much shared memory it asks for.
+struct AttentionKernel {
+  void (*run)(const cuda::AttentionArgs& args);  // null: no such kernel
+  int32_t shared_bytes;
+};
+
+AttentionKernel BFloat16Kernel(const cuda::AttentionArgs& args);
+AttentionKernel Float16Kernel(const cuda::AttentionArgs& args);
+AttentionKernel Float32Kernel(const cuda::AttentionArgs& args);
+
+}  // namespace jax_paged::emu
+
+#endif  // JAX_PAGED_EMU_ATTENTION_KERNELS_H_

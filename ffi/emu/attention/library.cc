@@ -1,0 +1,149 @@
+// C interface of the emulated attention kernels, for ctypes (tests/emulation.py).
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/attention/make_args.h"
+#include "cuda/attention/plan.cuh"
+#include "emu/attention/kernels.h"
+#include "emu/machine.h"
+
+namespace {
+
+using jax_paged::Dtype;
+using jax_paged::cuda::AttentionArgs;
+using jax_paged::cuda::AttentionCall;
+
+std::string last_text;
+
+const char* Keep(std::string text) {
+  last_text = std::move(text);
+  return last_text.c_str();
+}
+
+}  // namespace
+
+extern "C" {
+
+// tests/emulation.py has the same struct, field by field.
+struct EmulatedCall {
+  const void* q;
+  const void* k_pages;
+  const void* v_pages;
+  const int32_t* page_table;
+  const int32_t* seq_lens;
+  const int32_t* cu_q_lens;
+  const int32_t* num_seqs;
+  const int32_t* layer;
+  const float* sm_scale;
+  void* out;
+  float* lse;
+  void* workspace;
+  int64_t num_tokens;
+  int64_t num_q_heads;
+  int64_t max_seqs;
+  int64_t pages_per_seq;
+  int64_t num_layers;
+  int64_t num_pages;
+  int64_t num_kv_heads;
+  int64_t page_size;
+  int64_t head_dim;
+  int64_t v_head_dim;
+  int64_t num_kv_splits;
+  int64_t split_tokens;
+  int64_t workspace_words;
+  int32_t dtype;   // Dtype
+  int32_t layout;  // Layout
+  int32_t causal;
+  int32_t num_workers;
+  int32_t stages;
+  int32_t plan_ctas;
+  uint32_t seed;
+};
+
+// Runs planner and attention. Returns "" or what went wrong.
+const char* emulate_attention(const EmulatedCall* in) {
+  namespace emu = jax_paged::emu;
+  namespace cuda = jax_paged::cuda;
+  const Dtype dtype = static_cast<Dtype>(in->dtype);
+  const int64_t element_bytes = jax_paged::ByteWidth(dtype);
+  AttentionCall call = {};
+  call.q = in->q;
+  call.k_pages = in->k_pages;
+  call.v_pages = in->v_pages;
+  call.page_table = in->page_table;
+  call.seq_lens = in->seq_lens;
+  call.cu_q_lens = in->cu_q_lens;
+  call.num_seqs = in->num_seqs;
+  call.layer = in->layer;
+  call.sm_scale = in->sm_scale;
+  call.out = in->out;
+  call.lse = in->lse;
+  call.workspace = in->workspace;
+  call.num_tokens = in->num_tokens;
+  call.num_q_heads = in->num_q_heads;
+  call.max_seqs = in->max_seqs;
+  call.pages_per_seq = in->pages_per_seq;
+  call.k_pool = {in->num_layers,
+                 in->num_pages,
+                 in->num_kv_heads,
+                 in->page_size,
+                 in->head_dim,
+                 element_bytes,
+                 static_cast<jax_paged::Layout>(in->layout)};
+  call.v_pool = call.k_pool;
+  call.v_pool.head_dim = in->v_head_dim;
+  call.num_kv_splits = in->num_kv_splits;
+  call.split_tokens = in->split_tokens;
+  call.workspace_words = in->workspace_words;
+  call.causal = in->causal != 0;
+
+  const int64_t heads = in->num_tokens * in->num_q_heads;
+  emu::ClearRegions();
+  emu::AddRegion("q", in->q, heads * in->head_dim * element_bytes, /*is_input=*/true);
+  emu::AddRegion("k_pages", in->k_pages, in->num_layers * call.k_pool.layer_bytes(), true);
+  emu::AddRegion("v_pages", in->v_pages, in->num_layers * call.v_pool.layer_bytes(), true);
+  emu::AddRegion("page_table", in->page_table, in->max_seqs * in->pages_per_seq * 4, true);
+  emu::AddRegion("seq_lens", in->seq_lens, in->max_seqs * 4, true);
+  emu::AddRegion("cu_q_lens", in->cu_q_lens, (in->max_seqs + 1) * 4, true);
+  emu::AddRegion("num_seqs", in->num_seqs, 4, true);
+  emu::AddRegion("layer", in->layer, 4, true);
+  emu::AddRegion("sm_scale", in->sm_scale, 4, true);
+  emu::AddRegion("out", in->out, heads * in->v_head_dim * element_bytes, /*is_input=*/false);
+  emu::AddRegion("lse", in->lse, heads * 4, false);
+  emu::AddRegion("workspace", in->workspace, in->workspace_words * 4, false);
+
+  AttentionArgs args;
+  std::string error = cuda::MakeArgs(call, &args);
+  if (!error.empty()) return Keep(error);
+  args.num_workers = in->num_workers;
+  args.stages = in->stages;
+  error = emu::Launch({in->plan_ctas, cuda::kPlanThreads, sizeof(cuda::PlanShared), in->seed},
+                      [&] { cuda::PlanCta(args); });
+  if (!error.empty()) return Keep(error);
+  const emu::AttentionKernel kernel =
+      dtype == Dtype::kBFloat16
+          ? emu::BFloat16Kernel(args)
+          : (dtype == Dtype::kFloat16 ? emu::Float16Kernel(args) : emu::Float32Kernel(args));
+  return Keep(
+      emu::Launch({args.num_workers, cuda::kAttentionThreads, kernel.shared_bytes, in->seed},
+                  [&] { kernel.run(args); }));
+}
+
+int64_t workspace_words(int64_t max_seqs, int64_t num_kv_heads, int64_t group_size,
+                        int64_t v_head_dim, int64_t capacity, int64_t num_kv_splits,
+                        int64_t split_tokens) {
+  return jax_paged::cuda::WorkspaceWords(
+      {max_seqs, num_kv_heads, group_size, v_head_dim, capacity, num_kv_splits, split_tokens});
+}
+
+void skip_site(const char* site) { jax_paged::emu::SkipSite(site); }
+
+// The synchronisations that ran since the last call, one a line.
+const char* take_sites() {
+  std::string lines;
+  for (const std::string& site : jax_paged::emu::TakeSites()) lines += site + "\n";
+  return Keep(lines);
+}
+
+}  // extern "C"

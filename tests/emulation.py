@@ -1,0 +1,181 @@
+"""Builds the CUDA attention kernels for the emulator (ffi/emu) and calls them on numpy arrays.
+
+Not a test: tests/test_emulator.py and tests/test_cuda_emulated.py import it.
+"""
+
+import concurrent.futures
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+FFI = Path(__file__).resolve().parent.parent / "ffi"
+SOURCES = ("machine.cc", *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")))
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
+DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
+LAYOUTS = ("HND", "NHD")  # in the order of the C++ Layout
+
+_POINTERS = (
+    "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
+    "sm_scale", "out", "lse", "workspace",
+)  # fmt: skip
+_SIZES = (
+    "num_tokens", "num_q_heads", "max_seqs", "pages_per_seq", "num_layers", "num_pages",
+    "num_kv_heads", "page_size", "head_dim", "v_head_dim", "num_kv_splits", "split_tokens",
+    "workspace_words",
+)  # fmt: skip
+_OPTIONS = ("dtype", "layout", "causal", "num_workers", "stages", "plan_ctas")
+
+
+class EmulatedCall(ctypes.Structure):
+    """ffi/emu/attention/library.cc has the same struct, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int32) for name in _OPTIONS),
+        ("seed", ctypes.c_uint32),
+    )
+
+
+class EmulationError(Exception):
+    """What the emulator found: one line with file and line of the kernel source."""
+
+
+def compile_library(ffi: Path, target: Path) -> None:
+    """Compiles the sources of ffi/emu into one shared library, two at a time."""
+    objects = [target.with_name(f"{target.stem}_{i}.o") for i in range(len(SOURCES))]
+
+    def run(*command):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr[-4000:]}")
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(run, "g++", *FLAGS, "-I", ffi, "-c", ffi / "emu" / source, "-o", built)
+            for source, built in zip(SOURCES, objects, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+    run("g++", "-shared", *objects, "-o", target)
+
+
+@functools.cache
+def library(ffi: Path = FFI) -> ctypes.CDLL:
+    """The emulator of the sources in `ffi`, built once per state of the sources."""
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for folder in ("common", "cuda", "emu"):
+        for path in sorted((ffi / folder).rglob("*")):
+            if path.is_file():
+                digest.update(str(path.relative_to(ffi)).encode() + path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"jax_paged_emulator_{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    target = folder / f"{digest.hexdigest()[:20]}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / "emulator.so"
+            compile_library(ffi, built)
+            built.rename(target)
+    return open_library(target)
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Loads a library and declares its functions."""
+    loaded = ctypes.CDLL(str(path))
+    loaded.emulate_attention.argtypes = [ctypes.POINTER(EmulatedCall)]
+    loaded.emulate_attention.restype = ctypes.c_char_p
+    loaded.take_sites.restype = ctypes.c_char_p
+    loaded.skip_site.argtypes = [ctypes.c_char_p]
+    loaded.workspace_words.argtypes = [ctypes.c_int64] * 7
+    loaded.workspace_words.restype = ctypes.c_int64
+    return loaded
+
+
+def poisoned(shape, dtype) -> np.ndarray:
+    """An array of all-ones bytes: NaN in every float dtype."""
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[:] = 0xFF
+    return array
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The part of a launch that a device decides, and the emulator's seed.
+
+    The seed's remainder by 3 says when cp.async copies (late, early, by chance), by 4 how many CTAs
+    run at a time; CTAs, warps and lanes run in an order drawn from it.
+    """
+
+    num_workers: int = 5
+    stages: int = 3
+    plan_ctas: int = 2
+    seed: int = 1
+
+
+def emulate(
+    batch, device: Device = Device(), *, num_kv_splits=0, split_tokens=0, loaded=None,
+):  # fmt: skip
+    """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError."""
+    loaded = library() if loaded is None else loaded
+    case = batch.case
+    dtype = jnp.dtype(batch.q.dtype).name
+    stacked = batch.k_pages.ndim == 5
+    pages = batch.k_pages.shape[-4:]
+    heads, page_size = (pages[1], pages[2]) if case.layout == "HND" else (pages[2], pages[1])
+    num_tokens, num_q_heads, head_dim = batch.q.shape
+    max_seqs, pages_per_seq = batch.page_table.shape
+    v_head_dim = batch.v_pages.shape[-1]
+    words = loaded.workspace_words(
+        max_seqs, heads, num_q_heads // heads, v_head_dim, pages_per_seq * page_size,
+        num_kv_splits, split_tokens,
+    )  # fmt: skip
+    arrays = {
+        "q": batch.q,
+        "k_pages": batch.k_pages,
+        "v_pages": batch.v_pages,
+        "page_table": batch.page_table,
+        "seq_lens": batch.seq_lens,
+        "cu_q_lens": batch.cu_q_lens,
+        "num_seqs": np.array([batch.num_seqs], np.int32),
+        "layer": np.array(0 if batch.layer is None else batch.layer, np.int32),
+        "sm_scale": np.array(batch.sm_scale, np.float32),
+        "out": poisoned((num_tokens, num_q_heads, v_head_dim), batch.q.dtype),
+        "lse": poisoned((num_tokens, num_q_heads), np.float32),
+        "workspace": poisoned(words, np.float32),
+    }
+    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    call = EmulatedCall(
+        **{name: x.ctypes.data for name, x in arrays.items()},
+        num_tokens=num_tokens,
+        num_q_heads=num_q_heads,
+        max_seqs=max_seqs,
+        pages_per_seq=pages_per_seq,
+        num_layers=batch.k_pages.shape[0] if stacked else 1,
+        num_pages=pages[0],
+        num_kv_heads=heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        num_kv_splits=num_kv_splits,
+        split_tokens=split_tokens,
+        workspace_words=words,
+        dtype=DTYPES.index(dtype),
+        layout=LAYOUTS.index(case.layout),
+        causal=case.causal,
+        num_workers=device.num_workers,
+        stages=device.stages,
+        plan_ctas=device.plan_ctas,
+        seed=device.seed,
+    )
+    error = loaded.emulate_attention(ctypes.byref(call)).decode()
+    if error:
+        raise EmulationError(error)
+    return arrays["out"], arrays["lse"]

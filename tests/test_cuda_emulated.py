@@ -1,0 +1,253 @@
+"""The CUDA attention kernels, run by the emulator (ffi/emu), against float64 softmax.
+
+What these tests cannot see is speed, registers and whether a GPU agrees; all else is the very
+source that nvcc compiles.
+"""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import Device, emulate, library
+
+from jax_paged.attention import _cuda_workspace_words
+from jax_paged.testing import (
+    TOLERANCES,
+    WILD_PAGE,
+    Case,
+    assert_attention_close,
+    dense_oracle,
+    make_batch,
+)
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+GROUPS = (1, 2, 3, 4, 7, 8, 16, 71)
+PAGE_SIZES = (1, 5, 8, 16, 32, 544)
+I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
+SMALL = Case("small", 8, 2, 64, page_size=8)
+
+
+def assert_same_bits(a, b):
+    """Both (out, lse) pairs hold the same bytes."""
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
+def check(batch, device=None, **options):
+    """Runs a batch and compares it with the oracle; returns (out, lse)."""
+    result = emulate(batch, Device() if device is None else device, **options)
+    assert_attention_close(*result, *dense_oracle(batch))
+    return result
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_decode_matches_float64_softmax_whatever_the_order(head_dim, group, page_size):
+    # Dtype, layout, KV heads, stages and workers go through their values as the sizes do.
+    count = (HEAD_DIMS.index(head_dim) * 8 + GROUPS.index(group)) * 6 + PAGE_SIZES.index(page_size)
+    heads = 1 + count % 3 if group < 16 else 1
+    case = Case(
+        "sizes", group * heads, heads, head_dim, page_size, layout=("HND", "NHD")[count % 2]
+    )
+    dtype = ("bfloat16", "float16")[count // 2 % 2]
+    long = page_size + 40 if page_size > 64 else 3 * max(page_size, 16) + count % 50
+    batch = make_batch(case, jnp.dtype(dtype), [1, 1, 1, 1], [long, 0, 1, 64], seed=count)
+    device = Device(num_workers=1 + count % 9, stages=2 + count % 3, seed=count)
+    first = check(batch, device)
+    assert_same_bits(emulate(batch, dataclasses.replace(device, seed=count + 1)), first)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 128}], ids=str)
+def test_bits_do_not_depend_on_the_order_of_ctas_warps_and_copies(options, dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 2, 1], [700, 3, 130, 300], seed=1)
+    first = check(batch, Device(num_workers=7, seed=0), **options)
+    for seed in range(1, 13):
+        device = Device(num_workers=7, plan_ctas=1 + seed % 4, seed=seed)
+        assert_same_bits(emulate(batch, device, **options), first)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 24, 40, 264])
+def test_any_number_of_workers_serves(num_workers):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 1, 1, 0, 1], [900, 1, 0, 7, 64], seed=2)
+    check(batch, Device(num_workers=num_workers, stages=2))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_mixed_batches_with_several_queries_per_row_match(dtype, layout, causal):
+    case = dataclasses.replace(SMALL, layout=layout, causal=causal, num_layers=3)
+    q_lens, seq_lens = [1, 4, 0, 37, 1, 5, 9], [70, 66, 9, 37, 0, 2, 200]
+    batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=64, seed=3)
+    check(batch)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(8, 8), (40, 40), (64, 128), (576 - 64, 24)])
+def test_other_head_dims_run_without_tensor_cores(head_dim, v_head_dim, dtype):
+    case = Case("odd", 6, 2, head_dim, page_size=5, v_head_dim=v_head_dim)
+    check(make_batch(case, jnp.dtype(dtype), [1, 7, 1], [66, 9, 1], num_tokens=11, seed=4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_splits": 1},
+        {"num_kv_splits": 4},
+        {"num_kv_splits": 1000},
+        {"split_tokens": 1},
+        {"split_tokens": 100},
+        {"split_tokens": 512},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("heads", "head_dim"), [((8, 2), 64), ((20, 1), 128)])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_split_matches(dtype, heads, head_dim, options):
+    case = Case("split", heads[0], heads[1], head_dim, page_size=16)
+    q_lens, seq_lens = [1, 1, 3, 0, 12], [600, 513, 200, 9, 70]
+    check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, seed=5), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("split_tokens", [64, 512])
+def test_split_tokens_makes_a_row_independent_of_its_batch_and_of_the_device(split_tokens, dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 20, 1, 2], [700, 33, 90, 800, 64], seed=6)
+    out, lse = emulate(batch, split_tokens=split_tokens)
+    for row, (start, end) in enumerate(itertools.pairwise(batch.cu_q_lens)):
+        alone = dataclasses.replace(
+            batch,
+            q=batch.q[start:end],
+            page_table=batch.page_table[row : row + 1],
+            seq_lens=batch.seq_lens[row : row + 1],
+            cu_q_lens=np.array([0, end - start], np.int32),
+            num_seqs=1,
+        )
+        device = Device(num_workers=2 + row, stages=2 + row % 3)
+        row_result = emulate(alone, device, split_tokens=split_tokens)
+        assert_same_bits(row_result, (out[start:end], lse[start:end]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_tokens_of_a_page_out_of_range_are_left_out(page_size, page_id, dtype):
+    case = dataclasses.replace(SMALL, page_size=page_size)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 3, 1], [120, 20, 70], seed=7)
+    page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
+    for row, column in [(0, 0), (0, 3), (1, 1), (2, 4)]:
+        batch.page_table[row, column] = page_id
+    check(batch)
+    nothing = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, page_id))
+    check(nothing)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
+def test_layer_out_of_range_gives_zero(layer, dtype):
+    case = dataclasses.replace(SMALL, num_layers=3)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 3], [30, 9], num_tokens=6, seed=8)
+    check(dataclasses.replace(batch, layer=layer))
+
+
+@pytest.mark.parametrize(
+    "cu_q_lens",
+    [
+        [0, 1, 8, 9, I32_MAX],
+        [0, 1, 0, 9, 14],
+        [3, 3, 8, 9, 14],
+        [-9, 1, 8, 9, 14],
+        [I32_MIN, I32_MAX, I32_MIN, I32_MAX, 0],
+        [14, 9, 8, 1, 0],
+        [0, 0, 0, 0, 0],
+    ],
+    ids=str,
+)
+def test_wild_row_bounds_are_made_monotone(cu_q_lens):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1, 5], [30, 7, 21, 12], num_tokens=16, seed=9)
+    q = np.random.default_rng(0).standard_normal(batch.q.shape).astype(jnp.bfloat16)
+    check(dataclasses.replace(batch, q=q, cu_q_lens=np.array(cu_q_lens, np.int32)))
+
+
+@pytest.mark.parametrize("num_seqs", [5, I32_MAX, -1, I32_MIN, 0, 2])
+def test_wild_num_seqs_are_clamped(num_seqs):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1, 5], [30, 7, 21, 12], num_tokens=16, seed=10)
+    check(dataclasses.replace(batch, num_seqs=num_seqs))
+
+
+@pytest.mark.parametrize("length", [-1, I32_MIN, 33, I32_MAX])
+def test_wild_seq_lens_are_clamped(length):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1], [30, 7, 21], num_tokens=10, seed=11)
+    for pages in (batch.k_pages, batch.v_pages):
+        pages[np.isnan(pages)] = 2
+    for row in range(3):
+        wild = dataclasses.replace(batch, seq_lens=batch.seq_lens.copy())
+        wild.seq_lens[row] = length
+        check(wild)
+
+
+def test_more_rows_than_the_planner_has_threads():
+    rng = np.random.default_rng(12)
+    seq_lens = rng.integers(0, 40, 600) * rng.integers(0, 2, 600)
+    case = Case("many", 2, 1, 64)
+    batch = make_batch(case, jnp.bfloat16, rng.integers(0, 3, 600), seq_lens, num_seqs=590, seed=12)
+    first = check(batch, Device(plan_ctas=3))
+    assert_same_bits(emulate(batch, Device(plan_ctas=1, seed=4)), first)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+def test_any_scale_serves(scale, dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 3], [70, 9], seed=13)
+    check(dataclasses.replace(batch, sm_scale=scale))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("peak", [1e4, -6e4, 6e4])
+def test_huge_logits_neither_overflow_nor_vanish(peak, dtype):
+    # Every logit is peak · (1 + j / 64) exactly, so that bf16 holds q and k without rounding.
+    batch = make_batch(Case("huge", 2, 1, 64, page_size=4), jnp.dtype(dtype), [1, 3], [121, 9])
+    steps = np.random.default_rng(0).integers(0, 64, batch.k_pages.shape[:3])[..., None] / 64
+    owned = ~np.isnan(batch.k_pages.astype("f4"))
+    batch.k_pages[:] = np.where(owned, 1 + steps, np.nan).astype(batch.k_pages.dtype)
+    q = np.full_like(batch.q, np.sign(peak))
+    batch = dataclasses.replace(batch, q=q, sm_scale=abs(peak) / 64)
+    expected, expected_lse = dense_oracle(batch)
+    out, lse = emulate(batch)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    error = np.linalg.norm(out.astype(np.float64) - expected, axis=-1)
+    assert (error <= TOLERANCES[dtype][0] * np.linalg.norm(expected, axis=-1)).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_nan_query_stays_in_its_row_and_does_not_look_like_an_answer(dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 3, 1], [200, 9, 64], seed=14)
+    expected, _ = emulate(batch)
+    q = batch.q.copy()
+    q[2, 5] = np.nan
+    out, _ = emulate(dataclasses.replace(batch, q=q))
+    assert np.isnan(out[2, 5].astype("f4")).all()
+    others = np.ones(out.shape[:2], bool)
+    others[2, 5] = False
+    np.testing.assert_array_equal(out[others].view(np.uint8), expected[others].view(np.uint8))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 5}, {"split_tokens": 70}], ids=str)
+@pytest.mark.parametrize("group", [1, 16, 17])
+def test_workspace_is_what_python_asks_for(group, options):
+    sizes = {"max_seqs": 5, "num_kv_heads": 3, "group_size": group, "v_head_dim": 72}
+    options = {"num_kv_splits": 0, "split_tokens": 0} | options
+    sizes |= {"capacity": 1000} | options
+    assert _cuda_workspace_words(**sizes) == library().workspace_words(*sizes.values())
+
+
+def test_workspace_does_not_grow_with_context_and_hardly_with_the_batch():
+    sizes = {"num_kv_heads": 8, "group_size": 8, "v_head_dim": 128}
+    small = _cuda_workspace_words(max_seqs=1, capacity=100, **sizes)
+    large = _cuda_workspace_words(max_seqs=1001, capacity=10**6, **sizes)
+    assert large - small == 10 * 1000
+    assert small * 4 < 7_000_000

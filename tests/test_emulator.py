@@ -1,0 +1,236 @@
+"""A test of the tests: bugs planted in the CUDA attention kernels are found by the emulator."""
+
+import concurrent.futures
+import dataclasses
+import mmap
+import shutil
+import subprocess
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import FFI, Device, EmulationError, emulate, library, open_library
+
+from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+
+# file, what stands there, what the bug makes of it, what must be said about it
+DIFFERS = "error|not finite|lse"  # the comparison with the oracle
+BUGS = {
+    "no zero fill": (
+        "decode.cuh",
+        "row * token_stride + chunk * 16;\n        const bool valid = mask >> row & 1;",
+        "row * token_stride + chunk * 16;\n        const bool valid = true;",
+        "not finite",
+    ),
+    "ring loaded one stage too far": (
+        "decode.cuh", "s < stages - 1", "s < stages", "while the cp.async",
+    ),
+    "loads into the stage being read": (
+        "decode.cuh", "stage == 0 ? stages - 1 : stage - 1", "stage", "cp.async|race",
+    ),
+    "page table off by one": (
+        "decode.cuh", "segment_.row * args.pages_per_seq + index",
+        "segment_.row * args.pages_per_seq + index + 1",
+        f"out of bounds|{DIFFERS}",
+    ),
+    "page id not checked": (
+        "decode.cuh", "page_id_ >= 0 && page_id_ < args.num_pages", "page_id_ != -1",
+        "k_pages out of bounds",
+    ),
+    "32-bit page address": (
+        "decode.cuh", "args.k_strides.Offset(page_id_", "(int32_t)args.k_strides.Offset(page_id_",
+        "k_pages out of bounds",
+    ),
+    "key of the future": (
+        "segment.cuh", "segment.lengths.q_len + query + 1", "segment.lengths.q_len + query + 2",
+        DIFFERS,
+    ),
+    "mask one token too long": (
+        "decode.cuh", "(token_mask >> token & 1) && ", "", DIFFERS,
+    ),
+    "wrong partial slot": (
+        "segment.cuh", "begin >= range.begin ? 1 : 0", "begin > range.begin ? 1 : 0",
+        "race|nobody has written|error",
+    ),
+    "first to arrive merges": (
+        "segment.cuh", "before == limit", "before == 0", "nobody has written|not published",
+    ),
+    "partial result read through L1": (
+        "segment.cuh", "prim::LoadL2(SlotOut(", "prim::LoadConst<Float4>(SlotOut(", "L1 may serve",
+    ),
+    "ranges overlap": (
+        "segment.cuh", "range.end = range.begin + header.chunk;",
+        "range.end = range.begin + header.chunk + 1;",
+        "race|write after write",
+    ),
+    "counters not cleared": (
+        "plan.cuh", "prim::Store(args.arrivals + i, 0u);", "", "nobody has initialised",
+    ),
+    "empty rows not filled": (
+        "plan.cuh", "FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1);",
+        "", "not finite",
+    ),
+    "length not clamped": (
+        "plan.cuh", "ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity)",
+        "prim::LoadConst(args.seq_lens + row)", "page_table out of bounds",
+    ),
+    "barrier in one warp only": (
+        "segment.cuh", "  prim::Store(tops + thread, top);\n  prim::SyncThreads();",
+        "  prim::Store(tops + thread, top);\n  if (thread < 32) prim::SyncThreads();", "race",
+    ),
+    "thread that leaves before a barrier": (
+        "decode.cuh", "if (range.begin >= range.end) return;",
+        "if (range.begin >= range.end || prim::ThreadIndex() == 40) return;", "deadlock.*ended",
+    ),
+    "shuffle in half a warp": (
+        "decode.cuh", "    l += prim::ShuffleXor(l, 1);\n",
+        "    if (lane < 16) l += prim::ShuffleXor(l, 1);\n",
+        "divergent|deadlock",
+    ),
+    "exchange buffer too small": (
+        "traits.h", "sums[kWarps * kTileRows * kColumnPitch]", "sums[kTileRows * kColumnPitch]",
+        "shared memory out of bounds|race|error",
+    ),
+}  # fmt: skip
+
+COMPILE = ("-std=c++17", "-O1", "-fPIC", "-DJAX_PAGED_EMULATE")
+
+# The kernels that the planted bugs are tried on: one head_dim, so that they compile in a second.
+KERNELS = """
+#include "cuda/attention/decode.cuh"
+#include "emu/attention/kernels.h"
+namespace jax_paged::emu {
+AttentionKernel BFloat16Kernel(const cuda::AttentionArgs& args) {
+  return {cuda::DecodeCta<BFloat16, 64>, cuda::DecodeTraits<64>::SharedBytes(args.stages)};
+}
+AttentionKernel Float16Kernel(const cuda::AttentionArgs&) { return {nullptr, 0}; }
+AttentionKernel Float32Kernel(const cuda::AttentionArgs&) { return {nullptr, 0}; }
+}  // namespace jax_paged::emu
+#include "emu/attention/library.cc"
+"""
+
+
+def far_batch():
+    """A row whose page lies more than 2^31 bytes into a pool of which little is ever touched."""
+    num_pages = 2**20  # of 4 KiB
+    shape = (num_pages, 2, 16, 64)
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    batch = make_batch(Case("far", 4, 2, 64), jnp.bfloat16, [1], [40])
+    pools = []
+    for pages in (batch.k_pages, batch.v_pages):
+        memory = mmap.mmap(-1, num_pages * 4096, flags=flags)
+        pool = np.frombuffer(memory, np.uint16).view(jnp.bfloat16).reshape(shape)
+        pool[num_pages - len(pages) :] = pages
+        pools.append(pool)
+    table = batch.page_table + (num_pages - len(batch.k_pages))
+    return dataclasses.replace(
+        batch, k_pages=pools[0], v_pages=pools[1], page_table=table.astype(np.int32)
+    )
+
+
+def bf16_batches():
+    """Batches for the bf16 kernel of head_dim 64 that between them meet every planted bug."""
+    case = Case("battery", 8, 2, 64)
+    yield make_batch(case, jnp.bfloat16, [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64], num_tokens=9)
+    odd = Case("odd_pages", 8, 2, 64, page_size=5)
+    batch = make_batch(odd, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
+    batch.page_table[0, 2] = 2_147_480_000  # a hole
+    yield batch
+    longer = make_batch(case, jnp.bfloat16, [1, 1], [32, 16])
+    longer.seq_lens[:] = 2**30  # clamped to the two pages of each row
+    for pages in (longer.k_pages, longer.v_pages):
+        pages[np.isnan(pages)] = 1
+    longer.page_table[:] = [[0, 1], [2, 3]]
+    yield longer
+    yield far_batch()
+
+
+def check_all(loaded):
+    """Runs every batch of bf16_batches on one library."""
+    for batch in bf16_batches():
+        check(batch, loaded=loaded)
+
+
+def check(batch, seeds=(0, 1, 2, 7), **options):
+    """Runs a batch under several seeds against the oracle."""
+    expected = dense_oracle(batch)
+    for seed in seeds:
+        assert_attention_close(*emulate(batch, Device(seed=seed), **options), *expected)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """Bug name -> future of the library with the bug, all being compiled two at a time."""
+    machine = tmp_path_factory.mktemp("machine") / "machine.o"
+    command = ["g++", *COMPILE, "-I", FFI, "-c", FFI / "emu/machine.cc", "-o", machine]
+    subprocess.run(command, check=True)
+
+    def build(name, file, old, new):
+        folder = tmp_path_factory.mktemp("bug")
+        shutil.copytree(FFI, folder / "ffi")
+        path = folder / "ffi/cuda/attention" / file
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1, f"{name}: {file} has {text.count(old)} times {old!r}"
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        (folder / "kernels.cc").write_text(KERNELS, encoding="utf-8")
+        command = ["g++", *COMPILE, "-I", folder / "ffi", "-shared", "kernels.cc", machine]
+        subprocess.run([*command, "-o", "bug.so"], check=True, cwd=folder)
+        return open_library(folder / "bug.so")
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(build, name, *bug[:3]) for name, bug in BUGS.items()}
+
+
+def test_the_kernels_as_they_are_pass():
+    check_all(library())
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name, planted):
+    loaded = planted[name].result()
+    with pytest.raises((EmulationError, AssertionError), match=BUGS[name][3]):
+        check_all(loaded)
+
+
+def battery():
+    """Runs that pass every synchronisation of every attention kernel."""
+    for dtype, head_dim, page_size in [
+        ("bfloat16", 64, 16), ("float16", 192, 5), ("float32", 64, 16),
+    ]:  # fmt: skip
+        case = Case("battery", 8, 2, head_dim, page_size=page_size)
+        q_lens, seq_lens = [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64]
+        check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=9))
+
+
+def test_every_barrier_fence_and_wait_is_needed_and_missed():
+    loaded = library()
+    loaded.take_sites()
+    battery()
+    sites = [line.split() for line in loaded.take_sites().decode().splitlines()]
+    kinds = {kind for kind, _ in sites}
+    assert kinds == {"SyncThreads", "SyncWarp", "ThreadFence", "CpAsyncWait"}
+    assert len(sites) >= 20
+    survivors = []
+    for kind, site in sites:
+        loaded.skip_site(site.encode())
+        try:
+            battery()
+            survivors.append(f"{kind} {site}")
+        except (EmulationError, AssertionError):
+            pass
+        finally:
+            loaded.skip_site(b"")
+    assert not survivors, "skipped without any finding"
+
+
+def test_ucontext_fibers_give_the_same_bits(tmp_path):
+    (tmp_path / "kernels.cc").write_text(KERNELS, encoding="utf-8")
+    sources = [tmp_path / "kernels.cc", FFI / "emu/machine.cc"]
+    flags = [*COMPILE, "-I", FFI, "-DJAX_PAGED_EMU_UCONTEXT"]
+    subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "it.so"], check=True)
+    batch = next(bf16_batches())
+    for a, b in zip(
+        emulate(batch, loaded=open_library(tmp_path / "it.so")), emulate(batch), strict=True
+    ):
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
