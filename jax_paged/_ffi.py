@@ -169,11 +169,14 @@ def ffi_call(
     """
     if implementation == "reference":
         return reference(*operands)
+
+    def workspace_like(result):  # varies over the mesh axes that the result varies over
+        return jnp.broadcast_to(jnp.any(result).astype(jnp.int32), (cuda_workspace_words,))
+
     results = jax.eval_shape(reference, *operands)
     workspace = ()
     if cuda_workspace_words:
-        words = results[0].update(shape=(cuda_workspace_words,), dtype=jnp.int32, sharding=None)
-        workspace = (words,)
+        workspace = (jax.eval_shape(lambda *x: workspace_like(reference(*x)[0]), *operands),)
 
     def native(workspace):
         def branch(*operands):
