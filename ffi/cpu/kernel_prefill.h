@@ -1,11 +1,12 @@
 // Prefill: a block of up to 96 packed rows against K and V in key blocks of 64 tokens, as two small
-// matrix products in f32 registers.
+// matrix products in registers.
 //
-//   pack     K of the key block transposed to panels [64 / 32][head_dim][panel], V to panels
-//            [v_head_dim / panel][64][panel], both as floats; a panel is two vectors wide
+//   pack     K of the key block transposed to panels [64 / panel][depth][panel], V to panels
+//            [v_head_dim / panel][64][panel]; a panel is two vectors wide
 //   scores   tiles of kGemmRows rows x one panel: s = q k^T, panel by panel so that it stays in L1
 //   weights  per row: running maximum, 2^(s * scale - m)
 //   values   the same tiles: o = o * alpha + weights v
+//
 // Causal: a row tile uses the keys that its last row sees and no more, so tiles above the diagonal
 // cost nothing. Bound by FMA: 2 loads of the panel and kGemmRows broadcasts feed 2 kGemmRows FMAs.
 
