@@ -11,7 +11,7 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
              const WorkerScratch& scratch, float* partials) {
   const int64_t num_rows = item.packed_end - item.packed_begin;
   const bool decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
-  const int64_t padded_rows = decode ? kDecodeMaxRows : RoundUp(num_rows, kGemmRows);
+  const int64_t padded_rows = decode ? DecodePaddedRows(num_rows) : RoundUp(num_rows, kGemmRows);
   const LogitScale scale(params.sm_scale);
   LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
 

@@ -284,9 +284,16 @@ inline int TileRows(int64_t num_rows, int64_t row0) {
   return rest > 4 ? 8 : (rest > 2 ? 4 : static_cast<int>(rest));
 }
 
-// Tokens in a block: K of a block is at most 16 KiB.
+// Rows with the padding of the last tile.
+inline int64_t DecodePaddedRows(int64_t num_rows) {
+  int64_t rows = 0;
+  while (rows < num_rows) rows += TileRows(num_rows, rows);
+  return rows;
+}
+
+// Tokens in a block: K of a block is at most 8 KiB, so that two blocks of K and V fit L1.
 inline int DecodeBlockTokens(int64_t token_bytes) {
-  return static_cast<int>(Clamp(16384 / token_bytes / 16 * 16, 16, kKeyBlock));
+  return static_cast<int>(Clamp(8192 / token_bytes / 16 * 16, 16, kKeyBlock));
 }
 
 // KV tokens [begin, end) of a unit, into part.
@@ -317,6 +324,10 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   int current = 0;
   GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
              &blocks[0]);
+  for (int t = 0; t < blocks[0].count; ++t) {
+    PrefetchRow(blocks[0].k[t], params.head_dim * int64_t{sizeof(T)});
+    PrefetchRow(blocks[0].v[t], params.v_head_dim * int64_t{sizeof(T)});
+  }
   for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
     const KeyBlock<T>& block = blocks[current];
     const KeyBlock<T>* next = &block;  // what to prefetch
