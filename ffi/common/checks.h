@@ -84,6 +84,12 @@ inline std::string CheckSamePool(const char* op, const PoolShape& k, const PoolS
                   ShapeText(v_pages.dims, v_pages.rank));
 }
 
+inline std::string CheckHeadDim(const char* op, const char* argument, int64_t head_dim) {
+  constexpr int64_t kMaxHeadDim = 512;
+  if (head_dim % 8 == 0 && head_dim >= 8 && head_dim <= kMaxHeadDim) return "";
+  return Mismatch(op, argument, "head_dim a multiple of 8 up to 512", std::to_string(head_dim));
+}
+
 inline std::string ReadLayout(const char* op, const char* text, size_t length, Layout* layout) {
   const std::string name(text, length);
   if (name == "HND") {

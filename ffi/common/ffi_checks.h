@@ -10,6 +10,7 @@
 
 #include "common/checks.h"
 #include "common/dtypes.h"
+#include "common/params.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged {
@@ -53,6 +54,65 @@ inline std::string CheckType(const char* op, const char* argument, xla::ffi::Dat
                              xla::ffi::DataType expected) {
   if (got == expected) return "";
   return Mismatch(op, argument, TypeText(expected), TypeText(got));
+}
+
+// Checks the operands, attributes and results of jax_paged.attention, and reads its sizes.
+inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::AnyBuffer& k_pages,
+                                 const xla::ffi::AnyBuffer& v_pages, ShapeView page_table,
+                                 ShapeView seq_lens, ShapeView cu_q_lens, ShapeView num_seqs,
+                                 ShapeView layer, ShapeView sm_scale, std::string_view layout_name,
+                                 int64_t num_kv_splits, int64_t split_tokens,
+                                 const xla::ffi::AnyBuffer& out, ShapeView lse,
+                                 AttentionShape* shape) {
+  constexpr auto kOp = kAttentionOp;
+  std::string error;
+  const auto failed = [&](std::string text) {
+    error = std::move(text);
+    return !error.empty();
+  };
+  PoolShape& k_pool = shape->k_pool;
+  PoolShape& v_pool = shape->v_pool;
+  Layout layout = Layout::kHnd;
+  if (failed(ReadDtype(kOp, "q", q.element_type(), &shape->dtype)) ||
+      failed(CheckType(kOp, "k_pages", k_pages.element_type(), q.element_type())) ||
+      failed(CheckType(kOp, "v_pages", v_pages.element_type(), q.element_type())) ||
+      failed(CheckType(kOp, "out", out.element_type(), q.element_type())) ||
+      failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout))) {
+    return error;
+  }
+  const int64_t kv_bytes = ByteWidth(shape->dtype);
+  if (failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, kv_bytes, &k_pool)) ||
+      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, kv_bytes, &v_pool)) ||
+      failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
+      failed(CheckHeadDim(kOp, "k_pages", k_pool.head_dim)) ||
+      failed(CheckHeadDim(kOp, "v_pages", v_pool.head_dim)) ||
+      failed(CheckRank(kOp, "q", Shape(q), 3)) ||
+      failed(CheckRank(kOp, "page_table", page_table, 2))) {
+    return error;
+  }
+  const int64_t num_tokens = shape->num_tokens = Shape(q)[0];
+  const int64_t num_q_heads = shape->num_q_heads = Shape(q)[1];
+  const int64_t max_seqs = shape->max_seqs = page_table[0];
+  shape->pages_per_seq = page_table[1];
+  if (failed(CheckShape(kOp, "q", Shape(q), {num_tokens, num_q_heads, k_pool.head_dim})) ||
+      failed(CheckShape(kOp, "seq_lens", seq_lens, {max_seqs})) ||
+      failed(CheckShape(kOp, "cu_q_lens", cu_q_lens, {max_seqs + 1})) ||
+      failed(CheckShape(kOp, "num_seqs", num_seqs, {1})) ||
+      failed(CheckShape(kOp, "layer", layer, {})) ||
+      failed(CheckShape(kOp, "sm_scale", sm_scale, {})) ||
+      failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
+      failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
+    return error;
+  }
+  if (num_q_heads < 1 || num_q_heads % k_pool.num_kv_heads != 0) {
+    return Mismatch(kOp, "q", "a multiple of " + std::to_string(k_pool.num_kv_heads) + " KV heads",
+                    std::to_string(num_q_heads) + " heads");
+  }
+  if (num_kv_splits < 0 || split_tokens < 0 || (num_kv_splits > 0 && split_tokens > 0)) {
+    return Mismatch(kOp, "num_kv_splits, split_tokens", "non-negative, at most one of them set",
+                    std::to_string(num_kv_splits) + ", " + std::to_string(split_tokens));
+  }
+  return "";
 }
 
 // Checks the operands and results of jax_paged.write_kv and reads the two pools.

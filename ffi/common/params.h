@@ -10,6 +10,19 @@
 
 namespace jax_paged {
 
+inline constexpr char kAttentionOp[] = "jax_paged.attention";  // of its error messages
+
+// The sizes of one call, as its operands have them.
+struct AttentionShape {
+  Dtype dtype;  // of q, the pages and out
+  int64_t num_tokens;
+  int64_t num_q_heads;
+  int64_t max_seqs;
+  int64_t pages_per_seq;
+  PoolShape k_pool;
+  PoolShape v_pool;
+};
+
 struct AttentionParams {
   const void* q;              // [T, num_q_heads, head_dim], dtype
   void* out;                  // [T, num_q_heads, v_head_dim], dtype

@@ -8,7 +8,6 @@
 #include <new>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "common/ffi_checks.h"
 #include "common/params.h"
@@ -23,13 +22,6 @@ namespace ffi = xla::ffi;
 
 namespace jax_paged::cpu {
 namespace {
-
-constexpr char kOp[] = "jax_paged.attention";
-constexpr int64_t kMaxHeadDim = 512;
-std::string CheckHeadDim(const char* argument, int64_t head_dim) {
-  if (head_dim % 8 == 0 && head_dim >= 8 && head_dim <= kMaxHeadDim) return "";
-  return Mismatch(kOp, argument, "head_dim a multiple of 8 up to 512", std::to_string(head_dim));
-}
 
 // Cuts one block of memory into arrays that start at cache lines. Without a base it only adds up.
 class Carver {
@@ -162,77 +154,34 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
                      ffi::Buffer<ffi::F32> sm_scale, std::string_view layout_name, bool causal,
                      int64_t num_kv_splits, int64_t split_tokens, ffi::Result<ffi::AnyBuffer> out,
                      ffi::ResultBuffer<ffi::F32> lse) {
-  std::string error;
-  const auto failed = [&](std::string text) {
-    error = std::move(text);
-    return !error.empty();
-  };
-  const auto invalid = [&] { return ffi::Error::InvalidArgument(error); };
-
-  Dtype dtype = Dtype::kFloat32;
-  if (failed(ReadDtype(kOp, "q", q.element_type(), &dtype)) ||
-      failed(CheckType(kOp, "k_pages", k_pages.element_type(), q.element_type())) ||
-      failed(CheckType(kOp, "v_pages", v_pages.element_type(), q.element_type())) ||
-      failed(CheckType(kOp, "out", out->element_type(), q.element_type()))) {
-    return invalid();
-  }
-  Layout layout = Layout::kHnd;
-  PoolShape k_pool, v_pool;
-  const int64_t element_bytes = ByteWidth(dtype);
-  if (failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, element_bytes, &k_pool)) ||
-      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, element_bytes, &v_pool)) ||
-      failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
-      failed(CheckRank(kOp, "q", Shape(q), 3)) ||
-      failed(CheckRank(kOp, "page_table", Shape(page_table), 2))) {
-    return invalid();
-  }
-  const int64_t num_tokens = Shape(q)[0], num_q_heads = Shape(q)[1];
-  const int64_t max_seqs = Shape(page_table)[0], pages_per_seq = Shape(page_table)[1];
-  if (failed(CheckShape(kOp, "q", Shape(q), {num_tokens, num_q_heads, k_pool.head_dim})) ||
-      failed(CheckShape(kOp, "seq_lens", Shape(seq_lens), {max_seqs})) ||
-      failed(CheckShape(kOp, "cu_q_lens", Shape(cu_q_lens), {max_seqs + 1})) ||
-      failed(CheckShape(kOp, "num_seqs", Shape(num_seqs), {1})) ||
-      failed(CheckShape(kOp, "layer", Shape(layer), {})) ||
-      failed(CheckShape(kOp, "sm_scale", Shape(sm_scale), {})) ||
-      failed(CheckShape(kOp, "out", Shape(*out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
-      failed(CheckShape(kOp, "lse", Shape(*lse), {num_tokens, num_q_heads})) ||
-      failed(CheckHeadDim("k_pages", k_pool.head_dim)) ||
-      failed(CheckHeadDim("v_pages", v_pool.head_dim))) {
-    return invalid();
-  }
-  if (num_q_heads < 1 || num_q_heads % k_pool.num_kv_heads != 0) {
-    return ffi::Error::InvalidArgument(
-        Mismatch(kOp, "q", "a multiple of " + std::to_string(k_pool.num_kv_heads) + " KV heads",
-                 std::to_string(num_q_heads) + " heads"));
-  }
-  if (num_kv_splits < 0 || split_tokens < 0 || (num_kv_splits > 0 && split_tokens > 0)) {
-    return ffi::Error::InvalidArgument(
-        Mismatch(kOp, "num_kv_splits, split_tokens", "non-negative, at most one of them set",
-                 std::to_string(num_kv_splits) + ", " + std::to_string(split_tokens)));
-  }
+  AttentionShape shape;
+  const std::string error =
+      ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
+                    Shape(num_seqs), Shape(layer), Shape(sm_scale), layout_name, num_kv_splits,
+                    split_tokens, *out, Shape(*lse), &shape);
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
 
   AttentionParams params;
   params.q = q.untyped_data();
   params.out = out->untyped_data();
   params.lse = lse->typed_data();
   params.page_table = page_table.typed_data();
-  params.pages_per_seq = pages_per_seq;
-  params.num_q_heads = static_cast<int32_t>(num_q_heads);
-  params.num_kv_heads = static_cast<int32_t>(k_pool.num_kv_heads);
+  params.pages_per_seq = shape.pages_per_seq;
+  params.num_q_heads = static_cast<int32_t>(shape.num_q_heads);
+  params.num_kv_heads = static_cast<int32_t>(shape.k_pool.num_kv_heads);
   params.group_size = params.num_q_heads / params.num_kv_heads;
-  params.head_dim = static_cast<int32_t>(k_pool.head_dim);
-  params.v_head_dim = static_cast<int32_t>(v_pool.head_dim);
+  params.head_dim = static_cast<int32_t>(shape.k_pool.head_dim);
+  params.v_head_dim = static_cast<int32_t>(shape.v_pool.head_dim);
   params.sm_scale = *sm_scale.typed_data();
   params.causal = causal;
-  params.dtype = dtype;
+  params.dtype = shape.dtype;
   const int32_t layer_index = *layer.typed_data();
-  if (layer_index < 0 || layer_index >= k_pool.num_layers) {
-    WriteEmpty(params, 0, num_tokens);
+  if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {
+    WriteEmpty(params, 0, shape.num_tokens);
     return ffi::Error::Success();
   }
-  params.k = MakePageView(k_pages.untyped_data(), k_pool, layer_index);
-  params.v = MakePageView(v_pages.untyped_data(), v_pool, layer_index);
+  params.k = MakePageView(k_pages.untyped_data(), shape.k_pool, layer_index);
+  params.v = MakePageView(v_pages.untyped_data(), shape.v_pool, layer_index);
 
   ScheduleOptions options;
   options.group_size = params.group_size;
@@ -245,10 +194,10 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   options.split_tokens = split_tokens;
   try {
     Attend(pool, params, options, cu_q_lens.typed_data(), seq_lens.typed_data(),
-           *num_seqs.typed_data(), max_seqs, num_tokens);
+           *num_seqs.typed_data(), shape.max_seqs, shape.num_tokens);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(kOp) + ": out of memory for partial results");
+                      std::string(kAttentionOp) + ": out of memory for partial results");
   }
   return ffi::Error::Success();
 }

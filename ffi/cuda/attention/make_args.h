@@ -1,5 +1,5 @@
-// From the shapes and addresses of a call to AttentionArgs. Checks what Python has checked before,
-// so that a call that came another way cannot make a kernel read out of bounds.
+// From the shapes and addresses of a call to AttentionArgs, with the limits of the CUDA kernels;
+// what holds on every platform, ReadAttention (common/ffi_checks.h) has checked.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
 #define JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
@@ -8,14 +8,14 @@
 #include <string>
 
 #include "common/checks.h"
-#include "common/dtypes.h"
+#include "common/params.h"
 #include "cuda/attention/args.h"
 
 namespace jax_paged::cuda {
 
 // The operands, results and attributes of jax_paged.attention.v1. All pointers are device
 // addresses.
-struct AttentionCall {
+struct AttentionCall : AttentionShape {
   const void* q;
   const void* k_pages;
   const void* v_pages;
@@ -28,19 +28,11 @@ struct AttentionCall {
   void* out;
   float* lse;
   void* workspace;
-  int64_t num_tokens;
-  int64_t num_q_heads;
-  int64_t max_seqs;
-  int64_t pages_per_seq;
-  PoolShape k_pool;
-  PoolShape v_pool;
   int64_t num_kv_splits;
   int64_t split_tokens;
   int64_t workspace_words;
   bool causal;
 };
-
-inline constexpr char kAttentionOp[] = "jax_paged.attention";
 
 inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
   return {call.max_seqs,
@@ -57,16 +49,6 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   const auto wrong = [](const char* argument, const char* expected, int64_t got) {
     return Mismatch(kAttentionOp, argument, expected, std::to_string(got));
   };
-  constexpr int64_t kMaxHeadDim = 512;
-  for (const PoolShape* pool : {&call.k_pool, &call.v_pool}) {
-    if (pool->head_dim % 8 != 0 || pool->head_dim < 8 || pool->head_dim > kMaxHeadDim) {
-      return wrong(pool == &call.k_pool ? "k_pages" : "v_pages",
-                   "head_dim a multiple of 8 up to 512", pool->head_dim);
-    }
-  }
-  if (call.num_q_heads < 1 || call.num_q_heads % call.k_pool.num_kv_heads != 0) {
-    return wrong("q", "a multiple of num_kv_heads heads", call.num_q_heads);
-  }
   if (call.num_tokens > INT32_MAX / call.num_q_heads) {
     return wrong("q", "tokens x num_q_heads below 2^31", call.num_tokens);
   }
@@ -74,11 +56,6 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
       call.k_pool.num_layers > INT32_MAX || call.max_seqs > INT32_MAX / 2) {
     return wrong("k_pages, page_table", "num_pages, page_size, num_layers, rows in i32",
                  call.k_pool.num_pages);
-  }
-  if (call.num_kv_splits < 0 || call.split_tokens < 0 ||
-      (call.num_kv_splits > 0 && call.split_tokens > 0)) {
-    return wrong("num_kv_splits, split_tokens", "non-negative, at most one of them set",
-                 call.num_kv_splits);
   }
   constexpr int64_t kMaxTokenStride = int64_t{1} << 26;  // 16 tokens stay within 32 bits
   if (MakePageStrides(call.k_pool).token > kMaxTokenStride) {

@@ -80,6 +80,7 @@ const char* emulate_attention(const EmulatedCall* in) {
   call.out = in->out;
   call.lse = in->lse;
   call.workspace = in->workspace;
+  call.dtype = dtype;
   call.num_tokens = in->num_tokens;
   call.num_q_heads = in->num_q_heads;
   call.max_seqs = in->max_seqs;
