@@ -12,6 +12,8 @@ from jax_paged.attention import ragged_paged_attention as ragged_paged_attention
 from jax_paged.explain import explain as explain
 from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import write_kv as write_kv
+from jax_paged.layout import convert_pages as convert_pages
+from jax_paged.layout import page_table_from_addresses as page_table_from_addresses
 from jax_paged.pages import PageTable as PageTable
 from jax_paged.pages import Status as Status
 from jax_paged.pages import StepBatch as StepBatch

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout, pages_shape
+from jax_paged.layout import Layout, is_stacked, pages_shape
 from jax_paged.validation import AttentionSpec, check_attention
 
 TARGET = "jax_paged.attention.v1"
@@ -37,8 +37,9 @@ def paged_attention(
     Args:
       q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
-        [num_pages, page_size, num_kv_heads, head_dim] ("NHD"), optionally with a leading num_layers
-        axis (then give `layer`). Same dtype as q; v may have another head_dim.
+        [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
+        `jax_paged.layout`), optionally with a leading num_layers axis (then give `layer`). Same
+        dtype as q; v may have another head_dim.
       page_table: page ids in token order. An id outside [0, num_pages), e.g. −1, is never read: its
         tokens are left out.
       seq_lens: KV length of each row, this step's token included. 0: the row's output is exactly 0
@@ -145,7 +146,7 @@ def ragged_paged_attention(
 def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
     cu_q_lens, num_seqs, layer, sm_scale = rest
     options = {
-        "layer": layer if k_pages.ndim == 5 else None,
+        "layer": layer if is_stacked(k_pages, spec.layout) else None,
         "sm_scale": sm_scale,
         "return_lse": True,
         "layout": spec.layout,
@@ -187,7 +188,7 @@ def _cuda_workspace_words(
 
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
-    pages = pages_shape(v_pages, spec.layout)
+    pages = pages_shape(v_pages, spec.layout, "v")
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
     words = _cuda_workspace_words(
         max_seqs=page_table.shape[0],

@@ -90,7 +90,7 @@ def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
         num_q_heads=call["q"].shape[1],
         num_kv_heads=k_shape.num_kv_heads,
         head_dim=k_shape.head_dim,
-        v_head_dim=call["v_pages"].shape[-1],
+        v_head_dim=pages_shape(call["v_pages"], call["layout"], "v").head_dim,
         num_threads=threads,
         num_kv_splits=call["num_kv_splits"] or 0,
         split_tokens=call["split_tokens"] or 0,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout
+from jax_paged.layout import Layout, is_stacked
 from jax_paged.validation import as_index, check_pages, check_shape, check_write
 
 TARGET = "jax_paged.write_kv.v1"
@@ -35,8 +35,9 @@ def write_kv(
 
     Args:
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or [num_pages,
-        page_size, num_kv_heads, head_dim] ("NHD"), optionally with a leading num_layers axis; bf16,
-        f16 or f32. Donated: updated in place.
+        page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
+        `jax_paged.layout`), optionally with a leading num_layers axis; bf16, f16 or f32. Donated:
+        updated in place.
       k, v: [tokens, num_kv_heads, head_dim], bf16, f16 or f32; cast to the pages' dtype, round to
         nearest even.
       slot_mapping: page · page_size + offset of each token. Negative or out of range: the token is
@@ -76,7 +77,7 @@ def _write_kv(layout, implementation, k_pages, v_pages, k, v, slot_mapping, laye
 
 
 def _write_reference(layout, k_pages, v_pages, k, v, slot_mapping, layer):
-    layer = layer if k_pages.ndim == 5 else None
+    layer = layer if is_stacked(k_pages, layout) else None
     return reference.write_kv(k_pages, v_pages, k, v, slot_mapping, layer=layer, layout=layout)
 
 
@@ -140,17 +141,18 @@ def copy_pages(
     >>> print(k_pages.ravel())
     [2. 1. 2.]
     """
-    check_pages(k_pages, v_pages, "HND", 0 if stacked else None)
+    # A page is a page in every layout: HND stands for NHD too, and only K of "vllm5d" has its rank.
+    layout = "vllm5d" if len(k_pages.shape) == len(v_pages.shape) + 1 else "HND"
+    check_pages(k_pages, v_pages, layout, 0 if stacked else None)
     src_pages, dst_pages = as_index("src_pages", src_pages), as_index("dst_pages", dst_pages)
     check_shape("src_pages", src_pages, "n", (None,))
     check_shape("dst_pages", dst_pages, "n", src_pages.shape)
-    return _copy_pages(k_pages, v_pages, src_pages, dst_pages)
+    return _copy_pages(stacked, k_pages, v_pages, src_pages, dst_pages)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def _copy_pages(k_pages, v_pages, src_pages, dst_pages):
-    num_pages = k_pages.shape[-4]
-    num_layers = k_pages.shape[0] if k_pages.ndim == 5 else 1
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _copy_pages(stacked, k_pages, v_pages, src_pages, dst_pages):
+    num_layers, num_pages = k_pages.shape[:2] if stacked else (1, k_pages.shape[0])
     valid = (src_pages >= 0) & (src_pages < num_pages) & (dst_pages >= 0) & (dst_pages < num_pages)
     # Layer and page as one leading axis: older XLA transposes the pool to scatter into the second.
     first = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_pages
@@ -158,7 +160,7 @@ def _copy_pages(k_pages, v_pages, src_pages, dst_pages):
     target = jnp.where(valid[None], first + dst_pages[None], num_layers * num_pages)  # else dropped
 
     def copy(pages):
-        flat = pages.reshape(num_layers * num_pages, *pages.shape[-3:])
+        flat = pages.reshape(num_layers * num_pages, *pages.shape[1 + stacked :])
         return flat.at[target].set(flat[source], mode="drop").reshape(pages.shape)
 
     return copy(k_pages), copy(v_pages)

@@ -8,12 +8,14 @@ without native kernels.
 import jax
 import jax.numpy as jnp
 
-from jax_paged.layout import Layout, pages_shape, slots_first
+from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_rank, pages_shape, slots_first
 
 
-def _gather_rows(pages, page_table, layer, layout: Layout) -> tuple[jax.Array, jax.Array]:
+def _gather_rows(
+    pages, page_table, layer, layout: Layout, pool: Pool
+) -> tuple[jax.Array, jax.Array]:
     """Each row's tokens in order: ([rows, capacity, num_kv_heads, head_dim], is there a page)."""
-    shape = pages_shape(pages, layout)
+    shape = pages_shape(pages, layout, pool)
     has_page = (page_table >= 0) & (page_table < shape.num_pages)
     if shape.num_pages == 0 or shape.num_layers == 0:
         rows, width = page_table.shape
@@ -26,7 +28,7 @@ def _gather_rows(pages, page_table, layer, layout: Layout) -> tuple[jax.Array, j
         gathered = pages[jnp.clip(layer, 0, shape.num_layers - 1), ids]
     else:
         gathered = pages[ids]
-    gathered = slots_first(gathered, layout)
+    gathered = slots_first(gathered, layout, pool)
     rows, width, page_size, heads, dim = gathered.shape
     tokens = gathered.reshape(rows, width * page_size, heads, dim)
     return tokens, jnp.repeat(has_page, page_size, axis=1)
@@ -60,6 +62,7 @@ def ragged_paged_attention(
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
     num_tokens, _, head_dim = q.shape
     rows = page_table.shape[0]
+    v_head_dim = pages_shape(v_pages, layout, "v").head_dim
     sm_scale = jnp.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
     num_seqs = jnp.int32(rows) if num_seqs is None else jnp.reshape(num_seqs, ())
@@ -69,8 +72,8 @@ def ragged_paged_attention(
     def attend_row(carry, row):
         out, lse = carry
         index, table, seq_len, start, end = row
-        k, has_page = _gather_rows(k_pages, table[None], layer, layout)
-        v, _ = _gather_rows(v_pages, table[None], layer, layout)
+        k, has_page = _gather_rows(k_pages, table[None], layer, layout, "k")
+        v, _ = _gather_rows(v_pages, table[None], layer, layout, "v")
         position = jnp.arange(k.shape[1], dtype=jnp.int32)
         stored = has_page[0] & (position < seq_len)
         k = jnp.where(stored[:, None, None], k[0], jnp.zeros((), k.dtype))
@@ -90,7 +93,7 @@ def ragged_paged_attention(
     operands = (q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale)
     never = jnp.any(jnp.stack([jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands]))
     nothing = (
-        jnp.where(never, jnp.nan, jnp.zeros((*q.shape[:2], v_pages.shape[-1]), jnp.float32)),
+        jnp.where(never, jnp.nan, jnp.zeros((*q.shape[:2], v_head_dim), jnp.float32)),
         jnp.where(never, jnp.nan, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)),
     )
     index = jnp.arange(rows, dtype=jnp.int32)
@@ -108,8 +111,8 @@ def paged_attention(
     """`jax_paged.paged_attention` in jax.numpy, all rows at once. Differentiable."""
     sm_scale = jnp.float32(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
-    k, has_page = _gather_rows(k_pages, page_table, layer, layout)
-    v, _ = _gather_rows(v_pages, page_table, layer, layout)
+    k, has_page = _gather_rows(k_pages, page_table, layer, layout, "k")
+    v, _ = _gather_rows(v_pages, page_table, layer, layout, "v")
     position = jnp.arange(k.shape[1], dtype=jnp.int32)
     stored = has_page & (position[None] < seq_lens[:, None])
     k = jnp.where(stored[..., None, None], k, jnp.zeros((), k.dtype))
@@ -136,11 +139,14 @@ def write_kv(k_pages, v_pages, k, v, slot_mapping, *, layer=None, layout: Layout
     slot = jnp.where(wins, in_order, num_slots)  # out of range: dropped
     page, offset = slot // shape.page_size, slot % shape.page_size
 
-    def scatter(pages, tokens):
+    def scatter(pages, tokens, pool):
         tokens = tokens[order].astype(pages.dtype)
-        index = (page, slice(None), offset) if layout == "HND" else (page, offset)
+        # The tokens' axis comes first in the indexed shape, wherever the slots stand.
+        index = (page, *(slice(None),) * (SLOT_AXIS[layout] - 1), offset)
         if shape.num_layers is not None:
             index = (jnp.broadcast_to(layer, page.shape), *index)
+        if pages_rank(layout, pool) == 5:
+            tokens = tokens.reshape(*tokens.shape[:2], *pages.shape[-3::2])
         return pages.at[index].set(tokens, mode="drop")
 
-    return scatter(k_pages, k), scatter(v_pages, v)
+    return scatter(k_pages, k, "k"), scatter(v_pages, v, "v")

@@ -57,7 +57,7 @@ class KVState:
             one page table, so a page id stands for num_layers pages.
           dtype: of both pools: bf16, f16 or f32.
           v_head_dim: head_dim of V; None = head_dim.
-          layout: "HND" or "NHD", see `layout`.
+          layout: "HND", "NHD" or "vllm5d", see `layout`.
 
         Raises:
           ValueError: a size, the dtype or the layout is wrong.
@@ -81,8 +81,8 @@ class KVState:
         )
         v_head_dim = shape.head_dim if v_head_dim is None else check_size("v_head_dim", v_head_dim)
         k_pages, v_pages = _zeros(
-            make_shape(shape, layout),
-            make_shape(shape._replace(head_dim=v_head_dim), layout),
+            make_shape(shape, layout, "k", dtype=dtype),
+            make_shape(shape._replace(head_dim=v_head_dim), layout, "v"),
             jnp.dtype(dtype),
         )
         return KVState(k_pages, v_pages, table, layout)

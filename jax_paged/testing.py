@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import Layout, PagesShape, make_shape
+from jax_paged.layout import (
+    Layout,
+    PagesShape,
+    Pool,
+    from_slots_first,
+    make_shape,
+    pages_shape,
+    slots_first,
+)
 
 WILD_PAGE = 2_147_480_000
 
@@ -122,13 +130,12 @@ def make_batch(
     shape = PagesShape(case.num_layers, num_pages, case.num_kv_heads, page, case.head_dim)
     layer = None if case.num_layers is None else int(rng.integers(case.num_layers))
 
-    def pages(head_dim: int) -> np.ndarray:
-        array = np.full(make_shape(shape._replace(head_dim=head_dim), case.layout), np.nan, dtype)
-        view = array if layer is None else array[layer]
-        view = np.swapaxes(view, -3, -2) if case.layout == "HND" else view  # [page, slot, ...]
+    def pages(head_dim: int, pool: Pool) -> np.ndarray:
+        array = np.full(make_shape(shape._replace(head_dim=head_dim), "NHD"), np.nan, dtype)
+        view = array if layer is None else array[layer]  # [page, slot, head, dim]
         values = rng.standard_normal((owned.sum(), case.num_kv_heads, head_dim), "f4")
         view[owned] = values.astype(dtype)
-        return array
+        return np.ascontiguousarray(from_slots_first(array, case.layout, pool))
 
     ends = np.cumsum(q_lens[:num_seqs], dtype=np.int32)
     used_tokens = int(ends[-1]) if num_seqs else 0
@@ -140,7 +147,7 @@ def make_batch(
     q[used_tokens:] = np.nan
     v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
     return Batch(
-        case=case, q=q, k_pages=pages(case.head_dim), v_pages=pages(v_head_dim), page_table=table,
+        case=case, q=q, k_pages=pages(case.head_dim, "k"), v_pages=pages(v_head_dim, "v"), page_table=table,
         seq_lens=seq_lens.astype(np.int32), cu_q_lens=cu_q_lens.astype(np.int32),
         num_seqs=num_seqs, layer=layer, sm_scale=float(case.head_dim**-0.5),
     )  # fmt: skip
@@ -153,16 +160,16 @@ def dense_oracle(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     clamped to the capacity, cu_q_lens to be monotone and within [0, T].
     """
     case, group = batch.case, batch.case.num_q_heads // batch.case.num_kv_heads
-    out = np.zeros((*batch.q.shape[:2], batch.v_pages.shape[-1]))
+    v_head_dim = pages_shape(batch.v_pages, case.layout, "v").head_dim
+    out = np.zeros((*batch.q.shape[:2], v_head_dim))
     lse = np.full(batch.q.shape[:2], -np.inf)
     if batch.layer is not None and not 0 <= batch.layer < batch.k_pages.shape[0]:
         return out, lse
 
-    def slots_first(pages: np.ndarray) -> np.ndarray:
-        pages = pages if batch.layer is None else pages[batch.layer]
-        return np.swapaxes(pages, -3, -2) if case.layout == "HND" else pages
-
-    k_pages, v_pages = slots_first(batch.k_pages), slots_first(batch.v_pages)
+    k_pages, v_pages = (
+        slots_first(pages if batch.layer is None else pages[batch.layer], case.layout, pool)
+        for pages, pool in ((batch.k_pages, "k"), (batch.v_pages, "v"))
+    )
     bounds = np.maximum.accumulate(np.clip(batch.cu_q_lens, 0, len(batch.q)))
     for row in range(min(batch.num_seqs, len(batch.seq_lens))):
         start, end = bounds[row : row + 2]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_paged._ffi import Implementation
-from jax_paged.layout import LAYOUTS, Layout, PagesShape, pages_shape
+from jax_paged.layout import LAYOUTS, Layout, PagesShape, check_axes, is_stacked, pages_shape
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 MAX_HEAD_DIM = 512
@@ -92,30 +92,22 @@ def check_pages(
 ) -> tuple[PagesShape, PagesShape]:
     """Checks a K and a V pool against each other; returns their named shapes."""
     check_choice("layout", layout, LAYOUTS)
-    axes = "[num_pages, num_kv_heads, page_size, head_dim]"
-    if layout == "NHD":
-        axes = "[num_pages, page_size, num_kv_heads, head_dim]"
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        expect(
-            len(pages.shape) in (4, 5),
-            name,
-            f"rank 4, {axes}, or 5 with a leading num_layers",
-            _shape_text(pages.shape),
-        )
-        check_float(name, pages)
-    stacked = len(k_pages.shape) == 5
+    check_axes("k_pages", k_pages, layout, "k")
+    check_axes("v_pages", v_pages, layout, "v")
+    check_float("k_pages", k_pages)
+    check_float("v_pages", v_pages)
     expect(
-        stacked == (layer is not None),
+        is_stacked(k_pages, layout, "k") == (layer is not None),
         "layer",
         "an i32 scalar for stacked pages, None for pages without a layer axis",
         f"{'None' if layer is None else 'a value'} for k_pages of rank {len(k_pages.shape)}",
     )
-    k_shape, v_shape = pages_shape(k_pages, layout), pages_shape(v_pages, layout)
+    k_shape, v_shape = pages_shape(k_pages, layout, "k"), pages_shape(v_pages, layout, "v")
+    sizes = "shape" if layout != "vllm5d" else "sizes"
     expect(
-        k_shape._replace(head_dim=0) == v_shape._replace(head_dim=0)
-        and len(k_pages.shape) == len(v_pages.shape),
+        k_shape._replace(head_dim=0) == v_shape._replace(head_dim=0),
         "v_pages",
-        f"the shape of k_pages {_shape_text(k_pages.shape)}, head_dim aside",
+        f"the {sizes} of k_pages {_shape_text(k_pages.shape)}, head_dim aside",
         _shape_text(v_pages.shape),
     )
     check_float("v_pages", v_pages, k_pages.dtype)

@@ -65,6 +65,31 @@ ATTENTION = [
         "leading num_layers, got [2, 5, 16]",
     ),
     (
+        {"k_pages": POOL, "layout": "vllm5d"},
+        "k_pages: expected rank 5, [num_pages, num_kv_heads, head_dim/x, page_size, x], or 6 with "
+        "a leading num_layers, got [9, 2, 5, 16]",
+    ),
+    (
+        {"k_pages": f32(9, 2, 2, 5, 8), "v_pages": f32(9, 2, 16, 5), "layout": "vllm5d"},
+        "k_pages: expected [num_pages, num_kv_heads, head_dim/x, page_size, x] with x=4 elements "
+        "of float32 in 16 bytes, got [9, 2, 2, 5, 8]",
+    ),
+    (
+        {"k_pages": f32(9, 2, 4, 5, 4), "v_pages": POOL, "layout": "vllm5d"},
+        "v_pages: expected the sizes of k_pages [9, 2, 4, 5, 4], head_dim aside, "
+        "got [9, 2, 5, 16]",
+    ),
+    (
+        {"k_pages": f32(9, 2, 4, 5, 4), "v_pages": f32(2, 16, 5), "layout": "vllm5d"},
+        "v_pages: expected rank 4, [num_pages, num_kv_heads, head_dim, page_size], or 5 with a "
+        "leading num_layers, got [2, 16, 5]",
+    ),
+    (
+        {"k_pages": f32(3, 9, 2, 4, 5, 4), "v_pages": f32(3, 9, 2, 16, 5), "layout": "vllm5d"},
+        "layer: expected an i32 scalar for stacked pages, None for pages without a layer axis, "
+        "got None for k_pages of rank 6",
+    ),
+    (
         {"k_pages": POOL.astype(jnp.int8)},
         "k_pages: expected dtype bfloat16 or float16 or float32, got int8",
     ),
@@ -126,7 +151,7 @@ ATTENTION = [
         {"split_tokens": 64, "num_kv_splits": 2},
         "split_tokens: expected None when num_kv_splits is given, got 64",
     ),
-    ({"layout": "HDN"}, "layout: expected 'HND' or 'NHD', got 'HDN'"),
+    ({"layout": "HDN"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'HDN'"),
     (
         {"implementation": "cuda"},
         "implementation: expected None or 'native' or 'reference', got 'cuda'",
@@ -145,7 +170,7 @@ WRITES = [
     ({"v": i32(6, 2, 16)}, "v: expected dtype bfloat16 or float16 or float32, got int32"),
     ({"slot_mapping": i32(6, 1)}, "slot_mapping: expected shape [tokens], got [6, 1]"),
     ({"slot_mapping": f32(6)}, "slot_mapping: expected an integer dtype, got dtype float32"),
-    ({"layout": None}, "layout: expected 'HND' or 'NHD', got None"),
+    ({"layout": None}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got None"),
     (
         {"implementation": "c++"},
         "implementation: expected None or 'native' or 'reference', got 'c++'",

@@ -99,7 +99,7 @@ def test_a_state_round_trips_as_a_pytree():
         ({"dtype": "int8"}, "dtype: expected bfloat16 or float16 or float32, got int8"),
         ({"dtype": "nonsense"}, "dtype: expected bfloat16 or float16 or float32, got nonsense"),
         ({"dtype": None}, "dtype: expected bfloat16 or float16 or float32, got None"),
-        ({"layout": "DNH"}, "layout: expected 'HND' or 'NHD', got 'DNH'"),
+        ({"layout": "DNH"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'DNH'"),
     ],
 )
 def test_create_names_a_wrong_argument(change, message):
