@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_paged import paged_attention, ragged_paged_attention
+from jax_paged.layout import LAYOUTS
 from jax_paged.testing import (
     CASES,
     TOLERANCES,
@@ -68,7 +69,7 @@ def test_decode_matches_float64_softmax(name, dtype, implementation):
     assert_attention_close(out, lse, *dense_oracle(batch))
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_layers", [None, 3])
 @pytest.mark.parametrize("v_head_dim", [32, 64, 128])
 def test_layouts_stacks_and_value_dims_match(layout, num_layers, v_head_dim, implementation):
@@ -79,8 +80,9 @@ def test_layouts_stacks_and_value_dims_match(layout, num_layers, v_head_dim, imp
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_prompt_matches(dtype, causal, implementation):
-    case = Case("long", 4, 2, 64, causal=causal)
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+def test_long_prompt_matches(layout, dtype, causal, implementation):
+    case = Case("long", 4, 2, 64, causal=causal, layout=layout)
     batch = make_batch(case, dtype, [300, 1, 77], [300, 2000, 200], seed=3)
     assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
 
@@ -209,13 +211,29 @@ def test_no_rows_no_tokens_no_pages(implementation):
         assert np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 32}], ids=str)
-def test_repeated_runs_give_the_same_bits(options, dtype):
-    batch = make_batch(SMALL, dtype, [1, 40, 1, 3], [900, 40, 65, 300], seed=14)
+def test_repeated_runs_give_the_same_bits(options, dtype, layout):
+    case = dataclasses.replace(SMALL, layout=layout)
+    batch = make_batch(case, dtype, [1, 40, 1, 3], [900, 40, 65, 300], seed=14)
     first = run(batch, "native", **options)
     for _ in range(20):
         for a, b in zip(run(batch, "native", **options), first, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_every_layout_gives_the_same_bits(page_size, dtype, implementation):
+    case = dataclasses.replace(SMALL, page_size=page_size, v_head_dim=40)
+    batches = [
+        make_batch(dataclasses.replace(case, layout=x), dtype, [1, 9, 1], [130, 70, 3], seed=17)
+        for x in LAYOUTS
+    ]
+    results = [run(batch, implementation) for batch in batches]
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
             assert_same_bits(a, b)
 
 
@@ -238,8 +256,9 @@ def test_split_tokens_makes_a_row_independent_of_its_batch(split_tokens, dtype):
         assert_same_bits(row_lse, lse[start:end])
 
 
-def test_unused_slots_do_not_change_a_bit(implementation):
-    case = dataclasses.replace(SMALL, num_layers=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unused_slots_do_not_change_a_bit(layout, implementation):
+    case = dataclasses.replace(SMALL, num_layers=2, layout=layout)
     batch = make_batch(case, jnp.float32, [1, 9, 1], [30, 9, 0], num_tokens=14, seed=16)
     expected = run(batch, implementation)
     for filler in (0.0, 1e30, -np.inf):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jax_paged import ragged_paged_attention
+from jax_paged.layout import LAYOUTS
 from jax_paged.testing import (
     TOLERANCES,
     WILD_PAGE,
@@ -69,7 +70,7 @@ def _draw_shape(rng: np.random.Generator, dtype: str, page_size: int, group: int
             head_dim,
             page_size,
             v_head_dim=pick((None, None, pick(HEAD_DIMS))),
-            layout=pick(("HND", "NHD")),
+            layout=pick(LAYOUTS),
             num_layers=pick((None, 1, 3)),
             causal=pick((True, True, True, False)),
         )
@@ -165,11 +166,12 @@ def test_the_batches_are_many_and_cover_every_size():
     assert {(s.dtype, s.case.page_size) for s in shapes()} == set(
         itertools.product(TOLERANCES, PAGE_SIZES)
     )
+    assert {(c.layout, c.page_size) for c in cases} == set(itertools.product(LAYOUTS, PAGE_SIZES))
     assert {c.num_q_heads // c.num_kv_heads for c in cases} == set(GROUPS)
     assert {c.head_dim for c in cases} == set(HEAD_DIMS)
     assert {s.options for s in shapes()} == {tuple(options.items()) for options in SPLITS}
     assert {(c.layout, c.num_layers, c.causal) for c in cases} == set(
-        itertools.product(("HND", "NHD"), (None, 1, 3), (True, False))
+        itertools.product(LAYOUTS, (None, 1, 3), (True, False))
     )
     assert sum(c.v_head_dim not in (None, c.head_dim) for c in cases) >= NUM_SHAPES // 8
     rng = np.random.default_rng(0)

@@ -45,8 +45,9 @@ def changed(batch, name, index, value):
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 4}], ids=str)
 @pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
-def test_tokens_of_a_page_out_of_range_are_left_out(page_id, options, implementation):
-    batch = small_batch()
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+def test_tokens_of_a_page_out_of_range_are_left_out(layout, page_id, options, implementation):
+    batch = small_batch(dataclasses.replace(SMALL, layout=layout))
     page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
     for index in [(0, 0), (0, 3), (1, 1), (2, 5), (3, 2)]:
         holed = changed(batch, "page_table", index, page_id)

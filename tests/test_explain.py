@@ -1,5 +1,7 @@
 """explain tells what a call would do."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import jax_paged
 from jax_paged import explain, paged_attention, ragged_paged_attention
+from jax_paged.layout import LAYOUTS
 from jax_paged.testing import Case, make_batch
 
 CASE = Case("explained", 8, 2, 64, num_layers=2)
@@ -50,6 +53,17 @@ def test_shapes_alone_tell_all_but_the_split():
     plan = explain("paged_attention", *shapes, layer=0)
     assert plan["implementation"] == "native"
     assert "kv_splits" not in plan
+
+
+def test_the_layout_is_read_as_the_op_reads_it():
+    sizes = {"q_lens": [1, 60], "seq_lens": [5000, 60]}
+    plans = []
+    for layout in LAYOUTS:
+        case = dataclasses.replace(CASE, layout=layout, v_head_dim=32)
+        arguments, options = make_batch(case, jnp.bfloat16, **sizes).ragged()
+        plans.append(explain(ragged_paged_attention, *arguments, **options))
+    assert plans[0]["kernels"] == ["decode", "prefill"]
+    assert plans == [plans[0]] * len(LAYOUTS)
 
 
 def test_the_reference_has_no_target():

@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 
 from jax_paged import copy_pages, write_kv
-from jax_paged.layout import PagesShape, make_shape
+from jax_paged.layout import LAYOUTS, PagesShape, from_slots_first, make_shape, slots_first
 
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
-LAYOUTS = ("HND", "NHD")
 
 
 def bits(x):
     """The bytes of an array, so that NaN compares equal to itself."""
-    return np.asarray(x).view(np.uint8)
+    return np.ascontiguousarray(x).view(np.uint8)
 
 
 def make_pools(page_size=5, *, layout="HND", num_layers=None, dtype="float32", num_pages=7):
     """Numpy K and V pools, full of random numbers and NaN, with different head dims."""
     rng = np.random.default_rng(page_size)
     pools = []
-    for head_dim in (16, 24):
-        shape = make_shape(PagesShape(num_layers, num_pages, 2, page_size, head_dim), layout)
+    for pool, head_dim in (("k", 16), ("v", 24)):
+        sizes = PagesShape(num_layers, num_pages, 2, page_size, head_dim)
+        shape = make_shape(sizes, layout, pool, dtype=dtype)
         values = rng.standard_normal(shape, "f4")
         pools.append(np.where(rng.random(shape) < 0.1, np.nan, values).astype(dtype))
     return pools
@@ -36,17 +36,16 @@ def make_tokens(count, dtype="float32"):
     return [rng.standard_normal((count, 2, dim), "f4").astype(dtype) for dim in (16, 24)]
 
 
-def expected_write(pages, tokens, slots, layer=None, layout="HND"):
+def expected_write(pages, tokens, slots, layer=None, layout="HND", pool="k"):
     """The contract of write_kv as a loop."""
-    pages = pages.copy()
     if layer is not None and not 0 <= layer < len(pages):
         return pages
-    view = pages if layer is None else pages[layer]
-    view = np.swapaxes(view, -3, -2) if layout == "HND" else view
+    by_slot = slots_first(pages, layout, pool).copy()
+    view = by_slot if layer is None else by_slot[layer]
     for token, slot in zip(tokens, slots, strict=True):
         if 0 <= slot < view.shape[0] * view.shape[1]:
             view[divmod(int(slot), view.shape[1])] = token.astype(pages.dtype)
-    return pages
+    return from_slots_first(by_slot, layout, pool)
 
 
 def check_write(pools, tokens, slots, implementation, *, layer=None, layout="HND"):
@@ -57,7 +56,7 @@ def check_write(pools, tokens, slots, implementation, *, layer=None, layout="HND
         layer=layer, layout=layout, implementation=implementation,
     )  # fmt: skip
     for name, out, pages, new in zip("kv", written, pools, tokens, strict=True):
-        expected = expected_write(pages, new, slots, layer, layout)
+        expected = expected_write(pages, new, slots, layer, layout, name)
         assert out.dtype == pages.dtype
         np.testing.assert_array_equal(bits(out), bits(expected), err_msg=f"{name}_pages")
 
@@ -80,25 +79,31 @@ def test_tokens_without_a_slot_are_skipped(layout, implementation):
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_layers", [None, 2])
-def test_of_tokens_for_one_slot_the_last_wins_whole(num_layers, implementation):
+def test_of_tokens_for_one_slot_the_last_wins_whole(num_layers, layout, implementation):
     layer = None if num_layers is None else 0
-    pools = make_pools(8, num_layers=num_layers)
+    pools = make_pools(8, num_layers=num_layers, layout=layout)
     for slots in ([4, 4], [9, 4, 9, -1, 4, 9], [20] * 500, [1, 2, 3] * 100 + [2]):
-        check_write(pools, make_tokens(len(slots)), slots, implementation, layer=layer)
+        tokens = make_tokens(len(slots))
+        check_write(pools, tokens, slots, implementation, layer=layer, layout=layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
-def test_layer_out_of_range_writes_nothing(layer, implementation):
-    check_write(make_pools(num_layers=3), make_tokens(2), [1, 30], implementation, layer=layer)
+def test_layer_out_of_range_writes_nothing(layer, layout, implementation):
+    pools = make_pools(num_layers=3, layout=layout)
+    check_write(pools, make_tokens(2), [1, 30], implementation, layer=layer, layout=layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_layers", [None, 2])
-def test_no_tokens_and_no_pages(num_layers, implementation):
-    layer = None if num_layers is None else 0
-    check_write(make_pools(num_layers=num_layers), make_tokens(0), [], implementation, layer=layer)
-    empty = make_pools(num_layers=num_layers, num_pages=0)
-    check_write(empty, make_tokens(2), [0, -1], implementation, layer=layer)
+def test_no_tokens_and_no_pages(num_layers, layout, implementation):
+    options = {"layer": None if num_layers is None else 0, "layout": layout}
+    pools = make_pools(num_layers=num_layers, layout=layout)
+    check_write(pools, make_tokens(0), [], implementation, **options)
+    empty = make_pools(num_layers=num_layers, num_pages=0, layout=layout)
+    check_write(empty, make_tokens(2), [0, -1], implementation, **options)
 
 
 @pytest.mark.parametrize("tokens_dtype", ["float32", "bfloat16", "float16"])
@@ -114,7 +119,10 @@ def test_tokens_are_cast_to_the_nearest_even(pages_dtype, tokens_dtype, implemen
 def test_a_write_large_enough_to_be_shared_among_threads(layout):
     rng = np.random.default_rng(2)
     shape = PagesShape(2, num_pages=64, num_kv_heads=5, page_size=16, head_dim=64)
-    pools = [rng.standard_normal(make_shape(shape, layout), "f4") for _ in range(2)]
+    pools = [
+        rng.standard_normal(make_shape(shape, layout, pool, dtype="float32"), "f4")
+        for pool in ("k", "v")
+    ]
     tokens = [rng.standard_normal((700, 5, 64), "f4") for _ in range(2)]
     slots = rng.integers(-50, 64 * 16 + 50, 700)  # some twice
     check_write(pools, tokens, slots, "native", layer=1, layout=layout)
@@ -198,16 +206,18 @@ def test_called_eagerly_the_pages_passed_in_are_gone(implementation):
             pages.sum()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stacked", [False, True])
-def test_copy_pages_copies_whole_pages_and_skips_wild_pairs(stacked):
-    pools = make_pools(num_layers=3 if stacked else None)
+def test_copy_pages_copies_whole_pages_and_skips_wild_pairs(stacked, layout):
+    pools = make_pools(num_layers=3 if stacked else None, layout=layout)
     src = np.array([2, -1, 6, 7, 0, 5, I32_MIN, 2], np.int32)
     dst = np.array([5, 1, 0, 4, -1, 7, 3, 3], np.int32)  # page 5 and 0 are read and written
     copied = copy_pages(*map(jnp.array, pools), jnp.asarray(src), jnp.asarray(dst), stacked=stacked)
     for out, pages in zip(copied, pools, strict=True):
         expected = pages.copy()
         for a, b in [(2, 5), (6, 0), (2, 3)]:
-            expected[..., b, :, :, :] = pages[..., a, :, :, :]
+            at = (slice(None), b) if stacked else b
+            expected[at] = pages[(slice(None), a) if stacked else a]
         np.testing.assert_array_equal(bits(out), bits(expected))
 
 

@@ -51,21 +51,35 @@ inline std::string CheckRank(const char* op, const char* argument, ShapeView got
   return Mismatch(op, argument, "rank " + std::to_string(rank), ShapeText(got.dims, got.rank));
 }
 
-// Reads a pool of rank 4, or 5 with a leading num_layers axis.
+// Reads the shape of a pool, with or without a leading num_layers axis; page_view.h has the axes.
 inline std::string ReadPoolShape(const char* op, const char* argument, ShapeView pages,
-                                 Layout layout, int64_t element_bytes, PoolShape* shape) {
-  if (pages.rank != 4 && pages.rank != 5) {
-    return Mismatch(op, argument, "rank 4 or 5", ShapeText(pages.dims, pages.rank));
+                                 Layout layout, Pool pool, int64_t element_bytes,
+                                 PoolShape* shape) {
+  const bool is_atoms = layout == Layout::kVllm5d && pool == Pool::kKeys;
+  const size_t rank = is_atoms ? 5 : 4;  // without num_layers
+  if (pages.rank != rank && pages.rank != rank + 1) {
+    return Mismatch(op, argument, is_atoms ? "rank 5 or 6" : "rank 4 or 5",
+                    ShapeText(pages.dims, pages.rank));
   }
-  const int64_t* dims = pages.dims + (pages.rank - 4);
-  const bool hnd = layout == Layout::kHnd;
-  *shape = {/*num_layers=*/pages.rank == 5 ? pages[0] : 1,
+  const int64_t* dims = pages.dims + (pages.rank - rank);
+  if (is_atoms && dims[4] * element_bytes != kKeyAtomBytes) {
+    return Mismatch(op, argument, "a last axis of 16 bytes", ShapeText(pages.dims, pages.rank));
+  }
+  *shape = {/*num_layers=*/pages.rank == rank + 1 ? pages[0] : 1,
             /*num_pages=*/dims[0],
-            /*num_kv_heads=*/hnd ? dims[1] : dims[2],
-            /*page_size=*/hnd ? dims[2] : dims[1],
+            /*num_kv_heads=*/dims[1],
+            /*page_size=*/dims[2],
             /*head_dim=*/dims[3],
             element_bytes,
-            layout};
+            layout,
+            pool};
+  if (layout == Layout::kNhd) {
+    shape->page_size = dims[1];
+    shape->num_kv_heads = dims[2];
+  } else if (layout == Layout::kVllm5d) {
+    shape->page_size = dims[3];
+    shape->head_dim = is_atoms ? dims[2] * dims[4] : dims[2];
+  }
   if (shape->num_kv_heads < 1 || shape->page_size < 1 || shape->head_dim < 1) {
     return Mismatch(op, argument, "num_kv_heads, page_size and head_dim of at least 1",
                     ShapeText(pages.dims, pages.rank));
@@ -96,8 +110,10 @@ inline std::string ReadLayout(const char* op, const char* text, size_t length, L
     *layout = Layout::kHnd;
   } else if (name == "NHD") {
     *layout = Layout::kNhd;
+  } else if (name == "vllm5d") {
+    *layout = Layout::kVllm5d;
   } else {
-    return Mismatch(op, "layout", "\"HND\" or \"NHD\"", "\"" + name + "\"");
+    return Mismatch(op, "layout", "\"HND\", \"NHD\" or \"vllm5d\"", "\"" + name + "\"");
   }
   return "";
 }

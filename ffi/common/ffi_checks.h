@@ -81,8 +81,10 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
     return error;
   }
   const int64_t kv_bytes = ByteWidth(shape->dtype);
-  if (failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, kv_bytes, &k_pool)) ||
-      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, kv_bytes, &v_pool)) ||
+  if (failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, Pool::kKeys, kv_bytes,
+                           &k_pool)) ||
+      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, Pool::kValues, kv_bytes,
+                           &v_pool)) ||
       failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
       failed(CheckHeadDim(kOp, "k_pages", k_pool.head_dim)) ||
       failed(CheckHeadDim(kOp, "v_pages", v_pool.head_dim)) ||
@@ -138,8 +140,10 @@ inline std::string ReadWriteKv(const xla::ffi::AnyBuffer& k_pages,
       failed(CheckType(kOp, "k_pages result", k_result.element_type(), k_pages.element_type())) ||
       failed(CheckType(kOp, "v_pages result", v_result.element_type(), v_pages.element_type())) ||
       failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, ByteWidth(k_dtype), k_pool)) ||
-      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, ByteWidth(v_dtype), v_pool)) ||
+      failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, Pool::kKeys, ByteWidth(k_dtype),
+                           k_pool)) ||
+      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, Pool::kValues,
+                           ByteWidth(v_dtype), v_pool)) ||
       failed(CheckSamePool(kOp, *k_pool, *v_pool, Shape(v_pages))) ||
       failed(CheckSameShape(kOp, "k_pages result", Shape(k_result), Shape(k_pages))) ||
       failed(CheckSameShape(kOp, "v_pages result", Shape(v_result), Shape(v_pages))) ||

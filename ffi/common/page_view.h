@@ -1,8 +1,15 @@
 // Where a token of one layer lies in a page pool. All address arithmetic on pages is here, in
 // int64.
 //
-//   HND  [num_layers, num_pages, num_kv_heads, page_size, head_dim]
-//   NHD  [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+//   HND     K, V [num_layers, num_pages, num_kv_heads, page_size, head_dim]
+//   NHD     K, V [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+//   vllm5d  K [num_layers, num_pages, num_kv_heads, head_dim/x, page_size, x], x elements in 16
+//           bytes; V [num_layers, num_pages, num_kv_heads, head_dim, page_size]
+//
+// A token's row of one head is cut into atoms, runs of contiguous bytes: the whole row (HND, NHD),
+// 16 bytes (K of vllm5d) or one element (V of vllm5d). Byte b of a row lies at
+//   layer * layer_stride + page * page_stride + head * head_stride + offset * token_stride
+//     + b / atom_bytes * atom_stride + b % atom_bytes.
 
 #ifndef JAX_PAGED_COMMON_PAGE_VIEW_H_
 #define JAX_PAGED_COMMON_PAGE_VIEW_H_
@@ -18,7 +25,12 @@
 
 namespace jax_paged {
 
-enum class Layout : int { kHnd = 0, kNhd = 1 };
+enum class Layout : int { kHnd = 0, kNhd = 1, kVllm5d = 2 };
+
+// Which of a cache's two pools: vllm5d orders them differently.
+enum class Pool : int { kKeys = 0, kValues = 1 };
+
+inline constexpr int64_t kKeyAtomBytes = 16;  // of vllm5d
 
 struct PoolShape {
   int64_t num_layers;
@@ -28,6 +40,7 @@ struct PoolShape {
   int64_t head_dim;
   int64_t element_bytes;
   Layout layout;
+  Pool pool;
 
   int64_t token_bytes() const { return head_dim * element_bytes; }
   int64_t page_bytes() const { return num_kv_heads * page_size * token_bytes(); }
@@ -41,6 +54,8 @@ struct PageStrides {
   int64_t page;
   int64_t head;
   int64_t token;
+  int64_t atom;        // from one atom of a token to its next
+  int64_t atom_bytes;  // contiguous; token_bytes() where the row is one atom
 
   // Of the first byte of a token from the first byte of its layer.
   JAX_PAGED_HOST_DEVICE int64_t Offset(int64_t page_id, int64_t head_id, int64_t offset) const {
@@ -49,26 +64,33 @@ struct PageStrides {
 };
 
 inline PageStrides MakePageStrides(const PoolShape& shape) {
-  const bool hnd = shape.layout == Layout::kHnd;
-  return {shape.layer_bytes(), shape.page_bytes(),
-          shape.token_bytes() * (hnd ? shape.page_size : 1),
-          shape.token_bytes() * (hnd ? 1 : shape.num_kv_heads)};
+  const int64_t row = shape.token_bytes();
+  PageStrides strides = {shape.layer_bytes(),     shape.page_bytes(),
+                         /*head=*/row * shape.page_size, /*token=*/row,
+                         /*atom=*/row,            /*atom_bytes=*/row};
+  if (shape.layout == Layout::kNhd) {
+    strides.head = row;
+    strides.token = row * shape.num_kv_heads;
+  } else if (shape.layout == Layout::kVllm5d) {
+    const int64_t atom_bytes = shape.pool == Pool::kKeys ? kKeyAtomBytes : shape.element_bytes;
+    strides.token = strides.atom_bytes = atom_bytes;
+    strides.atom = shape.page_size * atom_bytes;
+  }
+  return strides;
 }
 
 struct PageView {
   char* base;  // first byte of the layer
   int64_t num_pages;
   int64_t page_size;
-  int64_t page_stride_bytes;
-  int64_t head_stride_bytes;
-  int64_t token_stride_bytes;
+  PageStrides strides;
 
   bool IsPage(int32_t page) const { return page >= 0 && page < num_pages; }
   bool IsSlot(int32_t slot) const { return slot >= 0 && slot < num_pages * page_size; }
 
   // First byte of the token at `offset` in `page`, which must be a page of the pool.
   char* Token(int64_t page, int64_t head, int64_t offset) const {
-    return base + page * page_stride_bytes + head * head_stride_bytes + offset * token_stride_bytes;
+    return base + strides.Offset(page, head, offset);
   }
 
   // First byte of the token in `slot` = page * page_size + offset, which must be a slot of the
@@ -80,15 +102,8 @@ struct PageView {
 
 // The view of `layer`, which must be in [0, num_layers).
 inline PageView MakePageView(void* pool, const PoolShape& shape, int64_t layer) {
-  const bool hnd = shape.layout == Layout::kHnd;
-  PageView view;
-  view.base = static_cast<char*>(pool) + layer * shape.layer_bytes();
-  view.num_pages = shape.num_pages;
-  view.page_size = shape.page_size;
-  view.page_stride_bytes = shape.page_bytes();
-  view.head_stride_bytes = shape.token_bytes() * (hnd ? shape.page_size : 1);
-  view.token_stride_bytes = shape.token_bytes() * (hnd ? 1 : shape.num_kv_heads);
-  return view;
+  return {static_cast<char*>(pool) + layer * shape.layer_bytes(), shape.num_pages, shape.page_size,
+          MakePageStrides(shape)};
 }
 
 }  // namespace jax_paged

@@ -38,6 +38,7 @@ struct AttentionParams {
   int32_t v_head_dim;
   float sm_scale;
   bool causal;
+  bool has_atoms;  // K and V rows are not contiguous in the pages (Layout::kVllm5d)
   Dtype dtype;
 };
 

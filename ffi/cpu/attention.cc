@@ -103,7 +103,7 @@ void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOption
 
   WorkerScratch layout;
   const int64_t worker_floats = LayOutScratch(/*base=*/nullptr, params.head_dim, params.v_head_dim,
-                                              totals.has_prefill, &layout);
+                                              totals.has_prefill, params.has_atoms, &layout);
   Carver size(nullptr);
   Workspace::Carve(&size, totals, options.num_workers, worker_floats);
   const Scratch memory(static_cast<size_t>(size.size()) + 1);
@@ -136,7 +136,7 @@ void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOption
     const WorkItem& item = work.sorted[index];
     WorkerScratch scratch;
     LayOutScratch(work.workers + worker * work.worker_floats, params.head_dim, params.v_head_dim,
-                  totals.has_prefill, &scratch);
+                  totals.has_prefill, params.has_atoms, &scratch);
     kernels.run_item[dtype](params, rows[item.row], item, scratch, work.partials);
     if (item.shared_unit < 0) return;
     // The last to finish folds, always in the order of the splits.
@@ -174,6 +174,7 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.v_head_dim = static_cast<int32_t>(shape.v_pool.head_dim);
   params.sm_scale = *sm_scale.typed_data();
   params.causal = causal;
+  params.has_atoms = shape.k_pool.layout == Layout::kVllm5d;
   params.dtype = shape.dtype;
   const int32_t layer_index = *layer.typed_data();
   if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {

@@ -28,9 +28,23 @@ struct KeyBlock {
   int Visible(int64_t limit) const { return count_before[Clamp(limit - begin, 0, kKeyBlock)]; }
 };
 
+// Copies `run` tokens, the first of which is at `from`, from atoms to whole rows.
+template <typename T, int ATOM_DIMS>
+void CopyAtoms(const char* from, int64_t run, int64_t head_dim, const PageStrides& strides, T* to) {
+  for (int64_t d = 0; d < head_dim; d += ATOM_DIMS, from += strides.atom) {
+    for (int64_t i = 0; i < run; ++i) {
+      __builtin_memcpy(to + i * head_dim + d, from + i * ATOM_DIMS * int64_t{sizeof(T)},
+                       ATOM_DIMS * sizeof(T));
+    }
+  }
+}
+
+// Lists the tokens [begin, end) of a row. Where the pages cut rows into atoms, the listed tokens
+// are copied to the scratch rows of `half` (0 or 1), and the list is of the copies.
 template <typename T>
 void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int64_t begin,
-                int64_t end, KeyBlock<T>* block) {
+                int64_t end, const WorkerScratch& scratch, int half, KeyBlock<T>* block) {
+  constexpr int kKeyAtomDims = kKeyAtomBytes / int{sizeof(T)};
   const PageView& k = params.k;
   const PageView& v = params.v;
   const int32_t* pages = params.page_table + row * params.pages_per_seq;
@@ -50,13 +64,26 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
     }
     const char* k_token = k.Token(id, kv_head, offset);
     const char* v_token = v.Token(id, kv_head, offset);
+    int64_t k_stride = k.strides.token;
+    int64_t v_stride = v.strides.token;
+    if (params.has_atoms) {
+      const int64_t place = half * kKeyBlock + count;
+      T* k_row = reinterpret_cast<T*>(scratch.k_rows) + place * params.head_dim;
+      T* v_row = reinterpret_cast<T*>(scratch.v_rows) + place * params.v_head_dim;
+      CopyAtoms<T, kKeyAtomDims>(k_token, run, params.head_dim, k.strides, k_row);
+      CopyAtoms<T, 1>(v_token, run, params.v_head_dim, v.strides, v_row);
+      k_token = reinterpret_cast<const char*>(k_row);
+      v_token = reinterpret_cast<const char*>(v_row);
+      k_stride = params.head_dim * int64_t{sizeof(T)};
+      v_stride = params.v_head_dim * int64_t{sizeof(T)};
+    }
     for (int64_t i = 0; i < run; ++i) {
       block->count_before[seen++] = static_cast<uint8_t>(count);
       block->k[count] = reinterpret_cast<const T*>(k_token);
       block->v[count] = reinterpret_cast<const T*>(v_token);
       ++count;
-      k_token += k.token_stride_bytes;
-      v_token += v.token_stride_bytes;
+      k_token += k_stride;
+      v_token += v_stride;
     }
   }
   while (seen <= kKeyBlock) block->count_before[seen++] = static_cast<uint8_t>(count);

@@ -1,4 +1,5 @@
-// Decode: a unit of at most 16 packed rows against its K and V, read straight from the pages.
+// Decode: a unit of at most 16 packed rows against its K and V, read straight from the pages (of
+// vllm5d pages: each block is first copied to whole rows, which stay in cache; GatherKeys).
 //
 //   block    up to kKeyBlock tokens, so few that their K stays in L1
 //   tile     1, 2, 4 or 8 packed rows (padded with zero queries); the steps below run per tile
@@ -323,7 +324,7 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   KeyBlock<T> blocks[2];
   int current = 0;
   GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
-             &blocks[0]);
+             scratch, /*half=*/0, &blocks[0]);
   for (int t = 0; t < blocks[0].count; ++t) {
     PrefetchRow(blocks[0].k[t], params.head_dim * int64_t{sizeof(T)});
     PrefetchRow(blocks[0].v[t], params.v_head_dim * int64_t{sizeof(T)});
@@ -334,7 +335,7 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
     if (token + block_tokens < end) {
       KeyBlock<T>* const following = &blocks[current ^ 1];
       GatherKeys(params, item.row, item.kv_head, token + block_tokens,
-                 Clamp(token + 2 * block_tokens, begin, end), following);
+                 Clamp(token + 2 * block_tokens, begin, end), scratch, current ^ 1, following);
       if (following->count > 0) next = following;
     }
     int visible[kDecodeMaxRows];

@@ -221,7 +221,8 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
   int visible[kPrefillBlock];
   float alpha[kPrefillBlock];
   for (int64_t token = begin; token < end; token += kKeyBlock) {
-    GatherKeys(params, item.row, item.kv_head, token, Clamp(token + kKeyBlock, token, end), &block);
+    GatherKeys(params, item.row, item.kv_head, token, Clamp(token + kKeyBlock, token, end), scratch,
+               /*half=*/0, &block);
     for (int64_t r = 0; r < padded_rows; ++r) visible[r] = block.Visible(limit[r]);
     if (visible[padded_rows - 1] == 0) continue;
     PackKeys(block, params.head_dim, scratch.k_panels);

@@ -31,13 +31,16 @@ struct WorkerScratch {
   float* scores;    // [rows, kKeyBlock] logits, then weights
   float* k_panels;  // prefill: keys as floats, transposed
   float* v_panels;  // prefill: values as floats
+  // Pages whose rows are cut into atoms: two key blocks gathered to whole rows, of the pages' dtype.
+  float* k_rows;  // [2, kKeyBlock, head_dim]
+  float* v_rows;  // [2, kKeyBlock, v_head_dim]
   int64_t q_stride;
   int64_t o_stride;
 };
 
 // Lays a worker's arrays out from `base` (which may be null) and returns their size in floats.
 inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, bool has_prefill,
-                             WorkerScratch* scratch) {
+                             bool has_atoms, WorkerScratch* scratch) {
   const int64_t rows = has_prefill ? kPrefillBlock : kDecodeMaxRows;
   int64_t size = 0;
   const auto take = [&](int64_t floats) {
@@ -57,6 +60,8 @@ inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, 
   scratch->scores = take(rows * kKeyBlock);
   scratch->k_panels = has_prefill ? take(kKeyBlock * scratch->q_stride) : nullptr;
   scratch->v_panels = has_prefill ? take(kKeyBlock * scratch->o_stride) : nullptr;
+  scratch->k_rows = has_atoms ? take(2 * kKeyBlock * head_dim) : nullptr;
+  scratch->v_rows = has_atoms ? take(2 * kKeyBlock * v_head_dim) : nullptr;
   return size;
 }
 

@@ -26,6 +26,26 @@ namespace {
 // Below this many bytes, some 20 microseconds, a second thread costs more than it brings.
 constexpr int64_t kSerialBytes = 200'000;
 
+// One head's row of a token, atom by atom.
+template <int ATOM_BYTES>
+void WriteAtoms(char* to, const char* from, int64_t token_bytes, int64_t atom_stride) {
+  for (int64_t b = 0; b < token_bytes; b += ATOM_BYTES, to += atom_stride) {
+    std::memcpy(to, from + b, ATOM_BYTES);
+  }
+}
+
+void WriteRow(char* to, const char* from, int64_t token_bytes, const PageStrides& strides) {
+  if (strides.atom_bytes == token_bytes) {
+    std::memcpy(to, from, static_cast<size_t>(token_bytes));
+  } else if (strides.atom_bytes == kKeyAtomBytes) {
+    WriteAtoms<kKeyAtomBytes>(to, from, token_bytes, strides.atom);
+  } else if (strides.atom_bytes == 4) {
+    WriteAtoms<4>(to, from, token_bytes, strides.atom);
+  } else {
+    WriteAtoms<2>(to, from, token_bytes, strides.atom);
+  }
+}
+
 // Writes heads [head_begin, head_end) of tokens [num_tokens, num_kv_heads, token_bytes].
 void WriteHeads(const PageView& pages, const char* tokens, const int32_t* slots, int64_t num_tokens,
                 int64_t num_kv_heads, int64_t token_bytes, int64_t head_begin, int64_t head_end) {
@@ -33,7 +53,7 @@ void WriteHeads(const PageView& pages, const char* tokens, const int32_t* slots,
     if (!pages.IsSlot(slots[t])) continue;
     const char* from = tokens + (t * num_kv_heads + head_begin) * token_bytes;
     for (int64_t head = head_begin; head < head_end; ++head, from += token_bytes) {
-      std::memcpy(pages.Slot(slots[t], head), from, static_cast<size_t>(token_bytes));
+      WriteRow(pages.Slot(slots[t], head), from, token_bytes, pages.strides);
     }
   }
 }
