@@ -16,11 +16,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged.layout import LAYOUTS, pages_shape  # LAYOUTS: in the order of the C++ Layout
+
 FFI = Path(__file__).resolve().parent.parent / "ffi"
 SOURCES = ("machine.cc", *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")))
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
-LAYOUTS = ("HND", "NHD")  # in the order of the C++ Layout
 
 _POINTERS = (
     "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
@@ -127,12 +128,11 @@ def emulate(
     loaded = library() if loaded is None else loaded
     case = batch.case
     dtype = jnp.dtype(batch.q.dtype).name
-    stacked = batch.k_pages.ndim == 5
-    pages = batch.k_pages.shape[-4:]
-    heads, page_size = (pages[1], pages[2]) if case.layout == "HND" else (pages[2], pages[1])
+    pages = pages_shape(batch.k_pages, case.layout, "k")
+    heads, page_size = pages.num_kv_heads, pages.page_size
     num_tokens, num_q_heads, head_dim = batch.q.shape
     max_seqs, pages_per_seq = batch.page_table.shape
-    v_head_dim = batch.v_pages.shape[-1]
+    v_head_dim = pages_shape(batch.v_pages, case.layout, "v").head_dim
     words = loaded.workspace_words(
         max_seqs, heads, num_q_heads // heads, v_head_dim, pages_per_seq * page_size,
         num_kv_splits, split_tokens,
@@ -158,8 +158,8 @@ def emulate(
         num_q_heads=num_q_heads,
         max_seqs=max_seqs,
         pages_per_seq=pages_per_seq,
-        num_layers=batch.k_pages.shape[0] if stacked else 1,
-        num_pages=pages[0],
+        num_layers=1 if pages.num_layers is None else pages.num_layers,
+        num_pages=pages.num_pages,
         num_kv_heads=heads,
         page_size=page_size,
         head_dim=head_dim,

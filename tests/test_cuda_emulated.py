@@ -13,6 +13,7 @@ import pytest
 from emulation import Device, emulate, library
 
 from jax_paged.attention import _cuda_workspace_words
+from jax_paged.layout import LAYOUTS
 from jax_paged.testing import (
     TOLERANCES,
     WILD_PAGE,
@@ -49,10 +50,9 @@ def test_decode_matches_float64_softmax_whatever_the_order(head_dim, group, page
     # Dtype, layout, KV heads, stages and workers go through their values as the sizes do.
     count = (HEAD_DIMS.index(head_dim) * 8 + GROUPS.index(group)) * 6 + PAGE_SIZES.index(page_size)
     heads = 1 + count % 3 if group < 16 else 1
-    case = Case(
-        "sizes", group * heads, heads, head_dim, page_size, layout=("HND", "NHD")[count % 2]
-    )
-    dtype = ("bfloat16", "float16")[count // 2 % 2]
+    layout = LAYOUTS[count // 2 % 3]
+    case = Case("sizes", group * heads, heads, head_dim, page_size, layout=layout)
+    dtype = ("bfloat16", "float16")[count % 2]
     long = page_size + 40 if page_size > 64 else 3 * max(page_size, 16) + count % 50
     batch = make_batch(case, jnp.dtype(dtype), [1, 1, 1, 1], [long, 0, 1, 64], seed=count)
     device = Device(num_workers=1 + count % 9, stages=2 + count % 3, seed=count)
@@ -60,14 +60,31 @@ def test_decode_matches_float64_softmax_whatever_the_order(head_dim, group, page
     assert_same_bits(emulate(batch, dataclasses.replace(device, seed=count + 1)), first)
 
 
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 128}], ids=str)
-def test_bits_do_not_depend_on_the_order_of_ctas_warps_and_copies(options, dtype):
-    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 2, 1], [700, 3, 130, 300], seed=1)
+def test_bits_do_not_depend_on_the_order_of_ctas_warps_and_copies(options, dtype, layout):
+    case = dataclasses.replace(SMALL, layout=layout)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 1, 2, 1], [700, 3, 130, 300], seed=1)
     first = check(batch, Device(num_workers=7, seed=0), **options)
     for seed in range(1, 13):
         device = Device(num_workers=7, plan_ctas=1 + seed % 4, seed=seed)
         assert_same_bits(emulate(batch, device, **options), first)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24, 32, 544])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_vllm5d_gives_the_bits_of_hnd(head_dim, page_size):
+    # Every row length up to two tiles and a half: each edge of the eight tokens that V is loaded by.
+    lengths = range(1, 160, 1 if head_dim == 64 and page_size == 8 else 13)
+    case = Case("edges", 2, 1, head_dim, page_size)
+    results = []
+    for layout in ("HND", "vllm5d"):
+        batch = make_batch(
+            dataclasses.replace(case, layout=layout), jnp.bfloat16, [1] * len(lengths), lengths,
+        )  # fmt: skip
+        results.append(check(batch, Device(seed=head_dim)))
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 24, 40, 264])
@@ -77,7 +94,7 @@ def test_any_number_of_workers_serves(num_workers):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_mixed_batches_with_several_queries_per_row_match(dtype, layout, causal):
     case = dataclasses.replace(SMALL, layout=layout, causal=causal, num_layers=3)
@@ -86,10 +103,11 @@ def test_mixed_batches_with_several_queries_per_row_match(dtype, layout, causal)
     check(batch)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(8, 8), (40, 40), (64, 128), (576 - 64, 24)])
-def test_other_head_dims_run_without_tensor_cores(head_dim, v_head_dim, dtype):
-    case = Case("odd", 6, 2, head_dim, page_size=5, v_head_dim=v_head_dim)
+def test_other_head_dims_run_without_tensor_cores(head_dim, v_head_dim, dtype, layout):
+    case = Case("odd", 6, 2, head_dim, page_size=5, v_head_dim=v_head_dim, layout=layout)
     check(make_batch(case, jnp.dtype(dtype), [1, 7, 1], [66, 9, 1], num_tokens=11, seed=4))
 
 
@@ -134,9 +152,11 @@ def test_split_tokens_makes_a_row_independent_of_its_batch_and_of_the_device(spl
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
-@pytest.mark.parametrize("page_size", [4, 16])
-def test_tokens_of_a_page_out_of_range_are_left_out(page_size, page_id, dtype):
-    case = dataclasses.replace(SMALL, page_size=page_size)
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("HND", 4), ("HND", 16), ("vllm5d", 4), ("vllm5d", 8), ("vllm5d", 16)]
+)
+def test_tokens_of_a_page_out_of_range_are_left_out(layout, page_size, page_id, dtype):
+    case = dataclasses.replace(SMALL, layout=layout, page_size=page_size)
     batch = make_batch(case, jnp.dtype(dtype), [1, 3, 1], [120, 20, 70], seed=7)
     page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
     for row, column in [(0, 0), (0, 3), (1, 1), (2, 4)]:
@@ -146,10 +166,11 @@ def test_tokens_of_a_page_out_of_range_are_left_out(page_size, page_id, dtype):
     check(nothing)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
-def test_layer_out_of_range_gives_zero(layer, dtype):
-    case = dataclasses.replace(SMALL, num_layers=3)
+def test_layer_out_of_range_gives_zero(layer, dtype, layout):
+    case = dataclasses.replace(SMALL, num_layers=3, layout=layout)
     batch = make_batch(case, jnp.dtype(dtype), [1, 3], [30, 9], num_tokens=6, seed=8)
     check(dataclasses.replace(batch, layer=layer))
 

@@ -99,6 +99,7 @@ struct AttentionArgs {
   int32_t split_tokens;   // 0: off
   int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
   int32_t stages;         // of the decode kernel's rings
+  Layout layout;
   bool causal;
 
   JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {

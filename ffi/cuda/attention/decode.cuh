@@ -18,6 +18,11 @@
 // The loader runs ahead across segments, so the rings never drain. The page id of a tile is read
 // one tile before its loads are issued.
 //
+// Pages of layout vllm5d (template argument VLLM5D; page_size a multiple of 8): 16 bytes of a page
+// are 8 dimensions of a token of K, which go to the same place in the ring, or 8 tokens of a
+// dimension of V, which is kept transposed and read by ldmatrix without .trans. Of such 8 tokens
+// some may not exist: the V operand is masked, since 0 x NaN is NaN.
+//
 // Shared memory: 4 warps x stages x 2 x 16 rows (96 KiB for head_dim 128, 3 stages) + 12 KiB.
 // Bound by memory bandwidth: at head_dim 128 and 4.3 TB/s on 132 SMs a warp tile of 8 KiB takes 250
 // ns; its 32 mma, 16 ldmatrix and about 300 issue slots fit in three times. FlashDecoding (split
@@ -36,7 +41,7 @@
 namespace jax_paged::cuda {
 
 // Brings a warp's K and V into its ring.
-template <int HEAD_DIM>
+template <int HEAD_DIM, bool VLLM5D>
 class DecodeLoader {
  public:
   using Traits = DecodeTraits<HEAD_DIM>;
@@ -76,8 +81,10 @@ class DecodeLoader {
 
   // Reads the page id for the tile that is loaded next. Lane l looks for token l % 16; where pages
   // hold a multiple of 16 tokens all tokens are in one page, and all lanes look for the first.
+  // VLLM5D: where they hold a multiple of 8, lane l looks for the first of the 8 of token l % 16.
   JAX_PAGED_DEVICE void FindPage(const AttentionArgs& args) {
-    const int32_t token = FirstToken() + (one_page_ ? 0 : prim::LaneIndex() % kWarpTokens);
+    const int32_t lane_token = prim::LaneIndex() % kWarpTokens;
+    const int32_t token = FirstToken() + (VLLM5D ? lane_token / 8 * 8 : one_page_ ? 0 : lane_token);
     page_id_ = -1;
     if (!has_tile_ || token >= segment_.lengths.seq_len) return;
     const int32_t index = args.by_page_size(token);
@@ -90,6 +97,11 @@ class DecodeLoader {
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
     const bool has_token = has_page && FirstToken() + lane % kWarpTokens < segment_.lengths.seq_len;
     const uint32_t mask = prim::Ballot(has_token) & 0xffffu;
+    if constexpr (VLLM5D) {
+      if (lane == 0) prim::Store(token_masks_ + stage, mask);
+      CopyAtoms(args, stage, lane, has_page, has_token);
+      return;
+    }
     const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
     if (lane == 0) prim::Store(token_masks_ + stage, mask);
 
@@ -119,6 +131,35 @@ class DecodeLoader {
         prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_ + source, valid);
         prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_ + source, valid);
       }
+    }
+  }
+
+  // VLLM5D. Lane l copies chunks l / 16, l / 16 + 2, ... of token l % 16 of K; of V the 8 tokens
+  // around token l % 16 of dimensions l % 8 + l / 16 * 8, 16 more, ...
+  JAX_PAGED_DEVICE void CopyAtoms(const AttentionArgs& args, int32_t stage, int32_t lane,
+                                  bool has_page, bool has_token) {
+    const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
+    const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
+    const int32_t row = lane % kWarpTokens;
+    const int32_t chunk = lane / kWarpTokens;
+    const int32_t dim = lane % 8 + chunk * 8;
+    int64_t k_offset = 0;
+    int64_t v_offset = 0;
+    if (has_page) {
+      k_offset =
+          args.k_strides.Offset(page_id_, kv_head_, slot_ + lane % 8) + chunk * args.k_strides.atom;
+      v_offset = args.v_strides.Offset(page_id_, kv_head_, slot_) + dim * args.v_strides.atom;
+    }
+    const Global<const char> k_from = k_ + k_offset;
+    const Global<const char> v_from = v_ + v_offset;
+    // Within a page and head 32 bits address an atom (MakeArgs checks it).
+    const int32_t k_step = static_cast<int32_t>(args.k_strides.atom) * 2;
+    const int32_t v_step = static_cast<int32_t>(args.v_strides.atom) * 16;
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      prim::CpAsync16(k_tile + Traits::Offset(row, 2 * i + chunk), k_from + i * k_step, has_token);
+      prim::CpAsync16(v_tile + Traits::TransposedOffset(16 * i + dim, row / 8), v_from + i * v_step,
+                      has_page);
     }
   }
 
@@ -228,9 +269,15 @@ class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
   Shared<char> tile_;
 };
 
+// The bits of two 16-bit elements that stand for tokens `token` and `token` + 1: all, of those in
+// the mask.
+JAX_PAGED_DEVICE uint32_t PairMask(uint32_t token_mask, int32_t token) {
+  return (token_mask >> token & 1) * 0xffffu | (token_mask >> (token + 1) & 1) * 0xffff0000u;
+}
+
 // One warp tile of 16 tokens. `token_mask` says which of them exist; row r sees those below
 // visible[r].
-template <typename T, int HEAD_DIM, typename Queries>
+template <typename T, int HEAD_DIM, bool VLLM5D, typename Queries>
 JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32_t first_token,
                                  const int32_t (&visible)[2], bool sees_all, float scale,
                                  const Queries& queries, DecodeState<HEAD_DIM>* state) {
@@ -292,10 +339,22 @@ JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32
   const uint32_t a[4] = {prim::PackPair<T>(p[0][0], p[0][1]), prim::PackPair<T>(p[0][2], p[0][3]),
                          prim::PackPair<T>(p[1][0], p[1][1]), prim::PackPair<T>(p[1][2], p[1][3])};
   const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
+  uint32_t exists[2] = {};
+  if constexpr (VLLM5D) {
+    exists[0] = PairMask(token_mask, column);
+    exists[1] = PairMask(token_mask, column + 8);
+  }
   JAX_PAGED_UNROLL
   for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {
     uint32_t b[4];  // dimensions 0-7 and 8-15 of the step, each tokens 0-7 and 8-15
-    prim::LoadMatrixTransposed(b, v_tile + Traits::Offset(lane % 16, 2 * n + lane / 16));
+    if constexpr (VLLM5D) {
+      const int32_t dim = n * 16 + lane % 8 + lane / 16 * 8;
+      prim::LoadMatrix(b, v_tile + Traits::TransposedOffset(dim, lane / 8 % 2));
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 4; ++i) b[i] &= exists[i % 2];
+    } else {
+      prim::LoadMatrixTransposed(b, v_tile + Traits::Offset(lane % 16, 2 * n + lane / 16));
+    }
     prim::Mma<T>(state->o[2 * n], a, b[0], b[1]);
     prim::Mma<T>(state->o[2 * n + 1], a, b[2], b[3]);
   }
@@ -381,7 +440,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
   MergeIfLast<T>(args, segment, rows, to, exchange + offsetof(ExchangeShared, merge));
 }
 
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, bool VLLM5D = false>
 JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   using Traits = DecodeTraits<HEAD_DIM>;
   const WorkRange range = MyRange(args);
@@ -396,7 +455,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   const LogitScale scale = LoadScale(args);
 
   Segment segment = FirstSegment(args, range);
-  DecodeLoader<HEAD_DIM> loader(args, range, segment, ring, token_masks);
+  DecodeLoader<HEAD_DIM, VLLM5D> loader(args, range, segment, ring, token_masks);
   for (int32_t s = 0; s < stages - 1; ++s) loader.Issue(args, range, s);
 
   int32_t stage = 0;
@@ -416,9 +475,9 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       // Every lane's copies into this stage are done, and every lane has read the stage before it.
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
-      DecodeTile<T, HEAD_DIM>(ring + stage * Traits::kStageBytes, prim::Load(token_masks + stage),
-                              first_token, visible, first_token + kWarpTokens <= all_visible,
-                              scale.factor, queries, &state);
+      DecodeTile<T, HEAD_DIM, VLLM5D>(
+          ring + stage * Traits::kStageBytes, prim::Load(token_masks + stage), first_token, visible,
+          first_token + kWarpTokens <= all_visible, scale.factor, queries, &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);

@@ -16,9 +16,11 @@ template <typename T>
 cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {
   cudaError_t error = cudaSuccess;
   const auto decode = [&](auto head_dim) {
-    error = LaunchDecode<T, head_dim.value>(stream, limits, args);
+    error = args.layout == Layout::kVllm5d
+                ? LaunchDecode<T, head_dim.value, /*VLLM5D=*/true>(stream, limits, args)
+                : LaunchDecode<T, head_dim.value>(stream, limits, args);
   };
-  if (!WithDecodeHeadDim(args.head_dim, args.v_head_dim, decode)) {
+  if (!HasTensorCorePages(args) || !WithDecodeHeadDim(args.head_dim, args.v_head_dim, decode)) {
     error = LaunchSimt<T>(stream, limits, args);
   }
   return error;

@@ -21,7 +21,7 @@ cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits
 // The parts: each fills num_workers and stages and launches one attention kernel after the planner.
 // Instantiated in inst/.
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, bool VLLM5D = false>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 template <typename T>
 cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);

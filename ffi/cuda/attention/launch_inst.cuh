@@ -34,13 +34,13 @@ inline int32_t NumWorkers(const DeviceLimits& limits, int32_t ctas_per_multiproc
 }
 
 // Two CTAs per multiprocessor: at most 255 registers.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, bool VLLM5D>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     DecodeKernel(__grid_constant__ const AttentionArgs args) {
-  DecodeCta<T, HEAD_DIM>(args);
+  DecodeCta<T, HEAD_DIM, VLLM5D>(args);
 }
 
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, bool VLLM5D>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   using Traits = DecodeTraits<HEAD_DIM>;
   static std::atomic<uint64_t> allowed{0};
@@ -48,10 +48,10 @@ cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, Attent
   if (shape.stages == 0) return cudaErrorInvalidConfiguration;
   args.stages = shape.stages;
   args.num_workers = NumWorkers(limits, shape.ctas_per_multiprocessor);
-  cudaError_t error = AllowSharedMemory(DecodeKernel<T, HEAD_DIM>, limits, &allowed);
+  cudaError_t error = AllowSharedMemory(DecodeKernel<T, HEAD_DIM, VLLM5D>, limits, &allowed);
   if (error == cudaSuccess) error = LaunchPlan(stream, limits, args);
   if (error != cudaSuccess) return error;
-  DecodeKernel<T, HEAD_DIM>
+  DecodeKernel<T, HEAD_DIM, VLLM5D>
       <<<args.num_workers, kAttentionThreads, Traits::SharedBytes(shape.stages), stream>>>(args);
   return cudaGetLastError();
 }

@@ -62,6 +62,12 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
     return wrong("k_pages", "at most 2^26 bytes between tokens",
                  MakePageStrides(call.k_pool).token);
   }
+  for (const PoolShape* pool : {&call.k_pool, &call.v_pool}) {
+    if (pool->layout == Layout::kVllm5d && pool->page_size > INT32_MAX / pool->token_bytes()) {
+      return wrong(pool == &call.k_pool ? "k_pages" : "v_pages",
+                   "pages below 2^31 bytes per head for layout vllm5d", pool->page_size);
+    }
+  }
   const WorkspaceShape workspace = WorkspaceShapeOf(call);
   if (call.workspace_words < WorkspaceWords(workspace)) {
     return Mismatch(kAttentionOp, "workspace",
@@ -104,6 +110,7 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->split_tokens = clamp(call.split_tokens);
   args->num_workers = 0;
   args->stages = 0;
+  args->layout = call.k_pool.layout;
   args->causal = call.causal;
   return "";
 }

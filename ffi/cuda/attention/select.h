@@ -10,6 +10,11 @@
 
 namespace jax_paged::cuda {
 
+// Whether the tensor-core kernels take these pages: of vllm5d they load 8 tokens of V at once.
+inline bool HasTensorCorePages(const AttentionArgs& args) {
+  return args.layout != Layout::kVllm5d || args.page_size % 8 == 0;
+}
+
 // Calls f(std::integral_constant<int, HEAD_DIM>) for the tensor-core kernel that takes these dims;
 // false when there is none, then simt.cuh serves them.
 template <typename F>

@@ -1,5 +1,5 @@
-// Attention without tensor cores: f32, and any head_dim or v_head_dim that decode.cuh has no kernel
-// for. Right rather than fast.
+// Attention without tensor cores: f32, any head_dim or v_head_dim that decode.cuh has no kernel
+// for, and vllm5d pages of odd sizes. Right rather than fast.
 //
 // Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
 // packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between
@@ -144,6 +144,11 @@ class SimtCta {
     prim::Store(Exists() + thread, static_cast<int32_t>(exists));
   }
 
+  // Contiguous dimensions of a token.
+  JAX_PAGED_DEVICE static int32_t AtomDims(const PageStrides& strides) {
+    return static_cast<int32_t>(strides.atom_bytes) / static_cast<int32_t>(sizeof(T));
+  }
+
   JAX_PAGED_DEVICE void Scores(const UnitRows& rows, int32_t first_token) {
     constexpr int32_t kStep = kAttentionThreads / kTileTokens;
     constexpr int32_t kRows = kTileRows / kStep;
@@ -152,9 +157,14 @@ class SimtCta {
     float sum[kRows] = {};
     const bool exists = prim::Load(Exists() + token) != 0;
     if (exists) {
-      const Global<const T> k = (k_ + prim::Load(KOffset() + token)).template As<const T>();
-      for (int32_t d = 0; d < args_.head_dim; ++d) {
-        const float x = prim::ToFloat(prim::LoadConst(k + d));
+      Global<const char> atom = k_ + prim::Load(KOffset() + token);
+      const int32_t atom_dims = AtomDims(args_.k_strides);
+      for (int32_t d = 0, i_atom = 0; d < args_.head_dim; ++d, ++i_atom) {
+        if (i_atom == atom_dims) {
+          i_atom = 0;
+          atom = atom + args_.k_strides.atom;
+        }
+        const float x = prim::ToFloat(prim::LoadConst(atom.template As<const T>() + i_atom));
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < kRows; ++i) {
           const int32_t row = first_row + i * kStep;
@@ -205,8 +215,12 @@ class SimtCta {
   }
 
   JAX_PAGED_DEVICE void Values(const UnitRows& rows) {
+    const int32_t atom_dims = AtomDims(args_.v_strides);
     for (int32_t column = prim::ThreadIndex(); column < args_.v_head_dim;
          column += kAttentionThreads) {
+      const int32_t atom = column / atom_dims;
+      const int64_t column_offset =
+          atom * args_.v_strides.atom + (column - atom * atom_dims) * int64_t{sizeof(T)};
       float sum[kTileRows];
       JAX_PAGED_UNROLL
       for (int32_t row = 0; row < kTileRows; ++row) {
@@ -217,8 +231,8 @@ class SimtCta {
       }
       for (int32_t token = 0; token < kTileTokens; ++token) {
         if (!prim::Load(Exists() + token)) continue;
-        const Global<const T> v = (v_ + prim::Load(VOffset() + token)).template As<const T>();
-        const float x = prim::ToFloat(prim::LoadConst(v + column));
+        const Global<const char> v = v_ + (prim::Load(VOffset() + token) + column_offset);
+        const float x = prim::ToFloat(prim::LoadConst(v.template As<const T>()));
         JAX_PAGED_UNROLL
         for (int32_t row = 0; row < kTileRows; ++row) {
           if (row >= rows.count) continue;

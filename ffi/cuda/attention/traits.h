@@ -47,6 +47,11 @@ struct DecodeTraits {
   JAX_PAGED_HOST_DEVICE static constexpr int32_t Offset(int32_t row, int32_t chunk) {
     return row * kRowBytes + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
   }
+  // Where V is stored transposed (vllm5d): a row is one dimension of 16 tokens, two chunks. Four
+  // rows fill the banks, so the chunks of every other four are swapped.
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t TransposedOffset(int32_t dim, int32_t chunk) {
+    return dim * kWarpTokens * 2 + (chunk ^ (dim >> 2 & 1)) * 16;
+  }
   JAX_PAGED_HOST_DEVICE static constexpr int32_t RingBytes(int32_t stages) {
     return kWarps * stages * kStageBytes;
   }

@@ -91,8 +91,10 @@ const char* emulate_attention(const EmulatedCall* in) {
                  in->page_size,
                  in->head_dim,
                  element_bytes,
-                 static_cast<jax_paged::Layout>(in->layout)};
+                 static_cast<jax_paged::Layout>(in->layout),
+                 jax_paged::Pool::kKeys};
   call.v_pool = call.k_pool;
+  call.v_pool.pool = jax_paged::Pool::kValues;
   call.v_pool.head_dim = in->v_head_dim;
   call.num_kv_splits = in->num_kv_splits;
   call.split_tokens = in->split_tokens;
