@@ -19,6 +19,7 @@ import numpy as np
 Layout = Literal["HND", "NHD", "vllm5d"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 Pool = Literal["k", "v"]
+POOLS: tuple[Pool, Pool] = ("k", "v")
 
 SLOT_AXIS = {"HND": 2, "NHD": 1, "vllm5d": 3}  # counted from the page axis
 _ATOM_BYTES = 16  # of K in "vllm5d": a token's contiguous dimensions
@@ -60,7 +61,7 @@ def atom_dims(dtype: Any) -> int:
 
 
 def check_axes(name: str, pages: Any, layout: Layout, pool: Pool) -> None:
-    """Raises ValueError unless a pages array has the rank, and for "vllm5d" the x, of its layout."""
+    """Raises ValueError unless pages have the rank, and for "vllm5d" the x, of their layout."""
     rank, got = pages_rank(layout, pool), list(pages.shape)
     if len(got) not in (rank, rank + 1):
         raise ValueError(
@@ -179,7 +180,7 @@ def convert_pages(
             choices = " or ".join(map(repr, LAYOUTS))
             raise ValueError(f"{name}: expected {choices}, got {layout!r}")
     converted = []
-    for pool, pages in (("k", k_pages), ("v", v_pages)):
+    for pool, pages in zip(POOLS, (k_pages, v_pages), strict=True):
         check_axes(f"{pool}_pages", pages, src, pool)
         make_shape(pages_shape(pages, src, pool), dst, pool, dtype=pages.dtype)
         converted.append(from_slots_first(slots_first(pages, src, pool), dst, pool))

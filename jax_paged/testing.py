@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_paged.layout import (
+    POOLS,
     Layout,
     PagesShape,
     Pool,
@@ -147,8 +148,8 @@ def make_batch(
     q[used_tokens:] = np.nan
     v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
     return Batch(
-        case=case, q=q, k_pages=pages(case.head_dim, "k"), v_pages=pages(v_head_dim, "v"), page_table=table,
-        seq_lens=seq_lens.astype(np.int32), cu_q_lens=cu_q_lens.astype(np.int32),
+        case=case, q=q, k_pages=pages(case.head_dim, "k"), v_pages=pages(v_head_dim, "v"),
+        page_table=table, seq_lens=seq_lens.astype(np.int32), cu_q_lens=cu_q_lens.astype(np.int32),
         num_seqs=num_seqs, layer=layer, sm_scale=float(case.head_dim**-0.5),
     )  # fmt: skip
 
@@ -168,7 +169,7 @@ def dense_oracle(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
     k_pages, v_pages = (
         slots_first(pages if batch.layer is None else pages[batch.layer], case.layout, pool)
-        for pages, pool in ((batch.k_pages, "k"), (batch.v_pages, "v"))
+        for pages, pool in zip((batch.k_pages, batch.v_pages), POOLS, strict=True)
     )
     bounds = np.maximum.accumulate(np.clip(batch.cu_q_lens, 0, len(batch.q)))
     for row in range(min(batch.num_seqs, len(batch.seq_lens))):

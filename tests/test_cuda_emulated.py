@@ -75,13 +75,13 @@ def test_bits_do_not_depend_on_the_order_of_ctas_warps_and_copies(options, dtype
 @pytest.mark.parametrize("page_size", [8, 16, 24, 32, 544])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_vllm5d_gives_the_bits_of_hnd(head_dim, page_size):
-    # Every row length up to two tiles and a half: each edge of the eight tokens that V is loaded by.
+    # Every row length up to two tiles and a half: each edge of the 8 tokens that V is loaded by.
     lengths = range(1, 160, 1 if head_dim == 64 and page_size == 8 else 13)
     case = Case("edges", 2, 1, head_dim, page_size)
     results = []
     for layout in ("HND", "vllm5d"):
         batch = make_batch(
-            dataclasses.replace(case, layout=layout), jnp.bfloat16, [1] * len(lengths), lengths,
+            dataclasses.replace(case, layout=layout), jnp.bfloat16, [1] * len(lengths), lengths
         )  # fmt: skip
         results.append(check(batch, Device(seed=head_dim)))
     assert_same_bits(*results)

@@ -38,8 +38,18 @@ BUGS = {
         "k_pages out of bounds",
     ),
     "32-bit page address": (
-        "decode.cuh", "args.k_strides.Offset(page_id_", "(int32_t)args.k_strides.Offset(page_id_",
-        "k_pages out of bounds",
+        "decode.cuh", "? args.k_strides.Offset(page_id_",
+        "? (int32_t)args.k_strides.Offset(page_id_", "k_pages out of bounds",
+    ),
+    "32-bit page address of vllm5d": (
+        "decode.cuh", "v_offset = args.v_strides.Offset(page_id_",
+        "v_offset = (int32_t)args.v_strides.Offset(page_id_", "v_pages out of bounds",
+    ),
+    "values of tokens that do not exist": (
+        "decode.cuh", "b[i] &= exists[i % 2]", "b[i] &= ~0u", "not finite",
+    ),
+    "second half masked like the first": (
+        "decode.cuh", "PairMask(token_mask, column + 8)", "PairMask(token_mask, column)", DIFFERS,
     ),
     "key of the future": (
         "segment.cuh", "segment.lengths.q_len + query + 1", "segment.lengths.q_len + query + 2",
@@ -101,7 +111,9 @@ KERNELS = """
 #include "emu/attention/kernels.h"
 namespace jax_paged::emu {
 AttentionKernel BFloat16Kernel(const cuda::AttentionArgs& args) {
-  return {cuda::DecodeCta<BFloat16, 64>, cuda::DecodeTraits<64>::SharedBytes(args.stages)};
+  return {args.layout == Layout::kVllm5d ? cuda::DecodeCta<BFloat16, 64, true>
+                                         : cuda::DecodeCta<BFloat16, 64>,
+          cuda::DecodeTraits<64>::SharedBytes(args.stages)};
 }
 AttentionKernel Float16Kernel(const cuda::AttentionArgs&) { return {nullptr, 0}; }
 AttentionKernel Float32Kernel(const cuda::AttentionArgs&) { return {nullptr, 0}; }
@@ -110,17 +122,16 @@ AttentionKernel Float32Kernel(const cuda::AttentionArgs&) { return {nullptr, 0};
 """
 
 
-def far_batch():
+def far_batch(layout):
     """A row whose page lies more than 2^31 bytes into a pool of which little is ever touched."""
     num_pages = 2**20  # of 4 KiB
-    shape = (num_pages, 2, 16, 64)
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    batch = make_batch(Case("far", 4, 2, 64), jnp.bfloat16, [1], [40])
+    batch = make_batch(Case("far", 4, 2, 64, layout=layout), jnp.bfloat16, [1], [40])
     pools = []
     for pages in (batch.k_pages, batch.v_pages):
         memory = mmap.mmap(-1, num_pages * 4096, flags=flags)
-        pool = np.frombuffer(memory, np.uint16).view(jnp.bfloat16).reshape(shape)
+        pool = np.frombuffer(memory, np.uint16).view(jnp.bfloat16).reshape(-1, *pages.shape[1:])
         pool[num_pages - len(pages) :] = pages
         pools.append(pool)
     table = batch.page_table + (num_pages - len(batch.k_pages))
@@ -143,7 +154,12 @@ def bf16_batches():
         pages[np.isnan(pages)] = 1
     longer.page_table[:] = [[0, 1], [2, 3]]
     yield longer
-    yield far_batch()
+    yield far_batch("HND")
+    five = Case("vllm5d", 8, 2, 64, page_size=8, layout="vllm5d")
+    batch = make_batch(five, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
+    batch.page_table[0, 1] = 2_147_480_000
+    yield batch
+    yield far_batch("vllm5d")
 
 
 def check_all(loaded):

@@ -76,8 +76,7 @@ ATTENTION = [
     ),
     (
         {"k_pages": f32(9, 2, 4, 5, 4), "v_pages": POOL, "layout": "vllm5d"},
-        "v_pages: expected the sizes of k_pages [9, 2, 4, 5, 4], head_dim aside, "
-        "got [9, 2, 5, 16]",
+        "v_pages: expected the sizes of k_pages [9, 2, 4, 5, 4], head_dim aside, got [9, 2, 5, 16]",
     ),
     (
         {"k_pages": f32(9, 2, 4, 5, 4), "v_pages": f32(2, 16, 5), "layout": "vllm5d"},

@@ -12,6 +12,13 @@ from jax_paged.testing import is_in_place, pool_sized_ops
 
 LAYERS = 3
 POOL = jax.ShapeDtypeStruct((LAYERS, 64, 2, 16, 32), jnp.float32)
+POOLS = {  # K and V pools with the sizes of POOL
+    "HND": (POOL, POOL),
+    "vllm5d": tuple(
+        jax.ShapeDtypeStruct(shape, POOL.dtype)
+        for shape in ((LAYERS, 64, 2, 8, 16, 4), (LAYERS, 64, 2, 32, 16))
+    ),
+}
 FLAT_POOL = jax.ShapeDtypeStruct(POOL.shape[1:], POOL.dtype)
 
 
@@ -34,38 +41,39 @@ def compile_donating(function, *operands):
     return jax.jit(function, donate_argnums=(0, 1)).lower(*operands).compile()
 
 
-def attend_layer(pages, q, k, v, slots, *rest, layer):
+def attend_layer(pages, q, k, v, slots, *rest, layer, layout):
     """One layer of a step: write, then attend on the returned pages. Returns (pages, q).
 
     As in a model, what is written depends on what the layer before has read.
     """
     k = k + q[:, : k.shape[1]]
-    pages = write_kv(*pages, k, v, slots, layer=layer, implementation="native")
+    options = {"layer": layer, "layout": layout, "implementation": "native"}
+    pages = write_kv(*pages, k, v, slots, **options)
     attend = paged_attention if len(rest) == 2 else ragged_paged_attention
-    return pages, q + attend(q, *pages, *rest, layer=layer, implementation="native")
+    return pages, q + attend(q, *pages, *rest, **options)
 
 
-def loop_step(k_pages, v_pages, q, *rest):
+def loop_step(k_pages, v_pages, q, *rest, layout="HND"):
     pages = k_pages, v_pages
     for layer in range(LAYERS):
-        pages, q = attend_layer(pages, q, *rest, layer=layer)
+        pages, q = attend_layer(pages, q, *rest, layer=layer, layout=layout)
     return pages, q
 
 
-def scan_step(k_pages, v_pages, q, *rest):
+def scan_step(k_pages, v_pages, q, *rest, layout="HND"):
     def body(carry, layer):
-        return attend_layer(*carry, *rest, layer=layer), None
+        return attend_layer(*carry, *rest, layer=layer, layout=layout), None
 
     carry, _ = jax.lax.scan(body, ((k_pages, v_pages), q), jnp.arange(LAYERS, dtype=jnp.int32))
     return carry
 
 
-def while_step(k_pages, v_pages, q, *rest):
+def while_step(k_pages, v_pages, q, *rest, layout="HND"):
     """A generate loop: five decode steps, each over all layers, as one program."""
 
     def step(state):
         count, pages, q = state
-        return (count + 1, *scan_step(*pages, q, *rest))
+        return (count + 1, *scan_step(*pages, q, *rest, layout=layout))
 
     state = (jnp.int32(0), (k_pages, v_pages), q)
     return jax.lax.while_loop(lambda state: state[0] < 5, step, state)[1:]
@@ -84,8 +92,10 @@ def test_one_write_makes_no_pool_sized_array(pool):
 
 @pytest.mark.parametrize("operands", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_makes_no_pool_sized_array(step, operands):
-    compiled = compile_donating(STEPS[step], POOL, POOL, *operands)
+@pytest.mark.parametrize("layout", POOLS)
+def test_a_step_makes_no_pool_sized_array(layout, step, operands):
+    run = functools.partial(STEPS[step], layout=layout)
+    compiled = compile_donating(run, *POOLS[layout], *operands)
     assert pool_sized_ops(compiled, POOL) == []
     assert is_in_place(compiled, POOL)
 
@@ -163,9 +173,10 @@ def test_a_pool_that_is_not_donated_keeps_its_contents():
     assert np.asarray(after[0]).any()
 
 
-def test_copy_pages_makes_nothing_pool_sized_but_the_update_itself():
+@pytest.mark.parametrize("layout", POOLS)
+def test_copy_pages_makes_nothing_pool_sized_but_the_update_itself(layout):
     compiled = compile_donating(
-        functools.partial(copy_pages, stacked=True), POOL, POOL, i32(2), i32(2)
+        functools.partial(copy_pages, stacked=True), *POOLS[layout], i32(2), i32(2)
     )
     found = pool_sized_ops(compiled, POOL)
     assert not [line for line in found if " copy(" in line or " select(" in line], found

@@ -8,6 +8,7 @@ import pytest
 from jax_paged import convert_pages, page_table_from_addresses
 from jax_paged.layout import (
     LAYOUTS,
+    POOLS,
     PagesShape,
     from_slots_first,
     make_shape,
@@ -21,7 +22,7 @@ SHAPE = PagesShape(None, num_pages=5, num_kv_heads=2, page_size=3, head_dim=16)
 def random_pools(layout, num_layers=None, dtype="float32"):
     """K and V pools of a layout, filled with different numbers, and what they hold by slot."""
     pools, by_slot = [], []
-    for pool, head_dim in (("k", 16), ("v", 24)):
+    for pool, head_dim in zip(POOLS, (16, 24), strict=True):
         shape = SHAPE._replace(num_layers=num_layers, head_dim=head_dim)
         tokens = np.arange(np.prod(make_shape(shape, "NHD"))).reshape(make_shape(shape, "NHD"))
         by_slot.append(tokens.astype(dtype))
@@ -63,7 +64,7 @@ def test_slots_first_finds_each_element(num_layers):
         ("vllm5d", (page, head, dim // 4, slot, dim % 4), (page, head, dim, slot)),
     ]:
         pools, by_slot = random_pools(layout, num_layers)
-        for pool, at, pages, tokens in zip("kv", (k_at, v_at), pools, by_slot, strict=True):
+        for pool, at, pages, tokens in zip(POOLS, (k_at, v_at), pools, by_slot, strict=True):
             assert pages[(*layer, *at)] == tokens[(*layer, page, slot, head, dim)]
             np.testing.assert_array_equal(slots_first(pages, layout, pool), tokens)
             np.testing.assert_array_equal(slots_first(jnp.asarray(pages), layout, pool), tokens)
@@ -73,12 +74,11 @@ def test_slots_first_finds_each_element(num_layers):
 @pytest.mark.parametrize("src", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_pages_convert_between_any_two_layouts(dtype, src, dst):
-    dims = {"k": 16, "v": 24}
     for num_layers in (None, 3):
         pools, by_slot = random_pools(src, num_layers, jnp.dtype(dtype))
-        converted = convert_pages(*map(jnp.asarray, pools), src, dst)
-        for pool, pages, tokens in zip("kv", converted, by_slot, strict=True):
-            shape = SHAPE._replace(num_layers=num_layers, head_dim=dims[pool])
+        converted = convert_pages(jnp.asarray(pools[0]), jnp.asarray(pools[1]), src, dst)
+        for pool, pages, tokens in zip(POOLS, converted, by_slot, strict=True):
+            shape = SHAPE._replace(num_layers=num_layers, head_dim=tokens.shape[-1])
             assert pages.shape == make_shape(shape, dst, pool, dtype=pages.dtype)
             assert pages.dtype == jnp.dtype(dtype)
             np.testing.assert_array_equal(slots_first(pages, dst, pool), tokens)

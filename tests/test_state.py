@@ -10,6 +10,7 @@ import pytest
 
 from jax_paged import pages, state
 from jax_paged.kv import write_kv
+from jax_paged.layout import LAYOUTS, slots_first
 from jax_paged.pages import Status
 from jax_paged.state import KVState
 from jax_paged.testing import pool_sized_ops
@@ -51,9 +52,8 @@ def read(kv: KVState, row: int) -> list[float]:
     """The token values of a row; checks that layers, heads, K and V agree."""
     ids = np.asarray(kv.table.page_table[row])[: int(kv.table.pages_held[row])]
     tokens = int(kv.table.seq_lens[row])
-    k, v = np.asarray(kv.k_pages)[:, ids], np.asarray(kv.v_pages)[:, ids]
-    if kv.layout == "HND":
-        k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
+    k = slots_first(np.asarray(kv.k_pages)[:, ids], kv.layout, "k")
+    v = slots_first(np.asarray(kv.v_pages)[:, ids], kv.layout, "v")
     num_layers, _, page_size, heads, head_dim = k.shape
     k = k.reshape(num_layers, len(ids) * page_size, heads, head_dim)[:, :tokens]
     v = v.reshape(num_layers, len(ids) * page_size, heads, head_dim)[:, :tokens]
@@ -64,10 +64,14 @@ def read(kv: KVState, row: int) -> list[float]:
 
 
 def test_create_makes_zeroed_pools_of_the_layout():
-    for layout, k_shape in (("HND", (2, 12, 2, 4, 8)), ("NHD", (2, 12, 4, 2, 8))):
+    for layout, k_shape, v_shape in (
+        ("HND", (2, 12, 2, 4, 8), (2, 12, 2, 4, 16)),
+        ("NHD", (2, 12, 4, 2, 8), (2, 12, 4, 2, 16)),
+        ("vllm5d", (2, 12, 2, 1, 4, 8), (2, 12, 2, 16, 4)),
+    ):
         kv = make(layout=layout, v_head_dim=16, dtype=jnp.bfloat16)
         assert kv.k_pages.shape == k_shape
-        assert kv.v_pages.shape == (*k_shape[:-1], 16)
+        assert kv.v_pages.shape == v_shape
         assert kv.k_pages.dtype == kv.v_pages.dtype == jnp.bfloat16
         assert not jnp.any(kv.k_pages)
         assert not jnp.any(kv.v_pages)
@@ -99,6 +103,11 @@ def test_a_state_round_trips_as_a_pytree():
         ({"dtype": "int8"}, "dtype: expected bfloat16 or float16 or float32, got int8"),
         ({"dtype": "nonsense"}, "dtype: expected bfloat16 or float16 or float32, got nonsense"),
         ({"dtype": None}, "dtype: expected bfloat16 or float16 or float32, got None"),
+        (
+            {"layout": "vllm5d", "head_dim": 12, "dtype": jnp.bfloat16},
+            "head_dim: expected a multiple of x=8 (bfloat16 elements in 16 bytes) for layout "
+            "'vllm5d', got 12",
+        ),
         ({"layout": "DNH"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'DNH'"),
     ],
 )
@@ -107,7 +116,7 @@ def test_create_names_a_wrong_argument(change, message):
         make(**change)
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_forked_rows_go_separate_ways(layout):
     kv = append(make(layout=layout), [0], [6], range(6))
     kv, status = state.fork(kv, [0, 0, -1], [1, 3, 2], [6, 5, 0])
@@ -118,7 +127,7 @@ def test_forked_rows_go_separate_ways(layout):
     assert read(kv, 3) == [0, 1, 2, 3, 4, 16, 17, 18]
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_cut_inside_a_shared_page_does_not_overwrite_the_others(layout):
     kv = append(make(layout=layout), [0], [8], range(8))
     kv, _ = state.fork(kv, [0, 0], [1, 2], 8)

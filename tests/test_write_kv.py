@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_paged import copy_pages, write_kv
-from jax_paged.layout import LAYOUTS, PagesShape, from_slots_first, make_shape, slots_first
+from jax_paged.layout import LAYOUTS, POOLS, PagesShape, from_slots_first, make_shape, slots_first
 
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 
@@ -22,7 +22,7 @@ def make_pools(page_size=5, *, layout="HND", num_layers=None, dtype="float32", n
     """Numpy K and V pools, full of random numbers and NaN, with different head dims."""
     rng = np.random.default_rng(page_size)
     pools = []
-    for pool, head_dim in (("k", 16), ("v", 24)):
+    for pool, head_dim in zip(POOLS, (16, 24), strict=True):
         sizes = PagesShape(num_layers, num_pages, 2, page_size, head_dim)
         shape = make_shape(sizes, layout, pool, dtype=dtype)
         values = rng.standard_normal(shape, "f4")
@@ -55,10 +55,10 @@ def check_write(pools, tokens, slots, implementation, *, layer=None, layout="HND
         *map(jnp.array, pools), *map(jnp.asarray, tokens), jnp.asarray(slots),
         layer=layer, layout=layout, implementation=implementation,
     )  # fmt: skip
-    for name, out, pages, new in zip("kv", written, pools, tokens, strict=True):
-        expected = expected_write(pages, new, slots, layer, layout, name)
+    for pool, out, pages, new in zip(POOLS, written, pools, tokens, strict=True):
+        expected = expected_write(pages, new, slots, layer, layout, pool)
         assert out.dtype == pages.dtype
-        np.testing.assert_array_equal(bits(out), bits(expected), err_msg=f"{name}_pages")
+        np.testing.assert_array_equal(bits(out), bits(expected), err_msg=f"{pool}_pages")
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 8, 544])
@@ -121,7 +121,7 @@ def test_a_write_large_enough_to_be_shared_among_threads(layout):
     shape = PagesShape(2, num_pages=64, num_kv_heads=5, page_size=16, head_dim=64)
     pools = [
         rng.standard_normal(make_shape(shape, layout, pool, dtype="float32"), "f4")
-        for pool in ("k", "v")
+        for pool in POOLS
     ]
     tokens = [rng.standard_normal((700, 5, 64), "f4") for _ in range(2)]
     slots = rng.integers(-50, 64 * 16 + 50, 700)  # some twice

@@ -65,9 +65,12 @@ struct PageStrides {
 
 inline PageStrides MakePageStrides(const PoolShape& shape) {
   const int64_t row = shape.token_bytes();
-  PageStrides strides = {shape.layer_bytes(),     shape.page_bytes(),
-                         /*head=*/row * shape.page_size, /*token=*/row,
-                         /*atom=*/row,            /*atom_bytes=*/row};
+  PageStrides strides = {shape.layer_bytes(),
+                         shape.page_bytes(),
+                         /*head=*/row * shape.page_size,
+                         /*token=*/row,
+                         /*atom=*/row,
+                         /*atom_bytes=*/row};
   if (shape.layout == Layout::kNhd) {
     strides.head = row;
     strides.token = row * shape.num_kv_heads;

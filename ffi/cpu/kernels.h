@@ -31,7 +31,8 @@ struct WorkerScratch {
   float* scores;    // [rows, kKeyBlock] logits, then weights
   float* k_panels;  // prefill: keys as floats, transposed
   float* v_panels;  // prefill: values as floats
-  // Pages whose rows are cut into atoms: two key blocks gathered to whole rows, of the pages' dtype.
+  // Pages whose rows are cut into atoms: two key blocks gathered to whole rows, of the pages'
+  // dtype.
   float* k_rows;  // [2, kKeyBlock, head_dim]
   float* v_rows;  // [2, kKeyBlock, v_head_dim]
   int64_t q_stride;

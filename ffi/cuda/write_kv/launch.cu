@@ -64,8 +64,8 @@ cudaError_t LaunchWriteKv(cudaStream_t stream, const WriteKvParams& params) {
   const WriteKvPool& v = params.pools[1];
   auto kernel = WriteKvKernel<uint16_t, uint16_t>;
   if (params.layout == Layout::kVllm5d) {
-    kernel = v.strides.atom_bytes == 4 ? WriteKvKernel<uint4, uint32_t>
-                                       : WriteKvKernel<uint4, uint16_t>;
+    kernel =
+        v.strides.atom_bytes == 4 ? WriteKvKernel<uint4, uint32_t> : WriteKvKernel<uint4, uint16_t>;
   } else if (k.row_bytes % 16 == 0 && v.row_bytes % 16 == 0) {
     kernel = WriteKvKernel<uint4, uint4>;
   }
