@@ -81,8 +81,8 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
     return error;
   }
   const int64_t kv_bytes = ByteWidth(shape->dtype);
-  if (failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, Pool::kKeys, kv_bytes,
-                           &k_pool)) ||
+  if (failed(
+          ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, Pool::kKeys, kv_bytes, &k_pool)) ||
       failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, Pool::kValues, kv_bytes,
                            &v_pool)) ||
       failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
