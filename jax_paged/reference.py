@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged.layout import Layout, pages_shape, slots_first
+from jax_paged.rope import RopeStyle, apply_rope
 
 
 def _gather_rows(pages, page_table, layer, layout: Layout) -> tuple[jax.Array, jax.Array]:
@@ -144,3 +145,33 @@ def write_kv(k_pages, v_pages, k, v, slot_mapping, *, layer=None, layout: Layout
         return pages.at[index].set(tokens, mode="drop")
 
     return scatter(k_pages, k), scatter(v_pages, v)
+
+
+def qkv_norm_rope_write(
+    qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *,
+    q_norm=None, k_norm=None, eps=1e-6, num_q_heads, style: RopeStyle = "half", layer=None,
+    layout: Layout = "HND",
+):  # fmt: skip
+    """`jax_paged.qkv_norm_rope_write` in jax.numpy. Differentiable."""
+    num_tokens, shape = qkv.shape[0], pages_shape(k_pages, layout)
+    ends = [num_q_heads * shape.head_dim, (num_q_heads + shape.num_kv_heads) * shape.head_dim]
+    q, k, v = (x.reshape(num_tokens, heads, -1) for x, heads in zip(
+        jnp.split(qkv, ends, axis=1), (num_q_heads, shape.num_kv_heads, shape.num_kv_heads),
+        strict=True,
+    ))  # fmt: skip
+    has_position = (positions >= 0) & (positions < cos.shape[0])
+    row = jnp.where(has_position, positions, cos.shape[0])
+    cos, sin = (jnp.take(x, row, axis=0, mode="fill", fill_value=0) for x in (cos, sin))
+
+    def norm_and_turn(x, weight):
+        x = x.astype(jnp.float32)
+        if weight is not None:
+            mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+            x = x * jax.lax.rsqrt(mean_square + jnp.float32(eps))
+            x = x * weight.astype(jnp.float32)[None, None]
+        return apply_rope(x, cos, sin, style=style).astype(qkv.dtype)
+
+    q = jnp.where(has_position[:, None, None], norm_and_turn(q, q_norm), jnp.zeros((), qkv.dtype))
+    slots = jnp.where(has_position, slot_mapping, -1)
+    k = norm_and_turn(k, k_norm)
+    return q, *write_kv(k_pages, v_pages, k, v, slots, layer=layer, layout=layout)

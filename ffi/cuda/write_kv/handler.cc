@@ -13,15 +13,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The pool of layer 0; the kernel adds the layer, whose index only the device knows.
 WriteKvPool Pool(const PoolShape& shape, void* pages, const void* tokens) {
-  const PageView view = MakePageView(pages, shape, /*layer=*/0);
-  return {view.base,
-          static_cast<const char*>(tokens),
-          shape.layer_bytes(),
-          view.page_stride_bytes,
-          view.head_stride_bytes,
-          view.token_stride_bytes,
+  return {static_cast<char*>(pages), static_cast<const char*>(tokens), MakePoolSlots(shape),
           static_cast<int32_t>(shape.token_bytes())};
 }
 
@@ -38,11 +31,8 @@ ffi::Error WriteKv(cudaStream_t stream, ffi::AnyBuffer k_pages, ffi::AnyBuffer v
   params.pools[1] = Pool(v_pool, v_result->untyped_data(), v.untyped_data());
   params.slot_mapping = slot_mapping.typed_data();
   params.layer = layer.typed_data();
-  params.num_layers = static_cast<int32_t>(k_pool.num_layers);
   params.num_tokens = static_cast<int32_t>(slot_mapping.element_count());
   params.num_kv_heads = static_cast<int32_t>(k_pool.num_kv_heads);
-  params.page_size = static_cast<int32_t>(k_pool.page_size);
-  params.num_slots = k_pool.num_slots();
   // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
   for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {
     if (from.untyped_data() == to.untyped_data()) continue;

@@ -17,31 +17,31 @@ constexpr int kThreads = 128;
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) WriteKvKernel(__grid_constant__ const WriteKvParams p) {
   const int32_t token = blockIdx.x;
-  const int64_t slot = p.slot_mapping[token];
+  const int32_t slot = p.slot_mapping[token];
   const int32_t layer = *p.layer;
-  if (slot < 0 || slot >= p.num_slots || layer < 0 || layer >= p.num_layers) return;
+  const WriteKvPool& pool = p.pools[blockIdx.y];
+  if (!pool.slots.IsSlot(layer, slot)) return;
   bool overwritten = false;
   for (int32_t later = token + 1 + threadIdx.x; later < p.num_tokens; later += kThreads) {
     overwritten |= p.slot_mapping[later] == slot;
   }
   if (__syncthreads_or(overwritten)) return;
 
-  const WriteKvPool& pool = p.pools[blockIdx.y];
   const int32_t row_words = pool.row_bytes / static_cast<int32_t>(sizeof(Word));
   const int64_t words = static_cast<int64_t>(p.num_kv_heads) * row_words;
   const Word* source = reinterpret_cast<const Word*>(pool.tokens) + token * words;
-  char* target = pool.pages + layer * pool.layer_stride + (slot / p.page_size) * pool.page_stride +
-                 (slot % p.page_size) * pool.slot_stride;
+  char* target = pool.pages + pool.slots.Offset(layer, slot, /*head=*/0);
   for (int64_t i = threadIdx.x; i < words; i += kThreads) {
     const int64_t head = i / row_words;
-    reinterpret_cast<Word*>(target + head * pool.head_stride)[i - head * row_words] = source[i];
+    reinterpret_cast<Word*>(target + head * pool.slots.strides.head)[i - head * row_words] =
+        source[i];
   }
 }
 
 }  // namespace
 
 cudaError_t LaunchWriteKv(cudaStream_t stream, const WriteKvParams& params) {
-  if (params.num_tokens == 0 || params.num_slots == 0) return cudaSuccess;
+  if (params.num_tokens == 0 || params.pools[0].slots.num_slots == 0) return cudaSuccess;
   const dim3 grid(params.num_tokens, 2);
   const bool wide = params.pools[0].row_bytes % 16 == 0 && params.pools[1].row_bytes % 16 == 0;
   if (wide) {

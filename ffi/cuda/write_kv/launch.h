@@ -5,16 +5,15 @@
 
 #include <cstdint>
 
+#include "common/page_view.h"
+
 namespace jax_paged::cuda {
 
-// One pool (K or V) and the tokens to be written to it. Every stride is in bytes.
+// One pool (K or V) and the tokens to be written to it.
 struct WriteKvPool {
   char* pages;         // [num_layers,] num_pages, num_kv_heads x page_size (either order), row
   const char* tokens;  // [num_tokens, num_kv_heads, row]
-  int64_t layer_stride;
-  int64_t page_stride;
-  int64_t head_stride;
-  int64_t slot_stride;
+  PoolSlots slots;
   int32_t row_bytes;  // head_dim * sizeof(element), any even number
 };
 
@@ -22,11 +21,8 @@ struct WriteKvParams {
   WriteKvPool pools[2];         // K, V
   const int32_t* slot_mapping;  // [num_tokens]
   const int32_t* layer;         // scalar
-  int32_t num_layers;
   int32_t num_tokens;
   int32_t num_kv_heads;
-  int32_t page_size;
-  int64_t num_slots;  // num_pages * page_size
 };
 
 cudaError_t LaunchWriteKv(cudaStream_t stream, const WriteKvParams& params);
