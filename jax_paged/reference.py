@@ -153,12 +153,12 @@ def qkv_norm_rope_write(
     layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.qkv_norm_rope_write` in jax.numpy. Differentiable."""
-    num_tokens, shape = qkv.shape[0], pages_shape(k_pages, layout)
-    ends = [num_q_heads * shape.head_dim, (num_q_heads + shape.num_kv_heads) * shape.head_dim]
-    q, k, v = (x.reshape(num_tokens, heads, -1) for x, heads in zip(
-        jnp.split(qkv, ends, axis=1), (num_q_heads, shape.num_kv_heads, shape.num_kv_heads),
-        strict=True,
-    ))  # fmt: skip
+    shape, v_shape = pages_shape(k_pages, layout), pages_shape(v_pages, layout)
+    heads = num_q_heads + shape.num_kv_heads
+    qk, v = jnp.split(qkv, [heads * shape.head_dim], axis=1)
+    qk = qk.reshape(qk.shape[0], heads, shape.head_dim)
+    q, k = jnp.split(qk, [num_q_heads], axis=1)
+    v = v.reshape(v.shape[0], shape.num_kv_heads, v_shape.head_dim)
     has_position = (positions >= 0) & (positions < cos.shape[0])
     row = jnp.where(has_position, positions, cos.shape[0])
     cos, sin = (jnp.take(x, row, axis=0, mode="fill", fill_value=0) for x in (cos, sin))
