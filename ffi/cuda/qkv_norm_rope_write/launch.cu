@@ -8,7 +8,8 @@ namespace jax_paged::cuda {
 namespace {
 
 template <typename T, int VEC>
-__global__ void __launch_bounds__(kQkvThreads) QkvKernel(__grid_constant__ const QkvArgs args) {
+__global__ void __launch_bounds__(kQkvThreads, /*CTAs per SM:*/ 8)
+    QkvKernel(__grid_constant__ const QkvArgs args) {
   QkvCta<T, VEC>(args);
 }
 
