@@ -201,6 +201,7 @@ def check_qkv(
         check_float(name, x, jnp.dtype("float32"))
         check_shape(name, x, "max_positions rotary_dim/2", (None, rotary_dim // 2))
     check_shape("sin", sin, "max_positions rotary_dim/2", cos.shape)
+    expect(cos.shape[0] >= 1, "cos", "max_positions >= 1", 0)
     for name, x in (("q_norm", q_norm), ("k_norm", k_norm)):
         if x is not None:
             check_float(name, x)

@@ -337,13 +337,10 @@ def test_of_tokens_for_one_slot_the_last_that_is_written_wins_whole(implementati
         check(dataclasses.replace(call, positions=positions), implementation)
 
 
-def test_no_tokens_no_pages_no_positions(implementation):
+def test_no_tokens_and_no_pages(implementation):
     if implementation != "emulated":  # a launch has at least one CTA
         check(make_call(tokens=0), implementation)
     check(make_call(num_pages=0), implementation)
-    call = make_call(max_positions=1)
-    empty = np.zeros((0, 32), np.float32)
-    check(dataclasses.replace(call, cos=empty, sin=empty), implementation)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
