@@ -7,13 +7,15 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import shutil
+import subprocess
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import DTYPES, LAYOUTS, EmulationError, library, poisoned
+from emulation import DTYPES, FFI, LAYOUTS, EmulationError, library, poisoned
 from jax import export
 
 import jax_paged
@@ -228,8 +230,13 @@ def assert_rounded(got, exact, name):
 
 
 def check(call, implementation):
-    """Runs a call and compares: q, the slots that are written, and all other bytes of the pools."""
-    q, k_pages, v_pages = run(call, implementation)
+    """Runs a call and compares it with the oracle."""
+    check_results(call, run(call, implementation))
+
+
+def check_results(call, results):
+    """Compares q, the slots that are written, and all other bytes of the pools."""
+    q, k_pages, v_pages = results
     exact_q, written = oracle(call)
     assert q.dtype == call.qkv.dtype
     assert_rounded(q, exact_q, "q")
@@ -376,6 +383,45 @@ def test_a_missing_barrier_is_found():
             emulate(call)
     finally:
         loaded.skip_site(b"")
+
+
+# What stands in the kernel, what the bug makes of it, what must be said about it.
+BUGS = {
+    "slot not checked": (
+        "args.k_slots.IsSlot(layer, slot)", "(slot != -1)", "_pages out of bounds",
+    ),
+    "position not checked": (
+        "position < args.max_positions;\n\n", "true;\n\n", "(cos|sin) out of bounds",
+    ),
+    "tokens of one slot both written": (
+        " && !IsOverwritten(args, token, slot)", "", "race: write after write",
+    ),
+    "V in the place of K": ("args.v_pages + args.v_slots", "args.k_pages + args.k_slots", "race"),
+    "mean over half of the lanes": (
+        "args.lanes_per_head / 2; mask", "args.lanes_per_head / 4; mask", r"q\(|k at page",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_caught(bug, tmp_path):
+    old, new, message = BUGS[bug]
+    shutil.copytree(FFI, tmp_path / "ffi")
+    path = tmp_path / "ffi/cuda/qkv_norm_rope_write/kernel.cuh"
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"the kernel has {text.count(old)} times {old!r}"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    flags = ["-std=c++17", "-O0", "-fPIC", "-DJAX_PAGED_EMULATE", "-I", tmp_path / "ffi"]
+    sources = [tmp_path / "ffi/emu" / name for name in ("qkv_norm_rope_write.cc", "machine.cc")]
+    subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "bug.so"], check=True)
+    loaded = ctypes.CDLL(str(tmp_path / "bug.so"))
+    call = make_call("bfloat16", 64, heads=(9, 4), tokens=9, num_layers=2)
+    slots = np.array([29, 30, -1, 4, 5, 4, I32_MAX, 0, 1], np.int32)
+    positions = np.array([0, 10, 1, 2, 3, 4, 5, 11, -1], np.int32)
+    call = dataclasses.replace(call, slot_mapping=slots, positions=positions)
+    check_results(call, emulate(call))
+    with pytest.raises((EmulationError, AssertionError), match=message):
+        check_results(call, emulate(call, loaded=loaded))
 
 
 def device_call(**options):
