@@ -17,6 +17,7 @@ _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
     "ragged_paged_attention": (attention.ragged_paged_attention, attention.TARGET),
     "write_kv": (kv.write_kv, kv.TARGET),
+    "qkv_norm_rope_write": (kv.qkv_norm_rope_write, kv.QKV_TARGET),
 }
 
 
@@ -24,7 +25,7 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
     """Tells what `op(*args, **options)` would do on the default device, without running it.
 
     Args:
-      op: "paged_attention", "ragged_paged_attention" or "write_kv", or the function itself.
+      op: the name of an op ("paged_attention", "write_kv", …), or the function itself.
       args, options: as for the op. Arrays may be `jax.ShapeDtypeStruct`; the split of an attention
         call is told only when seq_lens (and cu_q_lens) hold values.
 

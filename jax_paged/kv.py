@@ -6,18 +6,29 @@ place when that function itself donates the pages; else XLA copies the pool once
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
 from jax_paged.layout import Layout, is_stacked
-from jax_paged.validation import as_index, check_pages, check_shape, check_write
+from jax_paged.rope import RopeStyle
+from jax_paged.validation import (
+    QkvSpec,
+    as_index,
+    check_pages,
+    check_qkv,
+    check_shape,
+    check_write,
+)
 
 TARGET = "jax_paged.write_kv.v1"
+QKV_TARGET = "jax_paged.qkv_norm_rope_write.v1"
 
 
 def write_kv(
@@ -83,9 +94,8 @@ def _write_reference(layout, k_pages, v_pages, k, v, slot_mapping, layer):
 
 @functools.cache
 def _write_native(layout: Layout, implementation: Implementation):
-    """The native write for one layout, refusing the transforms that would copy the pool."""
+    """The native write for one layout."""
 
-    @custom_vmap
     def call(*operands):
         return tuple(
             _ffi.ffi_call(
@@ -98,10 +108,17 @@ def _write_native(layout: Layout, implementation: Implementation):
             )
         )
 
+    return _refusing_transforms("write_kv", call)
+
+
+def _refusing_transforms(op: str, native: Callable[..., tuple[jax.Array, ...]]):
+    """A native write that refuses the transforms that would copy the pool."""
+    call = custom_vmap(native)
+
     @call.def_vmap
     def refuse_vmap(axis_size, in_batched, *operands):
         raise NotImplementedError(
-            "write_kv: vmap would copy the pages for each batch element; put the tokens of all "
+            f"{op}: vmap would copy the pages for each batch element; put the tokens of all "
             "elements into one call, or use implementation='reference'"
         )
 
@@ -111,9 +128,132 @@ def _write_native(layout: Layout, implementation: Implementation):
 
     @write.defjvp
     def refuse_jvp(primals, tangents):
-        raise NotImplementedError("write_kv: not differentiable; implementation='reference' is")
+        raise NotImplementedError(f"{op}: not differentiable; implementation='reference' is")
 
     return write
+
+
+def qkv_norm_rope_write(
+    qkv: Float[Array, "tokens width"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    positions: Int[Array, "tokens"],
+    slot_mapping: Int[Array, "tokens"],
+    cos: Float[Array, "max_positions half"],
+    sin: Float[Array, "max_positions half"],
+    *,
+    q_norm: Float[Array, "head_dim"] | None = None,
+    k_norm: Float[Array, "head_dim"] | None = None,
+    eps: float = 1e-6,
+    num_q_heads: int,
+    rotary_dim: int | None = None,
+    style: RopeStyle = "half",
+    layer: Int[Array, ""] | int | None = None,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What stands between the q, k, v projection and attention, in one pass over `qkv`.
+
+    Splits each token's row into heads of q, k and v; normalises those of q and k,
+    x / √(mean(x²) + eps) · weight; turns them by the token's position (RoPE); writes K and V into
+    the token's page slot and returns q. All in f32, rounded once.
+
+    Args:
+      qkv: [tokens, (num_q_heads + num_kv_heads) · head_dim + num_kv_heads · v_head_dim], bf16, f16
+        or f32: the heads of q, then of k, then of v.
+      k_pages, v_pages: as for `write_kv`, of qkv's dtype. Donated: updated in place.
+      positions: row of cos and sin for each token. Outside [0, max_positions): the token's q is 0
+        and its K and V are not written.
+      slot_mapping: as for `write_kv`: negative or out of range, K and V are skipped (q is not); of
+        several tokens for one slot the last one that is written wins, whole.
+      cos, sin: f32[max_positions, rotary_dim / 2], one row per position; or one row per token
+        (`rope_tables(positions, …)`), with positions = 0, 1, 2, ….
+      q_norm, k_norm: RMSNorm weights of q and k heads, any float dtype. None: not normalised.
+      eps: of the norms; static.
+      num_q_heads: static.
+      rotary_dim: how many dimensions of a head turn, even; the others stay. None: head_dim.
+      style: "half" turns dimension i with i + rotary_dim / 2 (NeoX, Llama, Qwen), "interleaved"
+        2 i with 2 i + 1 (GPT-J).
+      layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
+      implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
+
+    Returns:
+      (q [tokens, num_q_heads, head_dim] in qkv's dtype, k_pages, v_pages).
+
+    Raises:
+      ValueError: an argument's shape, dtype or static value is wrong.
+      NotImplementedError: under vmap and differentiation, or for a head_dim or rotary_dim that the
+        native kernels lack (implementation="reference" offers all).
+
+    >>> import jax.numpy as jnp
+    >>> k_pages, v_pages = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 4, 8))
+    >>> cos, sin = jnp.zeros((9, 4)), jnp.ones((9, 4))  # a quarter turn: (a, b) → (−b, a)
+    >>> q, k_pages, v_pages = qkv_norm_rope_write(
+    ...     jnp.arange(24.0)[None], k_pages, v_pages, jnp.array([7]), jnp.array([5]), cos, sin,
+    ...     num_q_heads=1)
+    >>> print(q[0, 0])
+    [-4. -5. -6. -7.  0.  1.  2.  3.]
+    >>> print(v_pages[1, 0, 1])
+    [16. 17. 18. 19. 20. 21. 22. 23.]
+    """
+    spec = QkvSpec(num_q_heads, eps, style, layout, implementation)
+    positions, slot_mapping, index = check_qkv(
+        qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, rotary_dim,
+        layer, spec,
+    )  # fmt: skip
+    operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, index)
+    return _qkv(spec, *operands)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def _qkv(spec: QkvSpec, qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *rest):
+    *norms, layer = rest
+    same = all(norm is None or norm.dtype == qkv.dtype for norm in norms)
+    dtype = qkv.dtype if same else jnp.float32
+    weights = (np.zeros(0, dtype) if norm is None else norm.astype(dtype) for norm in norms)
+    operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *weights, layer)
+    if spec.implementation == "reference":
+        return _qkv_reference(spec, *operands)
+    return _qkv_native(spec)(*operands)
+
+
+def _qkv_reference(spec: QkvSpec, *operands):
+    *operands, q_norm, k_norm, layer = operands
+    return reference.qkv_norm_rope_write(
+        *operands,
+        q_norm=q_norm if q_norm.size else None,
+        k_norm=k_norm if k_norm.size else None,
+        eps=spec.eps,
+        num_q_heads=spec.num_q_heads,
+        style=spec.style,
+        layer=layer if is_stacked(operands[1], spec.layout) else None,
+        layout=spec.layout,
+    )
+
+
+@functools.cache
+def _qkv_native(spec: QkvSpec):
+    """The native op for one set of static options."""
+
+    def call(*operands):
+        attributes = {
+            "num_q_heads": spec.num_q_heads,
+            "eps": np.float32(spec.eps),
+            "style": spec.style,
+            "layout": spec.layout,
+        }
+        return tuple(
+            _ffi.ffi_call(
+                QKV_TARGET,
+                operands,
+                attributes,
+                aliases={1: 1, 2: 2},
+                implementation=spec.implementation,
+                reference=functools.partial(_qkv_reference, spec),
+            )
+        )
+
+    return _refusing_transforms("qkv_norm_rope_write", call)
 
 
 def copy_pages(

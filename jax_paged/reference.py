@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_rank, pages_shape, slots_first
+from jax_paged.rope import RopeStyle, apply_rope
 
 
 def _gather_rows(
@@ -150,3 +151,33 @@ def write_kv(k_pages, v_pages, k, v, slot_mapping, *, layer=None, layout: Layout
         return pages.at[index].set(tokens, mode="drop")
 
     return scatter(k_pages, k, "k"), scatter(v_pages, v, "v")
+
+
+def qkv_norm_rope_write(
+    qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *,
+    q_norm=None, k_norm=None, eps=1e-6, num_q_heads, style: RopeStyle = "half", layer=None,
+    layout: Layout = "HND",
+):  # fmt: skip
+    """`jax_paged.qkv_norm_rope_write` in jax.numpy. Differentiable."""
+    shape, v_shape = pages_shape(k_pages, layout), pages_shape(v_pages, layout, "v")
+    heads = num_q_heads + shape.num_kv_heads
+    qk, v = jnp.split(qkv, [heads * shape.head_dim], axis=1)
+    qk = qk.reshape(qk.shape[0], heads, shape.head_dim)
+    q, k = jnp.split(qk, [num_q_heads], axis=1)
+    v = v.reshape(v.shape[0], shape.num_kv_heads, v_shape.head_dim)
+    has_position = (positions >= 0) & (positions < cos.shape[0])
+    row = jnp.where(has_position, positions, cos.shape[0])
+    cos, sin = (jnp.take(x, row, axis=0, mode="fill", fill_value=0) for x in (cos, sin))
+
+    def norm_and_turn(x, weight):
+        x = x.astype(jnp.float32)
+        if weight is not None:
+            mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+            x = x * jax.lax.rsqrt(mean_square + jnp.float32(eps))
+            x = x * weight.astype(jnp.float32)[None, None]
+        return apply_rope(x, cos, sin, style=style).astype(qkv.dtype)
+
+    q = jnp.where(has_position[:, None, None], norm_and_turn(q, q_norm), jnp.zeros((), qkv.dtype))
+    slots = jnp.where(has_position, slot_mapping, -1)
+    k = norm_and_turn(k, k_norm)
+    return q, *write_kv(k_pages, v_pages, k, v, slots, layer=layer, layout=layout)

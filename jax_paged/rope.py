@@ -1,10 +1,18 @@
-"""Rotary position embedding, NeoX style: dimension i turns together with i + head_dim / 2."""
+"""Rotary position embedding: which pairs of dimensions turn, and by which angles.
+
+With style "half" (NeoX, Llama, Qwen) dimension i turns together with i + rotary_dim / 2, with
+"interleaved" (GPT-J) 2 i with 2 i + 1; dimensions from rotary_dim on stay as they are.
+"""
 
 import math
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+RopeStyle = Literal["half", "interleaved"]
+ROPE_STYLES: tuple[str, ...] = get_args(RopeStyle)
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
@@ -92,14 +100,27 @@ def apply_rope(
     x: Float[Array, "tokens heads head_dim"],
     cos: Float[Array, "tokens half"],
     sin: Float[Array, "tokens half"],
+    *,
+    style: RopeStyle = "half",
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Turns each head's pairs (x[i], x[i + head_dim / 2]) by the tables' angles; f32 inside.
+    """Turns each head's pairs by the tables' angles; f32 inside, rounded once.
 
     Args:
       x: [tokens, heads, head_dim], any float dtype; the result has the same.
-      cos, sin: f32[tokens, head_dim / 2], from `rope_tables`.
+      cos, sin: f32[tokens, rotary_dim / 2], from `rope_tables`; rotary_dim is at most head_dim.
+      style: "half" turns (x[i], x[i + rotary_dim / 2]), "interleaved" (x[2 i], x[2 i + 1]).
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    turning, rest = jnp.split(x, [2 * half], axis=-1)
+    turning = turning.astype(jnp.float32)
+    if style == "half":
+        first, second = jnp.split(turning, 2, axis=-1)
+    else:
+        first, second = turning[..., 0::2], turning[..., 1::2]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    if style == "half":
+        turned = jnp.concatenate(pair, axis=-1)
+    else:
+        turned = jnp.stack(pair, axis=-1).reshape(turning.shape)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_paged._ffi import Implementation
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, check_axes, is_stacked, pages_shape
+from jax_paged.rope import ROPE_STYLES, RopeStyle
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 MAX_HEAD_DIM = 512
@@ -29,6 +30,17 @@ class AttentionSpec:
     num_kv_splits: int | None
     split_tokens: int | None
     one_query_per_row: bool
+    implementation: Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class QkvSpec:
+    """The static part of a qkv_norm_rope_write call."""
+
+    num_q_heads: int
+    eps: float
+    style: RopeStyle
+    layout: Layout
     implementation: Implementation
 
 
@@ -142,6 +154,65 @@ def check_write(
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
     return slot_mapping, layer
+
+
+def check_qkv(
+    qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, rotary_dim, layer,
+    spec,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Checks a qkv_norm_rope_write call; returns positions, slot_mapping and layer as i32."""
+    check_choice("implementation", spec.implementation, (None, "native", "reference"))
+    check_choice("style", spec.style, ROPE_STYLES)
+    k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
+    head_dim = k_shape.head_dim
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    for name, value in (("num_q_heads", spec.num_q_heads), ("rotary_dim", rotary_dim)):
+        whole = isinstance(value, int) and value is not True
+        expect(whole and value >= 1, name, "an int >= 1", value)
+    expect(
+        rotary_dim % 2 == 0 and rotary_dim <= head_dim,
+        "rotary_dim",
+        f"an even number up to head_dim={head_dim}",
+        rotary_dim,
+    )
+    known = isinstance(spec.eps, (int, float)) and math.isfinite(spec.eps)
+    expect(known and spec.eps >= 0, "eps", "a finite number >= 0", spec.eps)
+    check_float("qkv", qkv)
+    width = (spec.num_q_heads + k_shape.num_kv_heads) * head_dim
+    width += v_shape.num_kv_heads * v_shape.head_dim
+    check_shape(
+        "qkv", qkv, "tokens (num_q_heads+num_kv_heads)·head_dim+num_kv_heads·v_head_dim",
+        (None, width),
+    )  # fmt: skip
+    check_float("k_pages", k_pages, qkv.dtype)
+    positions = as_index("positions", positions)
+    slot_mapping = as_index("slot_mapping", slot_mapping)
+    for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
+        check_shape(name, x, "tokens", (qkv.shape[0],))
+    for name, x in (("cos", cos), ("sin", sin)):
+        check_float(name, x, jnp.dtype("float32"))
+        check_shape(name, x, "max_positions rotary_dim/2", (None, rotary_dim // 2))
+    check_shape("sin", sin, "max_positions rotary_dim/2", cos.shape)
+    expect(cos.shape[0] >= 1, "cos", "max_positions >= 1", 0)
+    for name, x in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if x is not None:
+            check_float(name, x)
+            check_shape(name, x, "head_dim", (head_dim,))
+    for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
+        _check_native(name, shape.head_dim, spec.implementation)
+    if spec.implementation != "reference" and spec.style == "half" and rotary_dim % 4:
+        raise NotImplementedError(
+            "rotary_dim: native kernels take a multiple of 4 with style='half', "
+            f"got {rotary_dim}; implementation='reference' takes any even number"
+        )
+    if spec.implementation != "reference" and spec.layout == "vllm5d":
+        raise NotImplementedError(
+            "layout: native kernels take 'HND' or 'NHD', got 'vllm5d'; write_kv takes it, and "
+            "implementation='reference'"
+        )
+    layer = as_index("layer", 0 if layer is None else layer)
+    check_shape("layer", layer, "", ())
+    return positions, slot_mapping, layer
 
 
 def check_attention(

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_paged import ragged_paged_attention, write_kv
-from jax_paged.rope import apply_rope, rope_tables
+from jax_paged import qkv_norm_rope_write, ragged_paged_attention
+from jax_paged.rope import rope_tables
 
 from .config import DecoderConfig
 from .moe import contract_last, gated_mlp, moe_experts, route
@@ -71,20 +71,26 @@ class Attention(nnx.Module):
         qkv = contract_last(x, self.qkv[...])
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...][None, :]
-        qkv = qkv.reshape(tokens, -1, config.head_dim)
-        ends = (config.num_q_heads, config.num_q_heads + config.num_kv_heads)
-        q, k, v = jnp.split(qkv, ends, axis=1)
-        if config.qk_norm:
-            q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
-            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
-        q, k = apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin)
         options = {
             "layer": jnp.int32(self.layer),
             "layout": step.layout,
             "implementation": step.implementation,
         }
         batch = step.batch
-        k_pages, v_pages = write_kv(k_pages, v_pages, k, v, batch.slot_mapping, **options)
+        q, k_pages, v_pages = qkv_norm_rope_write(
+            qkv,
+            k_pages,
+            v_pages,
+            jnp.arange(tokens, dtype=jnp.int32),  # the step's tables have a row per token
+            batch.slot_mapping,
+            step.cos,
+            step.sin,
+            q_norm=self.q_norm[...] if config.qk_norm else None,
+            k_norm=self.k_norm[...] if config.qk_norm else None,
+            eps=config.rms_norm_eps,
+            num_q_heads=config.num_q_heads,
+            **options,
+        )
         attended = ragged_paged_attention(
             q,
             k_pages,

@@ -19,7 +19,11 @@ import numpy as np
 from jax_paged.layout import LAYOUTS, pages_shape  # LAYOUTS: in the order of the C++ Layout
 
 FFI = Path(__file__).resolve().parent.parent / "ffi"
-SOURCES = ("machine.cc", *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")))
+SOURCES = (
+    "machine.cc",
+    "qkv_norm_rope_write.cc",
+    *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")),
+)
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
 

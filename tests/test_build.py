@@ -1,6 +1,7 @@
 """What is installed and how it fails: imports, API guard, missing kernels, doctests, types."""
 
 import doctest
+import functools
 import importlib
 import os
 import pkgutil
@@ -14,7 +15,14 @@ import jax.numpy as jnp
 import pytest
 
 import jax_paged
-from jax_paged import _ffi, copy_pages, paged_attention, ragged_paged_attention, write_kv
+from jax_paged import (
+    _ffi,
+    copy_pages,
+    paged_attention,
+    qkv_norm_rope_write,
+    ragged_paged_attention,
+    write_kv,
+)
 
 ROOT = Path(__file__).parent.parent
 ISAS = ["generic", "avx2", "avx512", "avx512bf16"]
@@ -60,7 +68,8 @@ def test_no_private_jax_module_is_imported():
 
 def test_build_info_tells_what_runs():
     info = jax_paged.build_info()
-    assert info["targets"] == ["jax_paged.attention.v1", "jax_paged.write_kv.v1"]
+    names = ["attention", "qkv_norm_rope_write", "write_kv"]
+    assert info["targets"] == [f"jax_paged.{name}.v1" for name in names]
     assert info["cpu"]["status"] == "ok"
     assert info["cpu"]["isa"] in ISAS
     assert info["cpu"]["ffi_api"] <= info["ffi_api"]
@@ -109,8 +118,14 @@ PAGES = jax.ShapeDtypeStruct((11, 1, 3, 24), jnp.float32)
 TABLE = jax.ShapeDtypeStruct((3, 7), jnp.int32)
 ROW = jax.ShapeDtypeStruct((3,), jnp.int32)
 NEW = jax.ShapeDtypeStruct((3, 1, 24), jnp.float32)
+QKV = jax.ShapeDtypeStruct((3, 4 * 24), jnp.float32)
+ANGLES = jax.ShapeDtypeStruct((5, 12), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
+    "jax_paged.qkv_norm_rope_write.v1": (
+        functools.partial(qkv_norm_rope_write, num_q_heads=2),
+        (QKV, PAGES, PAGES, ROW, ROW, ANGLES, ANGLES),
+    ),
     "jax_paged.write_kv.v1": (write_kv, (PAGES, PAGES, NEW, NEW, ROW)),
 }
 

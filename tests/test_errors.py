@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import check_values, copy_pages, paged_attention, ragged_paged_attention, write_kv
+from jax_paged import (
+    check_values,
+    copy_pages,
+    paged_attention,
+    qkv_norm_rope_write,
+    ragged_paged_attention,
+    write_kv,
+)
 
 
 def whole(message):
@@ -34,6 +41,11 @@ RAGGED = DECODE | {"q": f32(6, 4, 16), "cu_q_lens": i32(5)}
 WRITE = {
     "k_pages": POOL, "v_pages": POOL, "k": f32(6, 2, 16), "v": f32(6, 2, 16),
     "slot_mapping": i32(6),
+}  # fmt: skip
+
+QKV = {
+    "qkv": f32(6, 8 * 16), "k_pages": POOL, "v_pages": POOL, "positions": i32(6),
+    "slot_mapping": i32(6), "cos": f32(9, 8), "sin": f32(9, 8), "num_q_heads": 4,
 }  # fmt: skip
 
 # What is changed in a good call → the whole message.
@@ -185,9 +197,58 @@ WRITES = [
         "got a value for k_pages of rank 4",
     ),
 ]
+QKVS = [
+    (
+        {"qkv": f32(6, 7 * 16)},
+        "qkv: expected shape [tokens, "
+        "(num_q_heads+num_kv_heads)·head_dim+num_kv_heads·v_head_dim=128], got [6, 112]",
+    ),
+    (
+        {"num_q_heads": 5},
+        "qkv: expected shape [tokens, "
+        "(num_q_heads+num_kv_heads)·head_dim+num_kv_heads·v_head_dim=144], got [6, 128]",
+    ),
+    ({"num_q_heads": 0}, "num_q_heads: expected an int >= 1, got 0"),
+    ({"num_q_heads": 4.0}, "num_q_heads: expected an int >= 1, got 4.0"),
+    ({"qkv": i32(6, 128)}, "qkv: expected dtype bfloat16 or float16 or float32, got int32"),
+    (
+        {"qkv": f32(6, 128).astype(jnp.bfloat16)},
+        "k_pages: expected dtype bfloat16, got float32",
+    ),
+    ({"positions": i32(5)}, "positions: expected shape [tokens=6], got [5]"),
+    ({"positions": f32(6)}, "positions: expected an integer dtype, got dtype float32"),
+    ({"slot_mapping": i32(6, 1)}, "slot_mapping: expected shape [tokens=6], got [6, 1]"),
+    ({"cos": f32(9, 4)}, "cos: expected shape [max_positions, rotary_dim/2=8], got [9, 4]"),
+    (
+        {"sin": f32(8, 8)},
+        "sin: expected shape [max_positions=9, rotary_dim/2=8], got [8, 8]",
+    ),
+    ({"cos": f32(0, 8), "sin": f32(0, 8)}, "cos: expected max_positions >= 1, got 0"),
+    ({"cos": f32(9, 8).astype(jnp.float16)}, "cos: expected dtype float32, got float16"),
+    ({"rotary_dim": 8}, "cos: expected shape [max_positions, rotary_dim/2=4], got [9, 8]"),
+    ({"rotary_dim": 18}, "rotary_dim: expected an even number up to head_dim=16, got 18"),
+    ({"rotary_dim": 7}, "rotary_dim: expected an even number up to head_dim=16, got 7"),
+    ({"rotary_dim": 0}, "rotary_dim: expected an int >= 1, got 0"),
+    ({"style": "neox"}, "style: expected 'half' or 'interleaved', got 'neox'"),
+    ({"eps": -1e-6}, "eps: expected a finite number >= 0, got -1e-06"),
+    ({"eps": float("inf")}, "eps: expected a finite number >= 0, got inf"),
+    ({"q_norm": f32(64)}, "q_norm: expected shape [head_dim=16], got [64]"),
+    ({"k_norm": i32(16)}, "k_norm: expected dtype bfloat16 or float16 or float32, got int32"),
+    ({"layout": "NDH"}, "layout: expected 'HND' or 'NHD', got 'NDH'"),
+    (
+        {"implementation": "c++"},
+        "implementation: expected None or 'native' or 'reference', got 'c++'",
+    ),
+    (
+        {"layer": 3},
+        "layer: expected an i32 scalar for stacked pages, None for pages without a layer axis, "
+        "got a value for k_pages of rank 4",
+    ),
+]
 CASES = [
     *((ragged_paged_attention, RAGGED, *case) for case in ATTENTION),
     *((write_kv, WRITE, *case) for case in WRITES),
+    *((qkv_norm_rope_write, QKV, *case) for case in QKVS),
     (
         paged_attention, DECODE, {"q": f32(5, 4, 16)},
         "q: expected shape [num_seqs=4, num_q_heads, head_dim=16], got [5, 4, 16]",
@@ -204,7 +265,7 @@ def test_a_wrong_call_is_told_in_one_line(op, good, change, message):
     with pytest.raises(ValueError, match=whole(message)):
         op(**good | change)
     traced = {name: x for name, x in (good | change).items() if isinstance(x, jax.Array)}
-    static = {name: x for name, x in change.items() if name not in traced}
+    static = {name: x for name, x in (good | change).items() if name not in traced}
     with pytest.raises(ValueError, match=whole(message)):
         jax.eval_shape(functools.partial(op, **static), **traced)
 
@@ -214,6 +275,21 @@ def test_the_good_calls_are_good(implementation):
     assert paged_attention(**DECODE, implementation=implementation).shape == (4, 4, 16)
     fresh = {name: x + 0 for name, x in WRITE.items()}
     assert write_kv(**fresh, implementation=implementation)[0].shape == POOL.shape
+    fresh = {name: x + 0 for name, x in QKV.items()}
+    assert qkv_norm_rope_write(**fresh, implementation=implementation)[0].shape == (6, 4, 16)
+
+
+def test_a_rotary_dim_that_native_kernels_lack_names_who_can():
+    change = {"rotary_dim": 6, "cos": f32(9, 3), "sin": f32(9, 3)}
+    change |= {"k_pages": POOL + 0, "v_pages": POOL + 0}
+    message = (
+        "rotary_dim: native kernels take a multiple of 4 with style='half', got 6; "
+        "implementation='reference' takes any even number"
+    )
+    with pytest.raises(NotImplementedError, match=whole(message)):
+        qkv_norm_rope_write(**QKV | change)
+    q, *_ = qkv_norm_rope_write(**QKV | change, implementation="reference")
+    assert q.shape == (6, 4, 16)
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 520])

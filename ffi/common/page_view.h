@@ -82,6 +82,27 @@ inline PageStrides MakePageStrides(const PoolShape& shape) {
   return strides;
 }
 
+// Where the slots of a pool lie, for kernels that learn layer and slot on the device.
+struct PoolSlots {
+  PageStrides strides;
+  int64_t num_slots;  // num_pages * page_size
+  int32_t num_layers;
+  int32_t page_size;
+
+  JAX_PAGED_HOST_DEVICE bool IsSlot(int32_t layer, int32_t slot) const {
+    return layer >= 0 && layer < num_layers && slot >= 0 && slot < num_slots;
+  }
+  // Of the first byte of a head in a slot from the first byte of the pool; it must be a slot of it.
+  JAX_PAGED_HOST_DEVICE int64_t Offset(int32_t layer, int32_t slot, int64_t head) const {
+    return layer * strides.layer + strides.Offset(slot / page_size, head, slot % page_size);
+  }
+};
+
+inline PoolSlots MakePoolSlots(const PoolShape& shape) {
+  return {MakePageStrides(shape), shape.num_slots(), static_cast<int32_t>(shape.num_layers),
+          static_cast<int32_t>(shape.page_size)};
+}
+
 struct PageView {
   char* base;  // first byte of the layer
   int64_t num_pages;

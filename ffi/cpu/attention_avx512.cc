@@ -13,6 +13,7 @@
 #include "common/dtypes.h"
 #include "common/page_view.h"
 #include "common/params.h"
+#include "common/qkv_params.h"
 #include "common/schedule.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
@@ -26,11 +27,14 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #include "cpu/kernel_decode.h"
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
+#include "cpu/kernel_qkv.h"
 // clang-format on
 namespace jax_paged::cpu::avx512 {
 constexpr Kernels kKernels = {"avx512",
                               {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
-                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
+                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
+                              {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},
+                              {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>}};
 }
 JAX_PAGED_END_TARGET
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/params.h"
+#include "common/qkv_params.h"
 #include "common/schedule.h"
 
 namespace jax_paged::cpu {
@@ -66,6 +67,15 @@ inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, 
   return size;
 }
 
+// A call of qkv_norm_rope_write and what the handler prepared for it.
+struct QkvWork {
+  const QkvParams* params;
+  const float* q_norm;  // [head_dim], null: none
+  const float* k_norm;
+  PageView k;  // of the layer
+  PageView v;
+};
+
 struct Kernels {
   // Computes an item. A whole unit goes to params.out and params.lse; splits of a shared unit go to
   // `partials`.
@@ -73,10 +83,16 @@ struct Kernels {
                            const WorkerScratch& scratch, float* partials);
   // Folds the partials of item's shared unit, all of them there, into params.out and params.lse.
   using FoldUnit = RunItem;
+  // Norm and RoPE of q's heads for tokens [begin, end).
+  using QkvQueries = void (*)(const QkvWork& work, int64_t begin, int64_t end);
+  // The same of K, and V, into the pages: KV heads [begin, end) of all tokens, in order.
+  using QkvPages = QkvQueries;
 
   const char* isa;
   RunItem run_item[kNumDtypes];
   FoldUnit fold_unit[kNumDtypes];
+  QkvQueries qkv_queries[kNumDtypes];
+  QkvPages qkv_pages[kNumDtypes];
 };
 
 const Kernels& GenericKernels();

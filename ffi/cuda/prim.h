@@ -205,6 +205,7 @@ JAX_PAGED_DEVICE float Exp2(float x) {
   return y;
 }
 JAX_PAGED_DEVICE float Log(float x) { return logf(x); }
+JAX_PAGED_DEVICE float ReciprocalSqrt(float x) { return rsqrtf(x); }
 JAX_PAGED_DEVICE float Fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // The larger one; the other one where one is NaN.
 JAX_PAGED_DEVICE float Max(float a, float b) { return fmaxf(a, b); }

@@ -14,7 +14,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 WriteKvPool MakePool(const PoolShape& shape, void* pages, const void* tokens) {
-  return {static_cast<char*>(pages), static_cast<const char*>(tokens), MakePageStrides(shape),
+  return {static_cast<char*>(pages), static_cast<const char*>(tokens), MakePoolSlots(shape),
           static_cast<int32_t>(shape.token_bytes())};
 }
 
@@ -31,11 +31,8 @@ ffi::Error WriteKv(cudaStream_t stream, ffi::AnyBuffer k_pages, ffi::AnyBuffer v
   params.pools[1] = MakePool(v_pool, v_result->untyped_data(), v.untyped_data());
   params.slot_mapping = slot_mapping.typed_data();
   params.layer = layer.typed_data();
-  params.num_layers = static_cast<int32_t>(k_pool.num_layers);
   params.num_tokens = static_cast<int32_t>(slot_mapping.element_count());
   params.num_kv_heads = static_cast<int32_t>(k_pool.num_kv_heads);
-  params.page_size = static_cast<int32_t>(k_pool.page_size);
-  params.num_slots = k_pool.num_slots();
   params.layout = k_pool.layout;
   // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
   for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {

@@ -23,12 +23,13 @@ __device__ void CopyToken(const WriteKvPool& pool, int64_t num_kv_heads, int32_t
   const int32_t row_words = pool.row_bytes / kWordBytes;
   const int64_t words = num_kv_heads * row_words;
   const int64_t word_stride =
-      pool.strides.atom_bytes == pool.row_bytes ? kWordBytes : pool.strides.atom;
+      pool.slots.strides.atom_bytes == pool.row_bytes ? kWordBytes : pool.slots.strides.atom;
   const Word* source = reinterpret_cast<const Word*>(pool.tokens) + token * words;
   for (int64_t i = threadIdx.x; i < words; i += kThreads) {
     const int64_t head = i / row_words;
     const int64_t word = i - head * row_words;
-    *reinterpret_cast<Word*>(target + head * pool.strides.head + word * word_stride) = source[i];
+    *reinterpret_cast<Word*>(target + head * pool.slots.strides.head + word * word_stride) =
+        source[i];
   }
 }
 
@@ -36,18 +37,17 @@ __device__ void CopyToken(const WriteKvPool& pool, int64_t num_kv_heads, int32_t
 template <typename KWord, typename VWord>
 __global__ void __launch_bounds__(kThreads) WriteKvKernel(__grid_constant__ const WriteKvParams p) {
   const int32_t token = blockIdx.x;
-  const int64_t slot = p.slot_mapping[token];
+  const int32_t slot = p.slot_mapping[token];
   const int32_t layer = *p.layer;
-  if (slot < 0 || slot >= p.num_slots || layer < 0 || layer >= p.num_layers) return;
+  const WriteKvPool& pool = p.pools[blockIdx.y];
+  if (!pool.slots.IsSlot(layer, slot)) return;
   bool overwritten = false;
   for (int32_t later = token + 1 + threadIdx.x; later < p.num_tokens; later += kThreads) {
     overwritten |= p.slot_mapping[later] == slot;
   }
   if (__syncthreads_or(overwritten)) return;
 
-  const WriteKvPool& pool = p.pools[blockIdx.y];
-  char* target = pool.pages + layer * pool.strides.layer +
-                 pool.strides.Offset(slot / p.page_size, /*head_id=*/0, slot % p.page_size);
+  char* target = pool.pages + pool.slots.Offset(layer, slot, /*head=*/0);
   if (blockIdx.y == 0) {
     CopyToken<KWord>(pool, p.num_kv_heads, token, target);
   } else {
@@ -58,14 +58,14 @@ __global__ void __launch_bounds__(kThreads) WriteKvKernel(__grid_constant__ cons
 }  // namespace
 
 cudaError_t LaunchWriteKv(cudaStream_t stream, const WriteKvParams& params) {
-  if (params.num_tokens == 0 || params.num_slots == 0) return cudaSuccess;
+  if (params.num_tokens == 0 || params.pools[0].slots.num_slots == 0) return cudaSuccess;
   const dim3 grid(params.num_tokens, 2);
   const WriteKvPool& k = params.pools[0];
   const WriteKvPool& v = params.pools[1];
   auto kernel = WriteKvKernel<uint16_t, uint16_t>;
   if (params.layout == Layout::kVllm5d) {
-    kernel =
-        v.strides.atom_bytes == 4 ? WriteKvKernel<uint4, uint32_t> : WriteKvKernel<uint4, uint16_t>;
+    kernel = v.slots.strides.atom_bytes == 4 ? WriteKvKernel<uint4, uint32_t>
+                                             : WriteKvKernel<uint4, uint16_t>;
   } else if (k.row_bytes % 16 == 0 && v.row_bytes % 16 == 0) {
     kernel = WriteKvKernel<uint4, uint4>;
   }

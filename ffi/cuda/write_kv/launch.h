@@ -9,11 +9,11 @@
 
 namespace jax_paged::cuda {
 
-// One pool (K or V) and the tokens to be written to it. Every stride is in bytes.
+// One pool (K or V) and the tokens to be written to it.
 struct WriteKvPool {
   char* pages;         // first byte of the pool, laid out as strides say
   const char* tokens;  // [num_tokens, num_kv_heads, row]
-  PageStrides strides;
+  PoolSlots slots;
   int32_t row_bytes;  // head_dim * sizeof(element), any even number
 };
 
@@ -21,11 +21,8 @@ struct WriteKvParams {
   WriteKvPool pools[2];         // K, V
   const int32_t* slot_mapping;  // [num_tokens]
   const int32_t* layer;         // scalar
-  int32_t num_layers;
   int32_t num_tokens;
   int32_t num_kv_heads;
-  int32_t page_size;
-  int64_t num_slots;  // num_pages * page_size
   Layout layout;
 };
 

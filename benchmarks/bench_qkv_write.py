@@ -1,0 +1,129 @@
+"""qkv_norm_rope_write on this machine, against the same steps as separate JAX operations.
+
+    python benchmarks/bench_qkv_write.py [--quick] [--save NAME]
+
+The contenders take turns (harness.paired), each on donated pools of its own. Bound by memory: GB/s
+counts each element of qkv once as read and once as written, and % is of the read bandwidth measured
+beside the row. The reference is the op in jax.numpy as XLA compiles it; `write_kv` after XLA's norm
+and RoPE is what a model without the fused op would run.
+"""
+
+import argparse
+
+import harness
+import jax
+import jax.numpy as jnp
+import limits
+import numpy as np
+
+import jax_paged
+from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
+from jax_paged.testing import CASES, Case
+
+SHAPES = [
+    ("qwen3_30b_a3b", 1), ("qwen3_30b_a3b", 64), ("qwen3_30b_a3b", 2048), ("llama3_8b", 64),
+    ("llama3_8b", 2048), ("smollm2_135m", 2048),
+]  # fmt: skip
+MAX_POSITIONS = 4096
+
+
+def make_operands(case: Case, tokens: int, dtype: str):
+    """qkv, positions, slots, cos, sin, q_norm, k_norm; each token's slot is its own."""
+    rng = np.random.default_rng(0)
+    width = (case.num_q_heads + 2 * case.num_kv_heads) * case.head_dim
+    qkv = jnp.asarray(rng.standard_normal((tokens, width), "f4")).astype(dtype)
+    positions = jnp.asarray(rng.integers(0, MAX_POSITIONS, tokens), jnp.int32)
+    slots = jnp.asarray(rng.permutation(tokens), jnp.int32)
+    frequencies = inverse_frequencies(case.head_dim, 1e6)
+    tables = rope_tables(jnp.arange(MAX_POSITIONS, dtype=jnp.int32), frequencies)
+    return qkv, positions, slots, *tables, *(jnp.ones(case.head_dim, dtype) for _ in "qk")
+
+
+def separate(case: Case, qkv, k_pages, v_pages, positions, slots, cos, sin, q_norm, k_norm):
+    """The same without the fused op: XLA's norm and RoPE, then write_kv."""
+    heads = case.num_q_heads + case.num_kv_heads
+    by_head = qkv.reshape(qkv.shape[0], -1, case.head_dim)
+    q, k, v = jnp.split(by_head, [case.num_q_heads, heads], axis=1)
+
+    def norm_and_turn(x, weight):
+        x = x.astype(jnp.float32)
+        root = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(1e-6))
+        x = x * root * weight.astype(jnp.float32)[None, None]
+        return apply_rope(x, cos[positions], sin[positions]).astype(qkv.dtype)
+
+    pages = jax_paged.write_kv(k_pages, v_pages, norm_and_turn(k, k_norm), v, slots)
+    return norm_and_turn(q, q_norm), *pages
+
+
+def measure(case: Case, tokens: int, dtype: str):
+    """Times the contenders on one batch."""
+    qkv, positions, slots, cos, sin, q_norm, k_norm = make_operands(case, tokens, dtype)
+    shape = (-(-tokens // case.page_size), case.num_kv_heads, case.page_size, case.head_dim)
+
+    def fused(implementation):
+        def call(qkv, k_pages, v_pages, positions, slots, cos, sin, q_norm, k_norm):
+            return jax_paged.qkv_norm_rope_write(
+                qkv, k_pages, v_pages, positions, slots, cos, sin, q_norm=q_norm, k_norm=k_norm,
+                num_q_heads=case.num_q_heads, implementation=implementation,
+            )  # fmt: skip
+
+        return call
+
+    def contender(function):
+        jitted = jax.jit(function, donate_argnums=(1, 2))
+        pages = [jnp.zeros(shape, dtype) for _ in "kv"]
+
+        def call():
+            q, *pages[:] = jitted(qkv, *pages, positions, slots, cos, sin, q_norm, k_norm)
+            jax.block_until_ready((q, pages))
+
+        return call
+
+    return harness.paired(
+        {
+            "native": contender(fused("native")),
+            "reference": contender(fused("reference")),
+            "write_kv": contender(lambda *operands: separate(case, *operands)),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="qkv_norm_rope_write against separate steps.")
+    parser.add_argument("--quick", action="store_true", help="only the first two shapes")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    args = parser.parse_args()
+    isa = jax_paged.build_info()["cpu"]["isa"]
+    print(f"{harness.cpu_model()}, {limits.NUM_THREADS} threads, isa {isa}")
+    rows = []
+    for name, tokens in SHAPES[:2] if args.quick else SHAPES:
+        for dtype in ("bfloat16", "float32"):
+            case, limit = CASES[name], limits.read_gb_per_s()
+            times = measure(case, tokens, dtype)
+            native = times["native"]
+            heads = case.num_q_heads + 2 * case.num_kv_heads
+            moved = 2 * tokens * heads * case.head_dim * jnp.dtype(dtype).itemsize
+            rate = moved / native.median / 1e9
+            ratio = {k: t.median / native.median for k, t in times.items() if k != "native"}
+            rows.append(
+                {
+                    "kind": "qkv_write", "case": name, "size": tokens, "dtype": dtype,
+                    "heads": f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}",
+                    "ms": {k: [1e3 * t.median, 1e3 * t.p10, 1e3 * t.p90] for k, t in times.items()},
+                    "GB/s": rate, "percent_of_limit": 100 * rate / limit, "limit": limit,
+                    "ratio": ratio,
+                }
+            )  # fmt: skip
+            ratios = ", ".join(f"{k} {r:.2f}x" for k, r in ratio.items())
+            print(
+                f"{name:15}{tokens:>6} {dtype:9} {1e3 * native.median:9.3f} ms "
+                f"[{1e3 * native.p10:.3f}, {1e3 * native.p90:.3f}] {rate:7.1f} GB/s "
+                f"{100 * rate / limit:5.1f} % of {limit:.1f} | slower: {ratios}",
+                flush=True,
+            )
+    if args.save:
+        print("saved", harness.save(args.save, rows))
+
+
+if __name__ == "__main__":
+    main()

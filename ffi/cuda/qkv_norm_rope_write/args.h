@@ -1,0 +1,103 @@
+// What the CUDA kernel of qkv_norm_rope_write is told about one call. Knows nothing of XLA; plain
+// C++17, so that handler, kernel and emulator share it.
+
+#ifndef JAX_PAGED_CUDA_QKV_NORM_ROPE_WRITE_ARGS_H_
+#define JAX_PAGED_CUDA_QKV_NORM_ROPE_WRITE_ARGS_H_
+
+#include <cstdint>
+
+#include "common/page_view.h"
+#include "common/qkv_params.h"
+#include "cuda/pointers.h"
+
+namespace jax_paged::cuda {
+
+inline constexpr int32_t kQkvThreads = 128;
+inline constexpr int32_t kLaneElements = 16;  // of a head, in the registers of one lane
+static_assert(kLaneElements * 32 == kMaxQkvHeadDim, "a warp holds the widest head");
+
+struct QkvArgs {
+  Global<const char> qkv;              // [num_tokens, width]
+  Global<const int32_t> positions;     // [num_tokens]
+  Global<const int32_t> slot_mapping;  // [num_tokens]
+  Global<const int32_t> layer;         // scalar
+  Global<const float> cos;             // [max_positions, half]
+  Global<const float> sin;
+  Global<const char> q_norm;  // [head_dim], if has_q_norm
+  Global<const char> k_norm;
+  Global<char> q;  // [num_tokens, num_q_heads, head_dim]
+  Global<char> k_pages;
+  Global<char> v_pages;
+
+  PoolSlots k_slots;
+  PoolSlots v_slots;
+  int64_t width;  // elements of qkv per token
+  int32_t num_tokens;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t v_head_dim;
+  int32_t half;
+  int32_t max_positions;
+  int32_t chunk_elements;  // what a lane loads at once: 2, 4 or 8
+  int32_t lanes_per_head;  // 1, 2, 4, ... 32
+  int32_t ctas_per_token;
+  float eps;
+  bool interleaved;
+  bool has_q_norm;
+  bool has_k_norm;
+  bool norm_is_f32;
+};
+
+// The launch depends on shapes and attributes alone.
+inline int32_t NumCtas(const QkvArgs& args) { return args.num_tokens * args.ctas_per_token; }
+
+// Returns false for a call with more CTAs than a grid takes.
+inline bool MakeQkvArgs(const QkvParams& in, QkvArgs* out) {
+  QkvArgs& args = *out;
+  args.qkv = Global<const char>(static_cast<const char*>(in.qkv));
+  args.positions = Global<const int32_t>(in.positions);
+  args.slot_mapping = Global<const int32_t>(in.slot_mapping);
+  args.layer = Global<const int32_t>(in.layer);
+  args.cos = Global<const float>(in.cos);
+  args.sin = Global<const float>(in.sin);
+  args.q_norm = Global<const char>(static_cast<const char*>(in.q_norm));
+  args.k_norm = Global<const char>(static_cast<const char*>(in.k_norm));
+  args.q = Global<char>(static_cast<char*>(in.q));
+  args.k_pages = Global<char>(static_cast<char*>(in.k_pages));
+  args.v_pages = Global<char>(static_cast<char*>(in.v_pages));
+  args.k_slots = MakePoolSlots(in.k_pool);
+  args.v_slots = MakePoolSlots(in.v_pool);
+  args.width = in.width();
+  args.num_tokens = static_cast<int32_t>(in.num_tokens);
+  args.num_q_heads = static_cast<int32_t>(in.num_q_heads);
+  args.num_kv_heads = static_cast<int32_t>(in.k_pool.num_kv_heads);
+  args.head_dim = static_cast<int32_t>(in.k_pool.head_dim);
+  args.v_head_dim = static_cast<int32_t>(in.v_pool.head_dim);
+  args.half = static_cast<int32_t>(in.half);
+  args.max_positions = static_cast<int32_t>(in.max_positions);
+  args.eps = in.eps;
+  args.interleaved = in.interleaved;
+  args.has_q_norm = in.q_norm != nullptr;
+  args.has_k_norm = in.k_norm != nullptr;
+  args.norm_is_f32 = in.norm_dtype == Dtype::kFloat32;
+
+  // The widest chunk, up to 16 bytes, that cuts a head's turning part into whole chunks: its two
+  // halves where a pair spans them.
+  const int32_t turning = in.interleaved ? 2 * args.half : args.half;
+  args.chunk_elements = static_cast<int32_t>(16 / ByteWidth(in.dtype));
+  while (turning % args.chunk_elements != 0) args.chunk_elements /= 2;
+  const int32_t widest = args.head_dim > args.v_head_dim ? args.head_dim : args.v_head_dim;
+  args.lanes_per_head = 1;
+  while (args.lanes_per_head < 32 && args.lanes_per_head * 2 * args.chunk_elements < widest) {
+    args.lanes_per_head *= 2;
+  }
+  const int64_t heads_per_cta = kQkvThreads / args.lanes_per_head;
+  const int64_t ctas_per_token = (in.num_heads() + heads_per_cta - 1) / heads_per_cta;
+  args.ctas_per_token = static_cast<int32_t>(ctas_per_token);
+  return in.num_tokens * ctas_per_token <= INT32_MAX;
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_QKV_NORM_ROPE_WRITE_ARGS_H_
