@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 FFI = Path(__file__).resolve().parent.parent / "ffi"
-SOURCES = ("machine.cc", *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")))
+MACHINE = ("device_memory.cc", "fiber.cc", "scheduler.cc", "shared_memory.cc", "sync.cc")
+SOURCES = (*MACHINE, *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")))
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
 LAYOUTS = ("HND", "NHD")  # in the order of the C++ Layout

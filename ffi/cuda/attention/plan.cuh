@@ -2,15 +2,13 @@
 // with no help from the host.
 //
 //   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group
-//   inside)
-//          share each KV head.
+//          inside) share each KV head.
 //   unit   (row, KV head, tile of kTileRows packed rows)
 //   piece  what a unit is made of: one KV tile where splits are automatic, else one split. Pieces
-//   are
-//          numbered through: row, KV head, tile of packed rows, position. Worker w owns the pieces
-//          [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to within a
-//          piece, and at most two units of a worker are shared with others (stream-K, after
-//          LeanAttention).
+//          are numbered through: row, KV head, tile of packed rows, position. Worker w owns the
+//          pieces [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to
+//          within a piece, and at most two units of a worker are shared with others (stream-K,
+//          after LeanAttention).
 //
 // Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
 // out = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters to 0.
