@@ -12,6 +12,7 @@ from jax_paged.attention import ragged_paged_attention as ragged_paged_attention
 from jax_paged.explain import explain as explain
 from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import write_kv as write_kv
+from jax_paged.merge import merge_attention_states as merge_attention_states
 from jax_paged.pages import PageTable as PageTable
 from jax_paged.pages import Status as Status
 from jax_paged.pages import StepBatch as StepBatch

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_paged import _ffi, attention, kv
+from jax_paged import _ffi, attention, kv, merge
 from jax_paged.layout import pages_shape
 from jax_paged.validation import expect
 
 _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
     "ragged_paged_attention": (attention.ragged_paged_attention, attention.TARGET),
+    "merge_attention_states": (merge.merge_attention_states, merge.TARGET),
     "write_kv": (kv.write_kv, kv.TARGET),
 }
 
@@ -24,7 +25,8 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
     """Tells what `op(*args, **options)` would do on the default device, without running it.
 
     Args:
-      op: "paged_attention", "ragged_paged_attention" or "write_kv", or the function itself.
+      op: "paged_attention", "ragged_paged_attention", "merge_attention_states" or "write_kv", or
+        the function itself.
       args, options: as for the op. Arrays may be `jax.ShapeDtypeStruct`; the split of an attention
         call is told only when seq_lens (and cu_q_lens) hold values.
 

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 import jax_paged
-from jax_paged import _ffi, copy_pages, paged_attention, ragged_paged_attention, write_kv
+from jax_paged import (
+    _ffi,
+    copy_pages,
+    merge_attention_states,
+    paged_attention,
+    ragged_paged_attention,
+    write_kv,
+)
 
 ROOT = Path(__file__).parent.parent
 ISAS = ["generic", "avx2", "avx512", "avx512bf16"]
@@ -60,7 +67,7 @@ def test_no_private_jax_module_is_imported():
 
 def test_build_info_tells_what_runs():
     info = jax_paged.build_info()
-    assert info["targets"] == ["jax_paged.attention.v1", "jax_paged.write_kv.v1"]
+    assert info["targets"] == sorted(CALLS)
     assert info["cpu"]["status"] == "ok"
     assert info["cpu"]["isa"] in ISAS
     assert info["cpu"]["ffi_api"] <= info["ffi_api"]
@@ -109,8 +116,10 @@ PAGES = jax.ShapeDtypeStruct((11, 1, 3, 24), jnp.float32)
 TABLE = jax.ShapeDtypeStruct((3, 7), jnp.int32)
 ROW = jax.ShapeDtypeStruct((3,), jnp.int32)
 NEW = jax.ShapeDtypeStruct((3, 1, 24), jnp.float32)
+LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
+    "jax_paged.merge_attention_states.v1": (merge_attention_states, (Q, LSE, Q, LSE)),
     "jax_paged.write_kv.v1": (write_kv, (PAGES, PAGES, NEW, NEW, ROW)),
 }
 

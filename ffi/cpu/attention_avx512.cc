@@ -26,11 +26,13 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #include "cpu/kernel_decode.h"
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
+#include "cpu/kernel_merge.h"
 // clang-format on
 namespace jax_paged::cpu::avx512 {
 constexpr Kernels kKernels = {"avx512",
                               {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
-                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
+                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
+                              {MergeHeads<BFloat16>, MergeHeads<Float16>, MergeHeads<float>}};
 }
 JAX_PAGED_END_TARGET
 

@@ -20,11 +20,13 @@
 #include "cpu/kernel_decode.h"
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
+#include "cpu/kernel_merge.h"
 // clang-format on
 namespace jax_paged::cpu::generic {
 constexpr Kernels kKernels = {"generic",
                               {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
-                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>}};
+                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
+                              {MergeHeads<BFloat16>, MergeHeads<Float16>, MergeHeads<float>}};
 }
 
 namespace jax_paged::cpu {

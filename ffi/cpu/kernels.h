@@ -60,6 +60,17 @@ inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, 
   return size;
 }
 
+// Two attention results of the same queries, to be merged into one; rows are tokens x query heads.
+struct MergeParams {
+  const void* out_a;  // [rows, head_dim]
+  const float* lse_a;
+  const void* out_b;
+  const float* lse_b;
+  void* out;
+  float* lse;
+  int64_t head_dim;
+};
+
 struct Kernels {
   // Computes an item. A whole unit goes to params.out and params.lse; splits of a shared unit go to
   // `partials`.
@@ -67,10 +78,13 @@ struct Kernels {
                            const WorkerScratch& scratch, float* partials);
   // Folds the partials of item's shared unit, all of them there, into params.out and params.lse.
   using FoldUnit = RunItem;
+  // Merges rows [begin, end).
+  using MergeHeads = void (*)(const MergeParams& params, int64_t begin, int64_t end);
 
   const char* isa;
   RunItem run_item[kNumDtypes];
   FoldUnit fold_unit[kNumDtypes];
+  MergeHeads merge_heads[kNumDtypes];
 };
 
 const Kernels& GenericKernels();

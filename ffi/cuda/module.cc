@@ -7,6 +7,7 @@ namespace nb = nanobind;
 
 namespace jax_paged::cuda {
 extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* MergeStatesHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame*);
 }  // namespace jax_paged::cuda
 
@@ -15,6 +16,8 @@ NB_MODULE(_cuda, m) {
     nb::dict handlers;
     handlers["jax_paged.attention.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::AttentionHandler));
+    handlers["jax_paged.merge_attention_states.v1"] =
+        nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MergeStatesHandler));
     handlers["jax_paged.write_kv.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::WriteKvHandler));
     return handlers;
