@@ -1,4 +1,5 @@
 // Python module jax_paged._cuda: the CUDA handlers and how they were built.
+#include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 
 #include "xla/ffi/api/c_api.h"
@@ -23,6 +24,11 @@ NB_MODULE(_cuda, m) {
     return handlers;
   });
   m.attr("ffi_api") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  // 1000 * major + 10 * minor of the newest CUDA that the driver runs; 0 without a driver.
+  m.def("driver_version", [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+  });
   m.attr("toolkit") = JAX_PAGED_CUDA_TOOLKIT;
   m.attr("architectures") = JAX_PAGED_CUDA_ARCHS;
 }
