@@ -29,6 +29,11 @@ _REMEDIES = {
     "implementation='reference' needs no native code",
 }
 
+_DRIVER_REMEDY = (
+    "update the NVIDIA driver, or rebuild with JAX_PAGED_CUDA=on and an nvcc of the driver's major "
+    "version; implementation='reference' needs no native code"
+)
+
 
 def _runtime_ffi_api() -> tuple[int, int]:
     """The XLA FFI version (major, minor) of the installed jaxlib, read from its header."""
@@ -38,6 +43,31 @@ def _runtime_ffi_api() -> tuple[int, int]:
         for part, number in re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header)
     }
     return found["MAJOR"], found["MINOR"]
+
+
+def _toolkit_major(module: ModuleType) -> int:
+    return int(module.toolkit.partition(".")[0])
+
+
+def _driver_version(module: ModuleType) -> tuple[int, int] | None:
+    """The newest CUDA (major, minor) that the driver runs, or None where there is no driver."""
+    version = module.driver_version()
+    return (version // 1000, version % 1000 // 10) if version else None
+
+
+def _driver_problem(module: ModuleType) -> str | None:
+    """Why the driver cannot run the CUDA kernels, or None.
+
+    A driver runs what toolkits of its major version and of older ones have built. Without a driver
+    there is nothing to run on, but programs can still be compiled for a GPU elsewhere.
+    """
+    driver = _driver_version(module)
+    if driver is None or driver[0] >= _toolkit_major(module):
+        return None
+    return (
+        f"driver too old: it runs CUDA {driver[0]}.{driver[1]}, the kernels were built with "
+        f"CUDA {module.toolkit}"
+    )
 
 
 def _load(name: str) -> ModuleType | str:
@@ -56,6 +86,8 @@ def _load(name: str) -> ModuleType | str:
             f"jaxlib offers {runtime[0]}.{runtime[1]}: rebuild jax_paged against this jaxlib, or "
             "upgrade jaxlib"
         )
+    if name == "_cuda" and (problem := _driver_problem(module)) is not None:
+        return problem
     for target, handler in module.registrations().items():
         jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[name])
     return module
@@ -84,7 +116,10 @@ def build_info() -> dict[str, Any]:
       A dict: `version`; `ffi_api`, the XLA FFI version of the jaxlib at hand; `targets`, the FFI
       target names (give them to `jax.export.DisabledSafetyCheck.custom_call` when exporting);
       `cpu` and `cuda`, each with `status` ("ok", "not built" or the reason why it does not load),
-      and, when ok, the handlers and how they were built.
+      and, when ok, the handlers and how they were built; for `cuda` the version of the toolkit
+      (`toolkit`, `toolkit_major`) and `driver`, the newest CUDA (major, minor) that the driver
+      runs, None without a driver. An older major version than the toolkit's is a status, and an
+      error when a program is lowered for CUDA.
     """
     info: dict[str, Any] = {
         "version": importlib.metadata.version("jax_paged"),
@@ -99,7 +134,12 @@ def build_info() -> dict[str, Any]:
             if name == "_cpu":
                 entry |= {"isa": module.isa()}
             else:
-                entry |= {"toolkit": module.toolkit, "architectures": module.architectures}
+                entry |= {
+                    "toolkit": module.toolkit,
+                    "toolkit_major": _toolkit_major(module),
+                    "driver": _driver_version(module),
+                    "architectures": module.architectures,
+                }
         info[name.removeprefix("_")] = entry
     return info
 
@@ -127,6 +167,8 @@ def _why_unavailable(name: str, target: str) -> str | None:
     module = _modules[name]
     if target in _targets(name):
         return None
+    if isinstance(module, str) and module.startswith("driver too old"):
+        return f"jax_paged: CUDA kernels cannot run ({module}); {_DRIVER_REMEDY}"
     reason = module if isinstance(module, str) else f"this build has no {target}"
     return f"jax_paged: {_PLATFORMS[name]} kernels not built ({reason}); {_REMEDIES[name]}"
 

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_paged import _ffi, attention, kv
+from jax_paged import _ffi, attention, kv, merge
 from jax_paged.layout import pages_shape
 from jax_paged.validation import expect
 
 _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
     "ragged_paged_attention": (attention.ragged_paged_attention, attention.TARGET),
+    "merge_attention_states": (merge.merge_attention_states, merge.TARGET),
     "write_kv": (kv.write_kv, kv.TARGET),
     "qkv_norm_rope_write": (kv.qkv_norm_rope_write, kv.QKV_TARGET),
 }

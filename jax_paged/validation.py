@@ -127,7 +127,8 @@ def check_pages(
     return k_shape, v_shape
 
 
-def _check_native(name: str, head_dim: int, implementation: Implementation) -> None:
+def check_native(name: str, head_dim: int, implementation: Implementation) -> None:
+    """Raises unless the native kernels take this head_dim, or the reference is asked for."""
     if implementation != "reference" and (head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM):
         raise NotImplementedError(
             f"{name}: native kernels take a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, "
@@ -243,7 +244,7 @@ def check_attention(
         num_q_heads,
     )
     for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
-        _check_native(name, shape.head_dim, spec.implementation)
+        check_native(name, shape.head_dim, spec.implementation)
     if cu_q_lens is None:
         cu_q_lens = np.arange(rows + 1, dtype=np.int32)
     cu_q_lens = as_index("cu_q_lens", cu_q_lens)

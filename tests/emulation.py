@@ -19,10 +19,12 @@ import numpy as np
 from jax_paged.layout import LAYOUTS, pages_shape  # LAYOUTS: in the order of the C++ Layout
 
 FFI = Path(__file__).resolve().parent.parent / "ffi"
+MACHINE = ("device_memory.cc", "fiber.cc", "scheduler.cc", "shared_memory.cc", "sync.cc")
 SOURCES = (
-    "machine.cc",
-    "qkv_norm_rope_write.cc",
+    *MACHINE,
     *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")),
+    "merge_states.cc",
+    "qkv_norm_rope_write.cc",
 )
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
@@ -97,11 +99,30 @@ def open_library(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     loaded.emulate_attention.argtypes = [ctypes.POINTER(EmulatedCall)]
     loaded.emulate_attention.restype = ctypes.c_char_p
+    if hasattr(loaded, "emulate_merge_states"):  # not in the libraries with planted bugs
+        pointers = [ctypes.c_void_p] * 6
+        loaded.emulate_merge_states.argtypes = [
+            *pointers, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32,
+        ]  # fmt: skip
+        loaded.emulate_merge_states.restype = ctypes.c_char_p
     loaded.take_sites.restype = ctypes.c_char_p
     loaded.skip_site.argtypes = [ctypes.c_char_p]
     loaded.workspace_words.argtypes = [ctypes.c_int64] * 7
     loaded.workspace_words.restype = ctypes.c_int64
     return loaded
+
+
+def emulate_merge(out_a, lse_a, out_b, lse_b, *, seed=1):
+    """(out, lse) of `merge_attention_states` on numpy arrays; raises EmulationError."""
+    arrays = [np.ascontiguousarray(x) for x in (out_a, lse_a, out_b, lse_b)]
+    arrays += [poisoned(out_a.shape, out_a.dtype), poisoned(lse_a.shape, np.float32)]
+    error = library().emulate_merge_states(
+        *(x.ctypes.data for x in arrays), lse_a.size, out_a.shape[-1],
+        DTYPES.index(out_a.dtype.name), seed,
+    ).decode()  # fmt: skip
+    if error:
+        raise EmulationError(error)
+    return arrays[4], arrays[5]
 
 
 def poisoned(shape, dtype) -> np.ndarray:

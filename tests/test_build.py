@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ import jax_paged
 from jax_paged import (
     _ffi,
     copy_pages,
+    merge_attention_states,
     paged_attention,
     qkv_norm_rope_write,
     ragged_paged_attention,
@@ -68,8 +70,7 @@ def test_no_private_jax_module_is_imported():
 
 def test_build_info_tells_what_runs():
     info = jax_paged.build_info()
-    names = ["attention", "qkv_norm_rope_write", "write_kv"]
-    assert info["targets"] == [f"jax_paged.{name}.v1" for name in names]
+    assert info["targets"] == sorted(CALLS)
     assert info["cpu"]["status"] == "ok"
     assert info["cpu"]["isa"] in ISAS
     assert info["cpu"]["ffi_api"] <= info["ffi_api"]
@@ -112,6 +113,47 @@ def test_a_module_that_does_not_load_keeps_its_own_words(monkeypatch):
     assert _ffi._load("_nothing") == "not built"
 
 
+def fake_cuda(monkeypatch, driver_version):
+    """`_load("_cuda")` of a module built with CUDA 13.0, on a machine with that driver."""
+    module = types.SimpleNamespace(
+        ffi_api=_ffi._runtime_ffi_api(),
+        toolkit="13.0.88",
+        architectures="90-real",
+        driver_version=lambda: driver_version,
+        registrations=dict,
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    loaded = _ffi._load("_cuda")
+    monkeypatch.undo()
+    monkeypatch.setitem(_ffi._modules, "_cuda", loaded)
+    return jax_paged.build_info()["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("version", "driver"),
+    [(0, None), (13000, (13, 0)), (13020, (13, 2)), (14010, (14, 1))],
+)
+def test_the_toolkit_and_a_driver_that_runs_it_stand_in_build_info(version, driver, monkeypatch):
+    info = fake_cuda(monkeypatch, version)
+    assert info["status"] == "ok"
+    assert (info["toolkit"], info["toolkit_major"]) == ("13.0.88", 13)
+    assert info["driver"] == driver
+
+
+@pytest.mark.parametrize("target", ["jax_paged.attention.v1", "jax_paged.write_kv.v1"])
+def test_a_driver_older_than_the_toolkit_is_told_at_lowering_with_the_remedy(target, monkeypatch):
+    jax.clear_caches()
+    reason = "driver too old: it runs CUDA 12.4, the kernels were built with CUDA 13.0.88"
+    assert fake_cuda(monkeypatch, 12040) == {"status": reason}
+    message = f"jax_paged: CUDA kernels cannot run ({reason}); update the NVIDIA driver, or rebuild"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        trace(target).lower(lowering_platforms=("cuda",))
+    trace(target).lower(lowering_platforms=("cpu",))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
 # Sizes that no other test uses, so that what is traced here is not found in a cache later.
 Q = jax.ShapeDtypeStruct((3, 2, 24), jnp.float32)
 PAGES = jax.ShapeDtypeStruct((11, 1, 3, 24), jnp.float32)
@@ -120,8 +162,10 @@ ROW = jax.ShapeDtypeStruct((3,), jnp.int32)
 NEW = jax.ShapeDtypeStruct((3, 1, 24), jnp.float32)
 QKV = jax.ShapeDtypeStruct((3, 4 * 24), jnp.float32)
 ANGLES = jax.ShapeDtypeStruct((5, 12), jnp.float32)
+LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
+    "jax_paged.merge_attention_states.v1": (merge_attention_states, (Q, LSE, Q, LSE)),
     "jax_paged.qkv_norm_rope_write.v1": (
         functools.partial(qkv_norm_rope_write, num_q_heads=2),
         (QKV, PAGES, PAGES, ROW, ROW, ANGLES, ANGLES),

@@ -9,7 +9,7 @@ import subprocess
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import FFI, Device, EmulationError, emulate, library, open_library
+from emulation import FFI, MACHINE, Device, EmulationError, emulate, library, open_library
 
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
@@ -235,7 +235,8 @@ def check(batch, seeds=(0, 1, 2, 7), num_workers=5, **options):
 def planted(tmp_path_factory):
     """Bug name -> future of the library with the bug, all being compiled two at a time."""
     machine = tmp_path_factory.mktemp("machine") / "machine.o"
-    command = ["g++", *COMPILE, "-I", FFI, "-c", FFI / "emu/machine.cc", "-o", machine]
+    sources = [FFI / "emu" / name for name in MACHINE]
+    command = ["g++", *COMPILE, "-I", FFI, "-r", *sources, "-o", machine]
     subprocess.run(command, check=True)
 
     def build(name, file, old, new):
@@ -300,7 +301,7 @@ def test_every_barrier_fence_and_wait_is_needed_and_missed():
 
 def test_ucontext_fibers_give_the_same_bits(tmp_path):
     (tmp_path / "kernels.cc").write_text(KERNELS, encoding="utf-8")
-    sources = [tmp_path / "kernels.cc", FFI / "emu/machine.cc"]
+    sources = [tmp_path / "kernels.cc", *(FFI / "emu" / name for name in MACHINE)]
     flags = [*COMPILE, "-I", FFI, "-DJAX_PAGED_EMU_UCONTEXT"]
     subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "it.so"], check=True)
     batch = next(bf16_batches())

@@ -1,9 +1,8 @@
 """Random operations on a `KVState`, side by side with a plain Python model, contents included.
 
-The model knows rows as lists of page ids and of token values, and free pages as a list used as a
-stack. It handles the rows of a call one after the other, in loops. After each operation the page
-table must equal the model's, entry by entry, and so must the statuses and every token read back
-through the page table; and no slot may be written that lies in a page of several rows.
+After each operation the page table must equal that of the model (`page_model`), entry by entry, and
+so must the statuses and every token read back through the page table; and no slot may be written
+that lies in a page of several rows.
 
 5,000 operations run by default. The long run has 100,000 and takes a few minutes on two cores:
 
@@ -13,7 +12,6 @@ through the page table; and no slot may be written that lies in a page of severa
 import functools
 import os
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -27,10 +25,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from page_model import Config, Model, Row
 
 from jax_paged import pages, state
 from jax_paged.kv import write_kv
-from jax_paged.layout import Layout, slots_first
+from jax_paged.layout import slots_first
 from jax_paged.pages import Status
 from jax_paged.state import KVState
 
@@ -41,215 +40,12 @@ BATCH = 3  # rows in a call
 WIDE = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Config:
-    num_pages: int
-    max_seqs: int
-    pages_per_seq: int
-    page_size: int
-    layout: Layout
-
-    @property
-    def batch_tokens(self) -> int:
-        return 2 * self.page_size + 3
-
-
 CONFIGS = [
     Config(num_pages=9, max_seqs=5, pages_per_seq=6, page_size=1, layout="HND"),
     Config(num_pages=5, max_seqs=5, pages_per_seq=3, page_size=2, layout="NHD"),
     Config(num_pages=9, max_seqs=6, pages_per_seq=4, page_size=5, layout="NHD"),
     Config(num_pages=7, max_seqs=6, pages_per_seq=3, page_size=16, layout="HND"),
 ]
-
-
-@dataclass
-class Row:
-    pages: list[int] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)
-
-
-class Model:
-    """What a page table must do, one row after the other."""
-
-    def __init__(self, config: Config):
-        self.config = config
-        self.rows: dict[int, Row] = {}
-        self.free = list(range(config.num_pages))[::-1]
-        self.peak = 0
-
-    def holders(self, page: int) -> int:
-        return sum(page in row.pages for row in self.rows.values())
-
-    def full_pages(self, tokens: int) -> int:
-        return tokens // self.config.page_size
-
-    def pages_for(self, tokens: int) -> int:
-        full = self.full_pages(tokens)
-        return full if full * self.config.page_size == tokens else full + 1
-
-    def is_bad(self, row: int, rows: list[int]) -> bool:
-        return not 0 <= row < self.config.max_seqs or rows.count(row) > 1
-
-    def let_go(self, row: Row, page: int) -> None:
-        row.pages.remove(page)
-        if self.holders(page) == 0:
-            self.free.append(page)
-
-    def take(self, row: Row) -> None:
-        row.pages.append(self.free.pop())
-
-    def serve(self, statuses: list[Status], needs: list[int]) -> list[Status]:
-        """Fills in POOL_FULL: nobody overtakes."""
-        left = len(self.free)
-        for i, need in enumerate(needs):
-            if statuses[i] == Status.OK and need > 0:
-                left -= need
-                if left < 0:
-                    statuses[i] = Status.POOL_FULL
-        return statuses
-
-    def changed(self) -> None:
-        self.peak = max(self.peak, self.config.num_pages - len(self.free))
-
-    def reserve(self, rows: list[int], counts: list[int]) -> list[Status]:
-        statuses, needs = [], []
-        for row, count in zip(rows, counts, strict=True):
-            has = self.rows.get(row, Row())
-            need = 0
-            if row == -1:
-                status = Status.OK
-            elif self.is_bad(row, rows) or count < 0:
-                status = Status.BAD_ROW
-            elif self.pages_for(len(has.tokens) + count) > self.config.pages_per_seq:
-                status = Status.ROW_FULL
-            else:
-                status = Status.OK
-                need = max(0, self.pages_for(len(has.tokens) + count) - len(has.pages))
-            statuses.append(status)
-            needs.append(need)
-        self.serve(statuses, needs)
-        if not any(statuses):
-            for row, need in zip(rows, needs, strict=True):
-                if row != -1:
-                    self.rows.setdefault(row, Row())
-                    for _ in range(need):
-                        self.take(self.rows[row])
-            self.changed()
-        return statuses
-
-    def step(self, rows: list[int], q_lens: list[int], values: list[float]) -> list[Status]:
-        statuses = []
-        used = 0
-        for row, q_len in zip(rows, q_lens, strict=True):
-            has = self.rows.get(row)
-            if row == -1:
-                status = Status.OK
-            elif self.is_bad(row, rows) or q_len < 0:
-                status = Status.BAD_ROW
-            elif has is None:
-                status = Status.STALE_ROW
-            elif self.pages_for(len(has.tokens) + q_len) > len(has.pages):
-                status = Status.ROW_FULL
-            else:
-                used += q_len
-                fits = q_len == 0 or used <= self.config.batch_tokens
-                status = Status.OK if fits else Status.BAD_ROW
-            statuses.append(status)
-        if not any(statuses):
-            values = list(values)
-            for row, q_len in zip(rows, q_lens, strict=True):
-                if row != -1:
-                    self.rows[row].tokens += [values.pop(0) for _ in range(q_len)]
-        return statuses
-
-    def release(self, rows: list[int]) -> list[Status]:
-        statuses = []
-        for row in rows:
-            if row == -1:
-                statuses.append(Status.OK)
-            elif self.is_bad(row, rows):
-                statuses.append(Status.BAD_ROW)
-            else:
-                statuses.append(Status.OK if row in self.rows else Status.STALE_ROW)
-        if not any(statuses):
-            for row in rows:
-                if row != -1:
-                    for page in list(self.rows[row].pages):
-                        self.let_go(self.rows[row], page)
-                    del self.rows[row]
-        return statuses
-
-    def fork(self, parents: list[int], children: list[int], lengths: list[int]) -> list[Status]:
-        pairs = list(zip(parents, children, lengths, strict=True))
-        active = [pair for pair in pairs if -1 not in pair[:2]]
-        all_parents = [parent for parent, _, _ in active]
-        all_children = [child for _, child, _ in active]
-        statuses, needs = [], []
-        for parent, child, length in pairs:
-            status, need = Status.OK, 0
-            if -1 not in (parent, child):
-                if (
-                    self.is_bad(child, all_children)
-                    or self.is_bad(parent, [parent])
-                    or child in self.rows
-                    or child in all_parents
-                    or parent in all_children
-                    or length < 0
-                ):
-                    status = Status.BAD_ROW
-                elif parent not in self.rows:
-                    status = Status.STALE_ROW
-                elif length > len(self.rows[parent].tokens):
-                    status = Status.BAD_ROW
-                else:
-                    need = self.pages_for(length) - self.full_pages(length)
-            statuses.append(status)
-            needs.append(need)
-        self.serve(statuses, needs)
-        if not any(statuses):
-            for parent, child, length in active:
-                source, full = self.rows[parent], self.full_pages(length)
-                self.rows[child] = Row(source.pages[:full], source.tokens[:length])
-                if self.pages_for(length) > full:
-                    self.take(self.rows[child])
-            self.changed()
-        return statuses
-
-    def truncate(self, rows: list[int], counts: list[int]) -> list[Status]:
-        statuses, needs = [], []
-        for row, count in zip(rows, counts, strict=True):
-            has, need = self.rows.get(row), 0
-            if row == -1:
-                status = Status.OK
-            elif self.is_bad(row, rows) or count < 0:
-                status = Status.BAD_ROW
-            elif has is None:
-                status = Status.STALE_ROW
-            elif count > len(has.tokens):
-                status = Status.BAD_ROW
-            else:
-                status = Status.OK
-                length = len(has.tokens) - count
-                keep = self.pages_for(length)
-                if keep > self.full_pages(length) and self.holders(has.pages[keep - 1]) > 1:
-                    need = 0 if any(self.holders(p) == 1 for p in has.pages[keep:]) else 1
-            statuses.append(status)
-            needs.append(need)
-        self.serve(statuses, needs)
-        if not any(statuses):
-            pairs = [(r, count) for r, count in zip(rows, counts, strict=True) if r != -1]
-            cut = [self.rows[row] for row, _ in pairs]
-            for has, (_, count) in zip(cut, pairs, strict=True):
-                del has.tokens[len(has.tokens) - count :]
-                for page in has.pages[self.pages_for(len(has.tokens)) :]:
-                    self.let_go(has, page)
-            for has in cut:
-                ends_inside = self.pages_for(len(has.tokens)) > self.full_pages(len(has.tokens))
-                if ends_inside and self.holders(has.pages[-1]) > 1:
-                    has.pages.pop()
-                    self.take(has)
-            self.changed()
-        return statuses
 
 
 # One compiled program per verb and configuration, with the state donated.

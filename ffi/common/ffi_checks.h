@@ -117,6 +117,32 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
   return "";
 }
 
+inline constexpr char kMergeStatesOp[] = "jax_paged.merge_attention_states";
+
+// Checks the operands and results of jax_paged.merge_attention_states and reads their dtype.
+inline std::string ReadMergeStates(const xla::ffi::AnyBuffer& out_a, ShapeView lse_a,
+                                   const xla::ffi::AnyBuffer& out_b, ShapeView lse_b,
+                                   const xla::ffi::AnyBuffer& out, ShapeView lse, Dtype* dtype) {
+  constexpr auto kOp = kMergeStatesOp;
+  std::string error;
+  const auto failed = [&](std::string text) {
+    error = std::move(text);
+    return !error.empty();
+  };
+  const ShapeView shape = Shape(out_a);
+  if (failed(ReadDtype(kOp, "out_a", out_a.element_type(), dtype)) ||
+      failed(CheckType(kOp, "out_b", out_b.element_type(), out_a.element_type())) ||
+      failed(CheckType(kOp, "out", out.element_type(), out_a.element_type())) ||
+      failed(CheckRank(kOp, "out_a", shape, 3)) || failed(CheckHeadDim(kOp, "out_a", shape[2])) ||
+      failed(CheckSameShape(kOp, "out_b", Shape(out_b), shape)) ||
+      failed(CheckSameShape(kOp, "out", Shape(out), shape)) ||
+      failed(CheckShape(kOp, "lse_a", lse_a, {shape[0], shape[1]})) ||
+      failed(CheckShape(kOp, "lse_b", lse_b, {shape[0], shape[1]}))) {
+    return error;
+  }
+  return CheckShape(kOp, "lse", lse, {shape[0], shape[1]});
+}
+
 // Checks the operands and results of jax_paged.write_kv and reads the two pools.
 inline std::string ReadWriteKv(const xla::ffi::AnyBuffer& k_pages,
                                const xla::ffi::AnyBuffer& v_pages, const xla::ffi::AnyBuffer& k,

@@ -1,15 +1,14 @@
 // How one attention call is cut into work items. Device-agnostic: plain arithmetic on plain arrays.
 //
 //   row    one sequence of the batch. Its q_len x group_size "packed rows" (query-major, the heads
-//   of
-//          a group inside) share each KV head. Few packed rows: a decode row; more: a prefill row.
+//          of a group inside) share each KV head. Few packed rows: a decode row; more: a prefill
+//          row.
 //   unit   (row, KV head, block of packed rows). A decode row is one block, a prefill row is cut
-//   into
-//          equal blocks of at most kPrefillBlock packed rows.
+//          into equal blocks of at most kPrefillBlock packed rows.
 //   split  a range of `split_tokens` KV tokens of a unit, at multiples of split_tokens from token
-//   0, so
-//          that all blocks of a row share their boundaries. A split yields a partial result (m, l,
-//          O); the partials of a unit are always folded in ascending order, whoever computed them.
+//          0, so that all blocks of a row share their boundaries. A split yields a partial result
+//          (m, l, O); the partials of a unit are always folded in ascending order, whoever computed
+//          them.
 //   item   what a worker claims: consecutive splits of one unit. A unit that is one item folds its
 //          splits on the way and needs no memory for partials.
 //

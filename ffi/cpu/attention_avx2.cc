@@ -24,13 +24,15 @@ JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
 #include "cpu/kernel_qkv.h"
+#include "cpu/kernel_merge.h"
 // clang-format on
 namespace jax_paged::cpu::avx2 {
 constexpr Kernels kKernels = {"avx2",
                               {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
                               {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
                               {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},
-                              {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>}};
+                              {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>},
+                              {MergeHeads<BFloat16>, MergeHeads<Float16>, MergeHeads<float>}};
 }
 JAX_PAGED_END_TARGET
 

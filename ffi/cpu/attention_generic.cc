@@ -22,13 +22,15 @@
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
 #include "cpu/kernel_qkv.h"
+#include "cpu/kernel_merge.h"
 // clang-format on
 namespace jax_paged::cpu::generic {
 constexpr Kernels kKernels = {"generic",
                               {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
                               {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
                               {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},
-                              {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>}};
+                              {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>},
+                              {MergeHeads<BFloat16>, MergeHeads<Float16>, MergeHeads<float>}};
 }
 
 namespace jax_paged::cpu {

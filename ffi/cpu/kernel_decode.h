@@ -314,8 +314,8 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   for (int r = 0; r < kDecodeMaxRows; ++r) state.top[r] = state.m[r] = -kInfinity;
   for (auto& lanes : state.l) Store(lanes, Zero());
 
-  int64_t
-      limit[kDecodeMaxRows];  // tokens seen, by packed row; padding rows see what the last one sees
+  // Tokens seen, by packed row; padding rows see what the last one sees.
+  int64_t limit[kDecodeMaxRows];
   for (int r = 0; r < kDecodeMaxRows; ++r) {
     const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
     limit[r] = VisibleKeys(row, packed / params.group_size, params.causal);

@@ -76,6 +76,17 @@ struct QkvWork {
   PageView v;
 };
 
+// Two attention results of the same queries, to be merged into one; rows are tokens x query heads.
+struct MergeParams {
+  const void* out_a;  // [rows, head_dim]
+  const float* lse_a;
+  const void* out_b;
+  const float* lse_b;
+  void* out;
+  float* lse;
+  int64_t head_dim;
+};
+
 struct Kernels {
   // Computes an item. A whole unit goes to params.out and params.lse; splits of a shared unit go to
   // `partials`.
@@ -87,12 +98,15 @@ struct Kernels {
   using QkvQueries = void (*)(const QkvWork& work, int64_t begin, int64_t end);
   // The same of K, and V, into the pages: KV heads [begin, end) of all tokens, in order.
   using QkvPages = QkvQueries;
+  // Merges rows [begin, end).
+  using MergeHeads = void (*)(const MergeParams& params, int64_t begin, int64_t end);
 
   const char* isa;
   RunItem run_item[kNumDtypes];
   FoldUnit fold_unit[kNumDtypes];
   QkvQueries qkv_queries[kNumDtypes];
   QkvPages qkv_pages[kNumDtypes];
+  MergeHeads merge_heads[kNumDtypes];
 };
 
 const Kernels& GenericKernels();

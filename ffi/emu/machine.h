@@ -1,5 +1,4 @@
-// A GPU that runs kernels on the CPU, one CTA thread per fiber, and looks for what a GPU would not
-// show.
+// A GPU that runs kernels on the CPU, one CTA thread per fiber, and looks for what no GPU shows.
 //
 // Kernels reach it through emu/prim.h only. A fiber runs until it waits at a warp collective or a
 // CTA barrier; the seed decides which CTA, which warp and which lane goes on. What is reported, as
@@ -11,14 +10,12 @@
 //                the other collectives and cp.async.wait_group do not, although the emulation
 //                aligns lanes.
 //   cp.async     any touch of its destination between issue and wait_group. The copy happens as
-//   late
-//                as legal, as early as legal, or by chance either way, by seed.
+//                late as legal, as early as legal, or by chance either way, by seed.
 //   publication  one CTA reads what another wrote in the same launch, unless the write came before
-//   a
-//                fence before an atomic, and an atomic and a fence came before the read.
+//                a fence before an atomic, and an atomic and a fence came before the read.
 //   deadlock     threads of a CTA at different barriers or collectives, or gone before one
-// Not shown: bank conflicts, registers, occupancy, memory reordering beyond the above, fast-math
-// bits.
+// Not shown: bank conflicts, registers, occupancy, memory reordering beyond the above, and the bits
+// of fast math.
 //
 // A race needs no unlucky order to be found: each 4-byte word remembers who touched it when, in
 // ticks of a clock that barriers, fences and atomics advance, and any pair that no barrier parts is

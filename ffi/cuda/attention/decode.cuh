@@ -8,13 +8,11 @@
 //          warps meet only at the end of a segment
 //   lane   rows l/4 and l/4 + 8; of each 8 columns the two at 2(l%4)
 // Pipeline of a warp, per tile:
-//   wait for the stage's cp.async, syncwarp         the loads of all lanes are visible, and all
-//   lanes
-//                                                   are done with the stage of the tile before
-//   issue the tile that is stages - 1 ahead into that stage
-//   S = Q K^T, softmax in log2, O = O a + P V       O in registers, K and V by ldmatrix; Q in
-//                                                   registers, or in shared memory above head_dim
-//                                                   128
+//   1. wait for the stage's cp.async, syncwarp: the loads of all lanes are visible, and all lanes
+//      are done with the stage of the tile before
+//   2. issue the tile that is stages - 1 ahead into that stage
+//   3. S = Q K^T, softmax in log2, O = O a + P V: O in registers, K and V by ldmatrix; Q in
+//      registers, or in shared memory above head_dim 128
 // The loader runs ahead across segments, so the rings never drain. The page id of a tile is read
 // one tile before its loads are issued.
 //

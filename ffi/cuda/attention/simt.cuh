@@ -5,9 +5,11 @@
 // packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between
 // the steps:
 //   look up   thread t < 64: where token t lies, whether it exists
-//   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from its
-//   page softmax   warp w: rows 4w to 4w + 3 values    thread t: columns t, t + 128, ... of all
-//   rows; a value that a row does not see is not used
+//   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from
+//             its page
+//   softmax   warp w: rows 4w to 4w + 3
+//   values    thread t: columns t, t + 128, ... of all rows; a value that a row does not see is
+//             not used
 //
 // Shared memory: (16 x (head_dim + v_head_dim) + 16 x 64) x 4 bytes + 2 KiB: 70 KiB at 512 + 512.
 // Bound by shared-memory reads and uncoalesced loads of K.
