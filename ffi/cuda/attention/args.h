@@ -103,7 +103,7 @@ struct AttentionArgs {
   int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
   int32_t stages;         // of the decode kernel's rings
   Layout layout;
-  int32_t prefill_rows;   // packed rows of a prefill unit; 0: the decode kernel serves all rows
+  int32_t prefill_rows;  // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;
 
   JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {
