@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout, pages_shape
+from jax_paged.layout import Layout, kv_heads_axis, pages_shape
+from jax_paged.sharding import HeadAxes
 from jax_paged.validation import AttentionSpec, check_attention
 
 TARGET = "jax_paged.attention.v1"
@@ -185,6 +186,14 @@ def _cuda_workspace_words(
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 10 + 4
 
 
+def _head_axes(pages, layout: Layout) -> HeadAxes:
+    axis = kv_heads_axis(pages, layout)
+    of_operands = {"q": 1, "k_pages": axis, "v_pages": axis} | dict.fromkeys(
+        ("page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer", "sm_scale")
+    )
+    return HeadAxes(of_operands, results=(1, 1))
+
+
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
     pages = pages_shape(v_pages, spec.layout)
@@ -202,6 +211,7 @@ def _call(spec: AttentionSpec, *operands):
             TARGET,
             operands,
             {"layout": spec.layout, "causal": spec.causal, **splits},
+            heads=_head_axes(v_pages, spec.layout),
             cuda_workspace_words=words,
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),

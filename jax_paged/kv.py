@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout
+from jax_paged.layout import Layout, kv_heads_axis
+from jax_paged.sharding import HeadAxes
 from jax_paged.validation import as_index, check_pages, check_shape, check_write
 
 TARGET = "jax_paged.write_kv.v1"
@@ -80,6 +81,12 @@ def _write_reference(layout, k_pages, v_pages, k, v, slot_mapping, layer):
     return reference.write_kv(k_pages, v_pages, k, v, slot_mapping, layer=layer, layout=layout)
 
 
+def _head_axes(pages, layout: Layout) -> HeadAxes:
+    axis = kv_heads_axis(pages, layout)
+    of_operands = {"k_pages": axis, "v_pages": axis, "k": 1, "v": 1}
+    return HeadAxes(of_operands | {"slot_mapping": None, "layer": None}, results=(axis, axis))
+
+
 @functools.cache
 def _write_native(layout: Layout, implementation: Implementation):
     """The native write for one layout, refusing the transforms that would copy the pool."""
@@ -91,6 +98,7 @@ def _write_native(layout: Layout, implementation: Implementation):
                 TARGET,
                 operands,
                 {"layout": layout},
+                heads=_head_axes(operands[0], layout),
                 aliases={0: 0, 1: 1},
                 implementation=implementation,
                 reference=functools.partial(_write_reference, layout),

@@ -32,6 +32,11 @@ def pages_shape(pages: jax.Array | jax.ShapeDtypeStruct, layout: Layout) -> Page
     return PagesShape(num_layers, num_pages, heads, slots, head_dim)
 
 
+def kv_heads_axis(pages: jax.Array | jax.ShapeDtypeStruct, layout: Layout) -> int:
+    """The axis of a pages array that counts KV heads."""
+    return len(pages.shape) - (3 if layout == "HND" else 2)
+
+
 def make_shape(shape: PagesShape, layout: Layout) -> tuple[int, ...]:
     """The inverse of `pages_shape`: the array shape for these sizes."""
     inner = (shape.num_kv_heads, shape.page_size)
