@@ -57,48 +57,63 @@ def over_heads(
     def whole(*operands):
         return tuple(call(*operands))
 
-    def shardings(mesh: Mesh, operands, results):
-        over = _check_split(op, axes, operands, follow=True)
-
-        def place(axis, x):
-            return NamedSharding(mesh, P(*(over if i == axis else None for i in range(x.ndim))))
-
-        return (
-            tuple(map(place, axes.operands.values(), operands)),
-            tuple(map(place, axes.results, results)),
+    def place(mesh: Mesh, over, heads_axes, arrays):
+        return tuple(
+            NamedSharding(mesh, P(*(over if i == axis else None for i in range(x.ndim))))
+            for axis, x in zip(heads_axes, arrays, strict=True)
         )
 
     def partition(mesh: Mesh, operands, results):
-        of_operands, of_results = shardings(mesh, operands, results)
-        return mesh, whole, of_results, of_operands
+        specs = [_spec(x.sharding, x.ndim) for x in operands]
+        if None in specs:
+            raise NotImplementedError(
+                f"{op}: expected all operands on one mesh, and in jax.shard_map all its axes "
+                f"manual, got {operands[specs.index(None)].sharding}"
+            )
+        _check_split(op, axes, specs, follow=True)
+        over = _split_over(axes, specs)
+        of_operands = place(mesh, over, axes.operands.values(), operands)
+        return mesh, whole, place(mesh, over, axes.results, results), of_operands
+
+    def infer(mesh: Mesh, operands, results):  # an exception here would abort the process
+        over = _split_over(axes, [_spec(x.sharding, x.ndim) for x in operands])
+        return place(mesh, over, axes.results, results)
 
     partitioned = custom_partitioning(whole)
     partitioned.def_partition(
         partition,
-        infer_sharding_from_operands=lambda *x: shardings(*x)[1],  # where XLA runs without Shardy
+        infer_sharding_from_operands=infer,  # where XLA runs without Shardy
         sharding_rule=lambda _, *types: _sharding_rule(axes, *types),
     )
-    _check_split(op, axes, [jax.typeof(x) for x in operands], follow=False)
+    typed = [_spec(jax.typeof(x).sharding, x.ndim) for x in operands]  # by explicit mesh axes
+    _check_split(op, axes, typed, follow=False)
     return partitioned(*operands)
 
 
-def _check_split(op: str, axes: HeadAxes, operands: Sequence[Any], *, follow: bool) -> Any:
-    """The mesh axes that the heads are split over; refuses what must not be split.
+def _spec(sharding: Any, ndim: int) -> list[Any] | None:
+    """The mesh axes that each axis of an array is split over; None when there is no telling."""
+    if sharding is None:  # not decided yet
+        return [None] * ndim
+    if not hasattr(sharding, "spec"):
+        return None
+    spec = [names or None for names in sharding.spec]
+    return spec + [None] * (ndim - len(spec))
+
+
+def _split_over(axes: HeadAxes, specs: Sequence[list[Any] | None]) -> Any:
+    """The mesh axes that the heads are split over."""
+    leader = axes.leader()
+    spec = None if leader is None else specs[leader[0]]
+    return None if leader is None or spec is None else spec[leader[1]]
+
+
+def _check_split(op: str, axes: HeadAxes, specs: Sequence[Any], *, follow: bool) -> None:
+    """Refuses what must not be split.
 
     follow: whether operands other than pools will be brought into line. With automatic mesh axes
     they are; explicit ones, which stand in the types of the operands, say how it should be.
     """
-
-    def spec(x):
-        if not hasattr(x.sharding, "spec"):
-            raise NotImplementedError(
-                f"{op}: expected operands on one mesh, got {x.sharding}; use jax.shard_map"
-            )
-        names = [axis or None for axis in x.sharding.spec]
-        return names + [None] * (x.ndim - len(names))
-
-    specs, leader = [spec(x) for x in operands], axes.leader()
-    over = None if leader is None else specs[leader[0]][leader[1]]
+    leader, over = axes.leader(), _split_over(axes, specs)
     for (name, axis), have in zip(axes.operands.items(), specs, strict=True):
         want = [over if i == axis else None for i in range(len(have))]
         follows = follow and leader is not None and not name.endswith("_pages")
@@ -107,38 +122,43 @@ def _check_split(op: str, axes: HeadAxes, operands: Sequence[Any], *, follow: bo
                 f"{op}: {name}: expected to be split over devices by KV heads alone, as "
                 f"{P(*want)}, got {P(*have)}; inside jax.shard_map any split is yours"
             )
-    return over
 
 
 def _sharding_rule(axes: HeadAxes, operands: Sequence[Any], results: Sequence[Any]):
-    """Shardy's rule for a call: the split of the heads passes through it, no other split does."""
+    """Shardy's rule for a call: the split of the heads passes through it, no other split does.
+
+    It passes from the pools to the results. The heads of the other operands are factors of their
+    own, so that a q split otherwise never makes XLA think of moving the pool.
+    """
     leader = axes.leader()
     num_heads = None if leader is None else operands[leader[0]].shape[leader[1]]
+    has_pool = leader is not None and list(axes.operands)[leader[0]].endswith("_pages")
     kept_whole: list[str] = []
     group_sizes: dict[str, Any] = {}
 
-    def factor(name):
-        kept_whole.append(name)
-        return name
-
-    def mapping(name, array, heads_axis):
+    def mapping(name, array, heads_axis, leads):
         dims: list[Any] = []
         for axis, size in enumerate(array.shape):
+            factor = f"{name}_{axis}"
             if axis != heads_axis:
-                dims.append(factor(f"{name}_{axis}"))
-            elif size == num_heads:
-                dims.append("heads")
-            else:
-                group = factor(f"{name}_group")
-                group_sizes[group] = size // num_heads
-                dims.append(CompoundFactor("heads", group))
+                kept_whole.append(factor)
+            elif leads and size == num_heads:
+                factor = "heads"
+            elif leads:
+                kept_whole.append(factor)
+                group_sizes[factor] = size // num_heads
+                factor = CompoundFactor("heads", factor)
+            dims.append(factor)
         return ArrayMapping(*dims)
 
-    of_operands = zip(operands, axes.operands.values(), strict=True)
+    of_operands = zip(operands, axes.operands.items(), strict=True)
     of_results = zip(results, axes.results, strict=True)
     return SdyShardingRule(
-        tuple(mapping(f"operand{i}", *x) for i, x in enumerate(of_operands)),
-        tuple(mapping(f"result{i}", *x) for i, x in enumerate(of_results)),
+        tuple(
+            mapping(f"operand{i}", x, axis, not has_pool or name.endswith("_pages"))
+            for i, (x, (name, axis)) in enumerate(of_operands)
+        ),
+        tuple(mapping(f"result{i}", x, axis, True) for i, (x, axis) in enumerate(of_results)),
         need_replication_factors=tuple(kept_whole),
         **group_sizes,
     )
