@@ -111,12 +111,13 @@ def _check_split(op: str, axes: HeadAxes, specs: Sequence[Any], *, follow: bool)
     """Refuses what must not be split.
 
     follow: whether operands other than pools will be brought into line. With automatic mesh axes
-    they are; explicit ones, which stand in the types of the operands, say how it should be.
+    they are; explicit ones, which stand in the types of the operands, say how it should be. (But
+    jax 0.7 loses the types of pools on their way: those that look whole may be split.)
     """
     leader, over = axes.leader(), _split_over(axes, specs)
     for (name, axis), have in zip(axes.operands.items(), specs, strict=True):
         want = [over if i == axis else None for i in range(len(have))]
-        follows = follow and leader is not None and not name.endswith("_pages")
+        follows = (follow or over is None) and leader is not None and not name.endswith("_pages")
         if have != want and not follows:
             raise ValueError(
                 f"{op}: {name}: expected to be split over devices by KV heads alone, as "

@@ -19,7 +19,11 @@ def test_python_examples_run_one_after_the_other(tmp_path):
     script.write_text("\n".join(examples), encoding="utf-8")
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=os.environ | flags, capture_output=True, text=True
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=os.environ | flags,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
