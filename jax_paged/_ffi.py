@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jax_paged.sharding import HeadAxes, over_heads
+
 Implementation = Literal["native", "reference"] | None
 
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
@@ -198,6 +200,7 @@ def ffi_call(
     operands: Sequence[jax.Array],
     attributes: dict[str, Any],
     *,
+    heads: HeadAxes,
     aliases: dict[int, int] | None = None,
     cuda_workspace_words: int = 0,
     implementation: Implementation,
@@ -208,9 +211,23 @@ def ffi_call(
     implementation="native" fails on other platforms instead; "reference" never calls `target`. The
     results have the types of the reference's, inside shard_map with the mesh axes they vary over.
     The CUDA handler gets cuda_workspace_words i32 as one more result, if any: memory to work in.
+    Where the heads are split over devices, each device calls for its own (`sharding.over_heads`).
     """
     if implementation == "reference":
         return reference(*operands)
+
+    def call(*operands):
+        return _local_call(
+            target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
+        )
+
+    return over_heads(target, call, heads, operands)
+
+
+def _local_call(
+    target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
+):
+    """`ffi_call` for the operands of one device."""
 
     def workspace_like(result):  # varies over the mesh axes that the result varies over
         return jnp.broadcast_to(jnp.any(result).astype(jnp.int32), (cuda_workspace_words,))

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout, is_stacked, pages_shape
+from jax_paged.layout import Layout, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.sharding import HeadAxes
 from jax_paged.validation import AttentionSpec, check_attention
 
 TARGET = "jax_paged.attention.v1"
@@ -186,8 +187,21 @@ def _cuda_workspace_words(
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5
 
 
+def _head_axes(k_pages, v_pages, layout: Layout) -> HeadAxes:
+    of_pools = {
+        "k_pages": kv_heads_axis(k_pages, layout, "k"),
+        "v_pages": kv_heads_axis(v_pages, layout, "v"),
+    }
+    of_operands = (
+        {"q": 1}
+        | of_pools
+        | dict.fromkeys(("page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer", "sm_scale"))
+    )
+    return HeadAxes(of_operands, results=(1, 1))
+
+
 def _call(spec: AttentionSpec, *operands):
-    q, _, v_pages, page_table, *_ = operands
+    q, k_pages, v_pages, page_table, *_ = operands
     pages = pages_shape(v_pages, spec.layout, "v")
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
     words = _cuda_workspace_words(
@@ -203,6 +217,7 @@ def _call(spec: AttentionSpec, *operands):
             TARGET,
             operands,
             {"layout": spec.layout, "causal": spec.causal, **splits},
+            heads=_head_axes(k_pages, v_pages, spec.layout),
             cuda_workspace_words=words,
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),

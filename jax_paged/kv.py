@@ -5,6 +5,7 @@ passed in are gone afterwards: use the returned ones. Inside a jitted function t
 place when that function itself donates the pages; else XLA copies the pool once.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -16,8 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout, is_stacked
+from jax_paged.layout import POOLS, Layout, is_stacked, kv_heads_axis, pages_shape
 from jax_paged.rope import RopeStyle
+from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
     QkvSpec,
     as_index,
@@ -92,6 +94,12 @@ def _write_reference(layout, k_pages, v_pages, k, v, slot_mapping, layer):
     return reference.write_kv(k_pages, v_pages, k, v, slot_mapping, layer=layer, layout=layout)
 
 
+def _head_axes(k_pages, v_pages, layout: Layout) -> HeadAxes:
+    of_pools = (kv_heads_axis(k_pages, layout, "k"), kv_heads_axis(v_pages, layout, "v"))
+    of_operands = {"k_pages": of_pools[0], "v_pages": of_pools[1], "k": 1, "v": 1}
+    return HeadAxes(of_operands | {"slot_mapping": None, "layer": None}, results=of_pools)
+
+
 @functools.cache
 def _write_native(layout: Layout, implementation: Implementation):
     """The native write for one layout."""
@@ -102,6 +110,7 @@ def _write_native(layout: Layout, implementation: Implementation):
                 TARGET,
                 operands,
                 {"layout": layout},
+                heads=_head_axes(*operands[:2], layout),
                 aliases={0: 0, 1: 1},
                 implementation=implementation,
                 reference=functools.partial(_write_reference, layout),
@@ -217,8 +226,45 @@ def _qkv(spec: QkvSpec, qkv, k_pages, v_pages, positions, slot_mapping, cos, sin
     return _qkv_native(spec)(*operands)
 
 
+def _qkv_head_axes(spec: QkvSpec, k_pages, v_pages) -> HeadAxes:
+    k_shape, v_shape = (
+        pages_shape(x, spec.layout, pool) for x, pool in zip((k_pages, v_pages), POOLS, strict=True)
+    )
+    kinds = (
+        spec.num_q_heads * k_shape.head_dim,
+        k_shape.num_kv_heads * k_shape.head_dim,
+        v_shape.num_kv_heads * v_shape.head_dim,
+    )  # columns of qkv
+
+    def take_own(operands, index, count):
+        qkv, *rest = operands
+        begins = (0, kinds[0], kinds[0] + kinds[1])
+        own = [
+            jax.lax.dynamic_slice_in_dim(qkv, begin + index * (width // count), width // count, 1)
+            for begin, width in zip(begins, kinds, strict=True)
+        ]
+        return jnp.concatenate(own, axis=1), *rest
+
+    of_pools = (
+        kv_heads_axis(k_pages, spec.layout, "k"), kv_heads_axis(v_pages, spec.layout, "v")
+    )  # fmt: skip
+    of_operands = {"qkv": None, "k_pages": of_pools[0], "v_pages": of_pools[1]} | dict.fromkeys(
+        ("positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm", "layer")
+    )
+    return HeadAxes(of_operands, (1, *of_pools), take_own)
+
+
+def _local_spec(spec: QkvSpec, qkv, k_pages, v_pages) -> QkvSpec:
+    """The spec for these operands, which may be those of one device of several."""
+    k_shape = pages_shape(k_pages, spec.layout, "k")
+    v_shape = pages_shape(v_pages, spec.layout, "v")
+    rest = k_shape.num_kv_heads * (k_shape.head_dim + v_shape.head_dim)
+    return dataclasses.replace(spec, num_q_heads=(qkv.shape[1] - rest) // k_shape.head_dim)
+
+
 def _qkv_reference(spec: QkvSpec, *operands):
     *operands, q_norm, k_norm, layer = operands
+    spec = _local_spec(spec, *operands[:3])
     return reference.qkv_norm_rope_write(
         *operands,
         q_norm=q_norm if q_norm.size else None,
@@ -236,17 +282,13 @@ def _qkv_native(spec: QkvSpec):
     """The native op for one set of static options."""
 
     def call(*operands):
-        attributes = {
-            "num_q_heads": spec.num_q_heads,
-            "eps": np.float32(spec.eps),
-            "style": spec.style,
-            "layout": spec.layout,
-        }
+        attributes = {"eps": np.float32(spec.eps), "style": spec.style, "layout": spec.layout}
         return tuple(
             _ffi.ffi_call(
                 QKV_TARGET,
                 operands,
                 attributes,
+                heads=_qkv_head_axes(spec, *operands[1:3]),
                 aliases={1: 1, 2: 2},
                 implementation=spec.implementation,
                 reference=functools.partial(_qkv_reference, spec),

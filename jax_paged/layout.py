@@ -94,6 +94,11 @@ def pages_shape(
     return PagesShape(num_layers, num_pages, heads, slots, head_dim)
 
 
+def kv_heads_axis(pages: jax.Array | jax.ShapeDtypeStruct, layout: Layout, pool: Pool = "k") -> int:
+    """The axis of a pages array that counts KV heads."""
+    return len(pages.shape) - pages_rank(layout, pool) + (2 if layout == "NHD" else 1)
+
+
 def make_shape(
     shape: PagesShape, layout: Layout, pool: Pool = "k", *, dtype: Any = None
 ) -> tuple[int, ...]:

@@ -9,9 +9,11 @@ from jaxtyping import Array, Float
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
+from jax_paged.sharding import HeadAxes
 from jax_paged.validation import check_choice, check_float, check_native, check_shape
 
 TARGET = "jax_paged.merge_attention_states.v1"
+_HEADS = HeadAxes({"out_a": 1, "lse_a": 1, "out_b": 1, "lse_b": 1}, results=(1, 1))
 
 
 def merge_attention_states(
@@ -73,7 +75,7 @@ def merge_attention_states(
 def _call(implementation: Implementation, *operands):
     return tuple(
         _ffi.ffi_call(
-            TARGET, operands, {}, implementation=implementation,
+            TARGET, operands, {}, heads=_HEADS, implementation=implementation,
             reference=reference.merge_attention_states,
         )
     )  # fmt: skip

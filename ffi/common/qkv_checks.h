@@ -25,9 +25,8 @@ struct QkvBuffers {
 };
 
 // Checks all and fills `params`, whose pages are those of the results.
-inline std::string ReadQkv(const QkvBuffers& in, int64_t num_q_heads, float eps,
-                           std::string_view style, std::string_view layout_name,
-                           QkvParams* params) {
+inline std::string ReadQkv(const QkvBuffers& in, float eps, std::string_view style,
+                           std::string_view layout_name, QkvParams* params) {
   std::string error;
   const auto failed = [&](std::string text) {
     error = std::move(text);
@@ -59,13 +58,14 @@ inline std::string ReadQkv(const QkvBuffers& in, int64_t num_q_heads, float eps,
       failed(CheckSameShape(kQkvOp, "k_pages result", Shape(in.k_result), Shape(in.k_pages))) ||
       failed(CheckSameShape(kQkvOp, "v_pages result", Shape(in.v_result), Shape(in.v_pages))) ||
       failed(CheckRank(kQkvOp, "slot_mapping", Shape(in.slot_mapping), 1)) ||
+      failed(CheckRank(kQkvOp, "q result", Shape(in.q), 3)) ||
       failed(CheckRank(kQkvOp, "cos", Shape(in.cos), 2)) ||
       failed(CheckSameShape(kQkvOp, "sin", Shape(in.sin), Shape(in.cos))) ||
       failed(CheckShape(kQkvOp, "layer", Shape(in.layer), {}))) {
     return error;
   }
   p.num_tokens = Shape(in.slot_mapping)[0];
-  p.num_q_heads = num_q_heads;
+  const int64_t num_q_heads = p.num_q_heads = Shape(in.q)[1];
   p.max_positions = Shape(in.cos)[0];
   p.half = Shape(in.cos)[1];
   p.eps = eps;
@@ -76,7 +76,7 @@ inline std::string ReadQkv(const QkvBuffers& in, int64_t num_q_heads, float eps,
                     "\"" + std::string(style) + "\"");
   }
   if (num_q_heads < 1) {
-    return Mismatch(kQkvOp, "num_q_heads", "at least 1", std::to_string(num_q_heads));
+    return Mismatch(kQkvOp, "q result", "at least 1 head", std::to_string(num_q_heads));
   }
   for (const int64_t dim : {head_dim, p.v_pool.head_dim}) {
     if (dim % 8 == 0 && dim <= kMaxQkvHeadDim) continue;

@@ -40,14 +40,14 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
                             ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> positions,
                             ffi::Buffer<ffi::S32> slot_mapping, ffi::Buffer<ffi::F32> cos,
                             ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm,
-                            ffi::Buffer<ffi::S32> layer, int64_t num_q_heads, float eps,
-                            std::string_view style, std::string_view layout,
-                            ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k_result,
+                            ffi::Buffer<ffi::S32> layer, float eps, std::string_view style,
+                            std::string_view layout, ffi::Result<ffi::AnyBuffer> q,
+                            ffi::Result<ffi::AnyBuffer> k_result,
                             ffi::Result<ffi::AnyBuffer> v_result) {
   QkvParams params = {};
   const std::string error = ReadQkv({qkv, k_pages, v_pages, positions, slot_mapping, cos, sin,
                                      q_norm, k_norm, layer, *q, *k_result, *v_result},
-                                    num_q_heads, eps, style, layout, &params);
+                                    eps, style, layout, &params);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
   for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {
@@ -102,7 +102,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QkvNormRopeWriteHandler, QkvNormRopeWrite,
                                   .Arg<ffi::AnyBuffer>()         // q_norm
                                   .Arg<ffi::AnyBuffer>()         // k_norm
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
-                                  .Attr<int64_t>("num_q_heads")
                                   .Attr<float>("eps")
                                   .Attr<std::string_view>("style")
                                   .Attr<std::string_view>("layout")
