@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32, Shaped, UInt64
 
 Layout = Literal["HND", "NHD", "vllm5d"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
@@ -154,7 +155,7 @@ def from_slots_first(tokens: Any, layout: Layout, pool: Pool = "k") -> Any:
 
 
 def convert_pages(
-    k_pages: jax.Array, v_pages: jax.Array, src: Layout, dst: Layout
+    k_pages: Shaped[Array, "..."], v_pages: Shaped[Array, "..."], src: Layout, dst: Layout
 ) -> tuple[jax.Array, jax.Array]:
     """Pages of layout `src` as pages of layout `dst`, for caches that come from or go elsewhere.
 
@@ -198,7 +199,9 @@ def convert_pages(
     return converted[0], converted[1]
 
 
-def page_table_from_addresses(addresses: Any, base: int, page_bytes: int) -> np.ndarray:
+def page_table_from_addresses(
+    addresses: UInt64[np.ndarray, "..."], base: int, page_bytes: int
+) -> Int32[np.ndarray, "..."]:
     """A page table of ids from one of byte addresses, as kept by engines that store pointers.
 
     id = (address − base) / page_bytes. It runs on the host: hand the result to the ops.

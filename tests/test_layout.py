@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import convert_pages, page_table_from_addresses
+from jax_paged import convert_pages, page_table_from_addresses, paged_attention
 from jax_paged.layout import (
     LAYOUTS,
     POOLS,
@@ -82,6 +82,28 @@ def test_pages_convert_between_any_two_layouts(dtype, src, dst):
             assert pages.shape == make_shape(shape, dst, pool, dtype=pages.dtype)
             assert pages.dtype == jnp.dtype(dtype)
             np.testing.assert_array_equal(slots_first(pages, dst, pool), tokens)
+
+
+def test_gradients_of_a_read_reach_the_pages_of_every_layout():
+    rng = np.random.default_rng(0)
+    q, k_pages, v_pages = (
+        jnp.asarray(rng.standard_normal(shape, "f4"))
+        for shape in ((2, 4, 8), (5, 2, 3, 8), (5, 2, 3, 16))
+    )
+    table, seq_lens = jnp.array([[4, 1], [2, -1]], jnp.int32), jnp.array([5, 2], jnp.int32)
+
+    def gradients(layout):
+        def total(pages):
+            return jnp.sum(paged_attention(q, *pages, table, seq_lens, layout=layout) ** 2)
+
+        grads = jax.grad(total)(convert_pages(k_pages, v_pages, "HND", layout))
+        return convert_pages(*grads, layout, "HND")
+
+    expected = gradients("HND")
+    assert all(jnp.abs(x).max() > 0.01 for x in expected)
+    for layout in LAYOUTS:
+        for x, y in zip(gradients(layout), expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
 def f32(*shape):
