@@ -66,14 +66,15 @@ open(sys.argv[1], "w").write(json.dumps(row))
 
 @dataclasses.dataclass
 class Stage:
-    """A process to run. after(stage, output) may look further; skip: why it is not run at all."""
+    """A process to run; skip: why it is not run at all. after(output) says what is wrong with it."""
 
     name: str
     command: list[str]
     budget_s: float
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     skip: str | None = None
-    after: Callable[[str], str | None] | None = None  # → what is wrong with its output
+    before: Callable[[], object] | None = None
+    after: Callable[[str], str | None] | None = None
 
 
 def run_stage(stage: Stage, time_left_s: float) -> dict:
@@ -90,6 +91,8 @@ def run_stage(stage: Stage, time_left_s: float) -> dict:
         try:
             if limit <= 0:
                 raise TimeoutError("no time was left")
+            if stage.before is not None:
+                stage.before()
             code = _run(command, os.environ | stage.env, log, limit)
             reason = None if code == 0 else f"exit status {code}"
         except Exception as error:
@@ -165,8 +168,9 @@ def build_stage(dry: bool, capability: str | None) -> Stage:
         skip = "no device to build for"
     elif found:
         skip = f"found built for {arch}, of these very sources"
-    else:
-        shutil.rmtree(SITE, ignore_errors=True)  # nothing old is measured when the build fails
+
+    def remove_old() -> None:  # so that it is not measured when the build fails
+        shutil.rmtree(SITE, ignore_errors=True)
 
     def keep_stamp(output: str) -> str | None:
         if not list(SITE.glob("jax_paged/_cuda*.so")):
@@ -175,7 +179,7 @@ def build_stage(dry: bool, capability: str | None) -> Stage:
         return None
 
     env = {"JAX_PAGED_CUDA": "on", "JAX_PAGED_CUDA_ARCHS": arch}
-    return Stage("build", command, 100, env, skip, keep_stamp)
+    return Stage("build", command, 100, env, skip, remove_old, keep_stamp)
 
 
 def pytest_stage(name: str, dry: bool, budget_s: float, *arguments: str) -> Stage:
@@ -197,7 +201,7 @@ def worker_stage(name: str, dry: bool, budget_s: float, script: str, *arguments:
 
 def sanitizer_stage(tool: str, dry: bool) -> Stage:
     """compute-sanitizer over gpu_tiny.py; dry: the same program without it."""
-    stage = worker_stage(tool, dry, 30, "gpu_tiny.py", "--label", tool)
+    stage = worker_stage(tool, dry, 60, "gpu_tiny.py", "--label", tool)
     # An allocation for each buffer, so that an access beyond one is seen; no graphs, so that errors
     # have a kernel.
     stage.env = {
@@ -225,7 +229,7 @@ def _only_our_kernels(sanitizer: str) -> list[str]:
 
 
 def model_stage(label: str, dry: bool) -> Stage:
-    stage = worker_stage(f"model, {label}", dry, 25, "gpu_model.py", "--label", label)
+    stage = worker_stage(f"model, {label}", dry, 30, "gpu_model.py", "--label", label)
     stage.env = {"XLA_FLAGS": COMMAND_BUFFERS[label]}
     return stage
 
@@ -239,7 +243,7 @@ def stages(dry: bool, capability: str | None) -> list[Callable[[], Stage]]:
         lambda: build_stage(dry, capability),
         lambda: facts_stage("environment", ENVIRONMENT),
         lambda: pytest_stage("gpu tests", dry, 90, "-m", "gpu", "tests/gpu", *few),
-        lambda: pytest_stage("op tests", dry, 60, "-k", ops, *OP_SUITES),
+        lambda: pytest_stage("op tests", dry, 50, "-k", ops, *OP_SUITES),
         lambda: worker_stage("decode", dry, 90, "gpu_attention.py", "decode"),
         lambda: worker_stage("prefill", dry, 45, "gpu_attention.py", "prefill"),
         *(lambda label=label: model_stage(label, dry) for label in labels),
@@ -252,7 +256,7 @@ def stages(dry: bool, capability: str | None) -> list[Callable[[], Stage]]:
 
 def facts_stage(name: str, code: str) -> Stage:
     """Code that writes a dict to the file it is told; its row becomes part of the environment."""
-    return Stage(name, [sys.executable, "-P", "-c", code, "{rows}"], 30)
+    return Stage(name, [sys.executable, "-P", "-c", code, "{rows}"], 15)
 
 
 def driver() -> str | None:
@@ -290,7 +294,8 @@ def main() -> None:
         dry_file = Path(tempfile.gettempdir(), "gpu_check_dry.json")
         out = dry_file if args.dry else BENCHMARKS / "results" / "gpu_check.json"
 
-    record: dict = {"dry": args.dry, "environment": {"driver": driver()}, "stages": []}
+    environment = {"driver": driver(), "sources": source_hash()[:16]}  # a copy has no commit
+    record: dict = {"dry": args.dry, "environment": environment, "stages": []}
 
     def go(stage: Stage) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {stage.name} …", flush=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_model.py --label TEXT --rows FILE [--dry]
 
-Random bf16 weights, 0.5 G parameters (8 layers, 1024 wide, 32 experts, 4 of them per token), new
+Random bf16 weights, 0.2 G parameters (4 layers, 1024 wide, 32 experts, 4 of them per token), new
 rows without a prompt: what a step costs beside attention, launches included. One program runs 64 or
 8 steps; the time of a step is the difference over 56. What XLA may put into command buffers is set
 by XLA_FLAGS before the process starts; --label says it in the rows.
@@ -21,9 +21,9 @@ from jax_paged.models.steps import Progress, decode
 from jax_paged.models.testing import small_config
 
 SIZES = {
-    "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 32, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 512, "vocab_size": 32768, "max_position_embeddings": 4096,
+    "moe_intermediate_size": 512, "vocab_size": 8192, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def main() -> None:
         models.append(Decoder(config, random_source(config, dtype=jnp.bfloat16)))
 
     report.attempt(load, kind="model", label=args.label)
-    for batch in (2,) if report.dry else (1, 8, 64):
+    for batch in (2,) if report.dry else (1, 64):
         what = {"kind": "model", "label": args.label, "size": f"batch {batch}"}
 
         def measure(batch=batch, what=what):
@@ -74,8 +74,7 @@ def main() -> None:
                 steps_seconds(models[0], batch, long), short, long,
                 budget_s=0.02 if report.dry else 1.0,
             )  # fmt: skip
-            if not (report.dry or timing.median > 0):
-                raise ArithmeticError("many steps took no longer than few")
+            report.check_time(timing)
             percentiles = [1e6 * timing.p10, 1e6 * timing.p90]
             report.add(
                 **what, us=1e6 * timing.median, percentiles=percentiles,

@@ -178,6 +178,11 @@ class Report:
             file.write(json.dumps(row) + "\n")
         print({k: v for k, v in row.items() if k != "percentiles"}, flush=True)
 
+    def check_time(self, timing: Timing) -> None:
+        """Raises when the time was lost in noise; in a dry run it does not matter."""
+        if not (self.dry or timing.median > 0):
+            raise ArithmeticError("a long chain took no longer than a short one")
+
     def attempt(self, block: Callable[[], object], **what) -> None:
         """Runs a block; what goes wrong becomes a row with an error, and the next one may go on."""
         try:
