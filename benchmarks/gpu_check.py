@@ -66,7 +66,7 @@ open(sys.argv[1], "w").write(json.dumps(row))
 
 @dataclasses.dataclass
 class Stage:
-    """A process to run; skip: why it is not run at all. after(output) says what is wrong with it."""
+    """A process to run; skip: why it is not; after(output) says what is wrong with the output."""
 
     name: str
     command: list[str]

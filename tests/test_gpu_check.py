@@ -106,6 +106,48 @@ def test_a_stage_that_cannot_start_or_has_no_time_fails(modules):
     assert (result["status"], result["reason"]) == ("failed", "TimeoutError: no time was left")
 
 
+def facts(**row):
+    """Code of a stage that finds these facts."""
+    return f"import json, sys; open(sys.argv[1], 'w').write(json.dumps({row!r}))"
+
+
+@pytest.mark.parametrize("package", ["build/gpu_check/jax_paged", "elsewhere/jax_paged"])
+def test_on_a_gpu_everything_runs_and_what_failed_is_told(package, modules, monkeypatch, tmp_path):
+    gpu_check = modules("gpu_check")
+    out = tmp_path / "record.json"
+    row = {"kind": "decode", "us": 10.0, "target": ["us", "max", 9]}
+
+    def stages(dry, capability):
+        assert (dry, capability) == (False, "9.0")
+        package_is = facts(package=str(ROOT / package))
+        broken = gpu_check.Stage("broken", [sys.executable, "-c", "raise SystemExit(3)"], 30)
+        return [
+            lambda: gpu_check.facts_stage("environment", package_is),
+            lambda: broken,
+            lambda: gpu_check.facts_stage("decode", facts(**row)),
+            lambda: gpu_check.Stage("absent", [], 30, skip="no such tool"),
+        ]
+
+    monkeypatch.setattr(gpu_check, "stages", stages)
+    device = facts(platform="gpu", device="NVIDIA H200", capability="9.0")
+    monkeypatch.setattr(gpu_check, "DEVICE", device)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(out)])
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert end.value.code == 1
+    record = json.loads(out.read_text())
+    statuses = {stage["stage"]: stage["status"] for stage in record["stages"]}
+    assert statuses == {
+        "device": "passed", "environment": "passed", "broken": "failed", "decode": "passed",
+        "absent": "skipped",
+    }  # fmt: skip
+    told = ["broken: exit status 3", "decode: target missed: decode  10.0 µs"]
+    if "elsewhere" in package:
+        told.append(f"measured was {ROOT / package}, not what the build stage made")
+    assert [failure.split("  [")[0] for failure in record["failures"]] == told
+
+
 def test_a_test_run_without_passed_tests_fails(modules):
     tests_were_run = modules("gpu_check").tests_were_run
     assert tests_were_run("176 skipped in 3.27s") == "no test has run"
