@@ -9,7 +9,7 @@ time limit, so that a crash or a hang of one is a line in the result and the nex
   device, environment   device, driver, versions, commit
   build         the CUDA module for the device at hand, into a folder of its own (or found built)
   gpu tests     tests/gpu: numerics against the float64 oracle, bits, replay, in-place writes
-  op tests      the op suites that also run on the CPU, native only
+  op tests      the op suites that also run on the CPU, as far as they are of the native ops
   decode        bandwidth against a copy, and peers;  prefill   arithmetic against a matrix product
   model         a decode loop of a small Qwen3-MoE with command buffers off, on, and over loops
   memcheck, racecheck, initcheck   compute-sanitizer over every kernel, where the tool is on PATH
@@ -43,7 +43,10 @@ BENCHMARKS = ROOT / "benchmarks"
 SITE = ROOT / "build" / "gpu_check"  # where the build stage installs
 LIMIT_S = 530.0
 DRY_SLACK = 10  # a dry run measures nothing, so a slow or busy machine may take its time
-OP_SUITES = ("tests/test_attention.py", "tests/test_attention_wild.py", "tests/test_write_kv.py")
+# Suites of the ops; not the random one, which compiles more programs than there is time for.
+OP_SUITES = (
+    "test_attention*.py", "test_write_kv.py", "test_qkv_norm_rope_write.py", "test_merge.py",
+)  # fmt: skip
 COMMAND_BUFFERS = {
     "command buffers off": "--xla_gpu_enable_command_buffer=",
     "command buffers on": "",
@@ -237,13 +240,19 @@ def model_stage(label: str, dry: bool) -> Stage:
 def stages(dry: bool, capability: str | None) -> list[Callable[[], Stage]]:
     """All of them, in order; each is made when its turn comes."""
     few = ["-k", "decode and smollm2_135m and bfloat16 or donated"] if dry else []
-    ops = "not reference" + (" and default_scale" if dry else "")
+    suites = [
+        str(file.relative_to(ROOT))
+        for pattern in OP_SUITES
+        for file in sorted((ROOT / "tests").glob(pattern))
+        if "random" not in file.name
+    ]
+    ops = "native and not reference" + (" and default_scale" if dry else "")
     labels = list(COMMAND_BUFFERS)[-1 if dry else 0 :]
     return [
         lambda: build_stage(dry, capability),
         lambda: facts_stage("environment", ENVIRONMENT),
         lambda: pytest_stage("gpu tests", dry, 90, "-m", "gpu", "tests/gpu", *few),
-        lambda: pytest_stage("op tests", dry, 50, "-k", ops, *OP_SUITES),
+        lambda: pytest_stage("op tests", dry, 50, "-k", ops, *suites),
         lambda: worker_stage("decode", dry, 90, "gpu_attention.py", "decode"),
         lambda: worker_stage("prefill", dry, 45, "gpu_attention.py", "prefill"),
         *(lambda label=label: model_stage(label, dry) for label in labels),

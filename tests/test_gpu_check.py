@@ -161,6 +161,8 @@ def test_all_stages_but_the_sanitizers_can_use_their_budgets_in_nine_minutes(mod
     names = [stage.name for stage in stages]
     assert names[-3:] == ["memcheck", "racecheck", "initcheck"]
     assert sum(stage.budget_s for stage in stages[:-3]) + 15 < gpu_check.LIMIT_S  # 15: device
+    suites = [part for part in stages[3].command if part.endswith(".py")]
+    assert {"tests/test_attention.py", "tests/test_write_kv.py"} <= set(suites)
     build = stages[0]
     assert build.env == {"JAX_PAGED_CUDA": "on", "JAX_PAGED_CUDA_ARCHS": "90-real"}
     assert build.command[-3:-1] == ["--target", str(gpu_check.SITE)]
