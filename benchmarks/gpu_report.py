@@ -1,0 +1,74 @@
+"""What gpu_check.py says about its record: which targets are met, what failed, a table to read."""
+
+
+def verdict(row: dict, device: str, dry: bool) -> str:
+    """How a row stands to its target."""
+    if "error" in row:
+        return "ERROR"
+    if "skipped" in row:
+        return "skipped"
+    if not row.get("target"):
+        return ""
+    if dry:
+        return "dry"
+    if "H200" not in device:
+        return "not judged: targets are for an H200"
+    figure, kind, limit = row["target"]
+    value = row.get(figure)
+    met = value is not None and (value >= limit if kind == "min" else value <= limit)
+    return "met" if met else "MISSED"
+
+
+def table(record: dict) -> str:
+    """The record as people read it."""
+    lines = []
+    environment = record["environment"]
+    shown = ("device", "driver", "jax", "commit", "date")
+    lines.append(", ".join(f"{key} {environment.get(key)}" for key in shown))
+    for result in record["stages"]:
+        seconds = f"{result['seconds']:6.1f} s" if "seconds" in result else " " * 8
+        lines.append(
+            f"\n{result['status']:8}{seconds}  {result['stage']}  {result['reason'] or ''}"
+        )
+        for row in result["rows"]:
+            lines.append("    " + row_line(row))
+    failures = record["failures"]
+    lines.append("")
+    lines.append("no failures" if not failures else f"{len(failures)} failures:")
+    lines += (f"  {failure}" for failure in failures)
+    return "\n".join(lines)
+
+
+def row_line(row: dict) -> str:
+    def figure(name: str, unit: str, digits: int = 1) -> str:
+        value = row.get(name)
+        return "" if value is None else f"{value:.{digits}f} {unit}"
+
+    words = [str(row.get(key, "")) for key in ("kind", "label", "case", "size", "dtype", "peer")]
+    figures = [
+        figure("us", "µs"), figure("gb_per_s", "GB/s"), figure("percent_of_copy", "% of copy"),
+        figure("tflop_per_s", "TFLOP/s"), figure("percent_of_matmul", "% of matmul"),
+        figure("tokens_per_s", "tok/s"), figure("copy_gb_per_s", "GB/s copy"),
+        figure("read_gb_per_s", "GB/s read"), figure("bf16_tflop_per_s", "TFLOP/s matmul"),
+        figure("ratio", "x our time", 2),
+    ]  # fmt: skip
+    target = row.get("target")
+    if target:
+        sign = "at least" if target[1] == "min" else "at most"
+        figures.append(f"[{target[0]} {sign} {target[2]}: {row['verdict']}]")
+    notes = [str(row[key]) for key in ("error", "skipped") if key in row]
+    return "  ".join(word for word in [*words, *figures, *notes] if word)
+
+
+def failures(record: dict) -> list[str]:
+    """Everything that keeps the exit status from being 0."""
+    found = []
+    for result in record["stages"]:
+        if result["status"] == "failed":
+            found.append(f"{result['stage']}: {result['reason']}")
+        for row in result["rows"]:
+            if row["verdict"] == "ERROR":
+                found.append(f"{result['stage']}: {row_line(row)}")
+            elif row["verdict"] == "MISSED":
+                found.append(f"{result['stage']}: target missed: {row_line(row)}")
+    return found
