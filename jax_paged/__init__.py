@@ -12,6 +12,8 @@ from jax_paged.attention import ragged_paged_attention as ragged_paged_attention
 from jax_paged.explain import explain as explain
 from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import write_kv as write_kv
+from jax_paged.linear import linear as linear
+from jax_paged.moe import moe_experts as moe_experts
 from jax_paged.pages import PageTable as PageTable
 from jax_paged.pages import Status as Status
 from jax_paged.pages import StepBatch as StepBatch

@@ -9,6 +9,8 @@ namespace jax_paged::cpu {
 
 extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* LinearHandler(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace jax_paged::cpu
 
