@@ -15,7 +15,9 @@ from jax_paged.kv import qkv_norm_rope_write as qkv_norm_rope_write
 from jax_paged.kv import write_kv as write_kv
 from jax_paged.layout import convert_pages as convert_pages
 from jax_paged.layout import page_table_from_addresses as page_table_from_addresses
+from jax_paged.linear import linear as linear
 from jax_paged.merge import merge_attention_states as merge_attention_states
+from jax_paged.moe import moe_experts as moe_experts
 from jax_paged.pages import PageTable as PageTable
 from jax_paged.pages import Status as Status
 from jax_paged.pages import StepBatch as StepBatch

@@ -24,6 +24,8 @@ from jax_paged.sharding import HeadAxes, over_heads
 Implementation = Literal["native", "reference"] | None
 
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
+# Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
+_CPU_ONLY = frozenset({"jax_paged.linear.v1", "jax_paged.moe_experts.v1"})
 _REMEDIES = {
     "_cpu": "install with `pip install .`, or `pip install -e . --no-build-isolation` to run from "
     "the source tree; implementation='reference' needs no native code",
@@ -176,6 +178,8 @@ def _why_unavailable(name: str, target: str) -> str | None:
 
 
 def _no_native(target: str) -> str:
+    if target in _CPU_ONLY:
+        return f"{target}: a native kernel exists for cpu; implementation=None uses XLA elsewhere"
     return (
         f"{target}: native kernels exist for cpu and CUDA; implementation=None uses the reference "
         "on other platforms"
@@ -187,6 +191,8 @@ def implementation_on(platform: str, target: str, implementation: Implementation
     if implementation == "reference":
         return "reference"
     name = {"cpu": "_cpu", "cuda": "_cuda", "gpu": "_cuda"}.get(platform)
+    if name == "_cuda" and target in _CPU_ONLY:
+        name = None
     message = _no_native(target) if name is None else _why_unavailable(name, target)
     if name is None and implementation is None:
         return "reference"
@@ -215,6 +221,8 @@ def ffi_call(
     """
     if implementation == "reference":
         return reference(*operands)
+    if implementation is None and target in _CPU_ONLY and jax.device_count() > 1:
+        return reference(*operands)  # which XLA knows to split over devices in any way
 
     def call(*operands):
         return _local_call(
@@ -257,6 +265,7 @@ def _local_call(
         return native(workspace if name == "_cuda" else ())
 
     default = unavailable(_no_native(target)) if implementation == "native" else reference
-    return jax.lax.platform_dependent(
-        *operands, cpu=branch("_cpu"), cuda=branch("_cuda"), default=default
-    )
+    branches = {"cpu": branch("_cpu")}
+    if target not in _CPU_ONLY:
+        branches["cuda"] = branch("_cuda")
+    return jax.lax.platform_dependent(*operands, default=default, **branches)

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_paged import qkv_norm_rope_write, ragged_paged_attention
+from jax_paged import linear, moe_experts, qkv_norm_rope_write, ragged_paged_attention
+from jax_paged._ffi import Implementation
 from jax_paged.rope import rope_tables
 
 from .config import DecoderConfig
-from .moe import contract_last, gated_mlp, moe_experts, route
+from .moe import gated_mlp, route
 from .parameters import TensorSource
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _Step:
     sin: jax.Array
     live: jax.Array
     layout: str
-    implementation: str | None
+    implementation: Implementation
 
 
 class Attention(nnx.Module):
@@ -68,7 +69,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x, step: _Step, k_pages, v_pages):
         config, tokens = self.config, x.shape[0]
-        qkv = contract_last(x, self.qkv[...])
+        qkv = linear(x, self.qkv[...], implementation=step.implementation)
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...][None, :]
         options = {
@@ -101,7 +102,8 @@ class Attention(nnx.Module):
             batch.num_seqs,
             **options,
         )
-        out = contract_last(cast(jax.Array, attended).reshape(tokens, -1), self.out[...])
+        attended = cast(jax.Array, attended).reshape(tokens, -1)
+        out = linear(attended, self.out[...], implementation=step.implementation)
         if config.attention_bias:
             out = out + self.out_bias[...][None, :]
         return out, k_pages, v_pages
@@ -120,9 +122,10 @@ class DenseMLP(nnx.Module):
             self.gate_up_bias = nnx.Param(source(*(name + ".bias" for name in gate_up)))
             self.down_bias = nnx.Param(source(prefix + "down_proj.bias"))
 
-    def __call__(self, x, live):
+    def __call__(self, x, step: _Step):
         biases = (self.gate_up_bias[...], self.down_bias[...]) if self.has_bias else ()
-        return gated_mlp(x, self.gate_up[...], self.down[...], *biases)
+        weights = (self.gate_up[...], self.down[...], *biases)
+        return gated_mlp(x, *weights, implementation=step.implementation)
 
 
 class ExpertsMLP(nnx.Module):
@@ -138,12 +141,22 @@ class ExpertsMLP(nnx.Module):
         )
         self.down = nnx.Param(source(experts + "down_proj.weight"))
 
-    def __call__(self, x, live):
-        logits = contract_last(x, self.router[...], jnp.float32)
+    def __call__(self, x, step: _Step):
+        implementation = step.implementation
+        router = self.router[...]
+        logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
         experts, weights = route(
             logits, self.config.experts_per_token, renormalize=self.config.norm_topk_prob
         )
-        return moe_experts(x, self.gate_up[...], self.down[...], experts, weights, live=live)
+        return moe_experts(
+            x,
+            self.gate_up[...],
+            self.down[...],
+            experts,
+            weights,
+            live=step.live,
+            implementation=implementation,
+        )
 
 
 class Layer(nnx.Module):
@@ -162,7 +175,7 @@ class Layer(nnx.Module):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
         out, k_pages, v_pages = self.attention(normed, step, k_pages, v_pages)
         x = x + out
-        x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step.live)
+        x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step)
         return x, k_pages, v_pages
 
 
@@ -176,13 +189,14 @@ class Decoder(nnx.Module):
     Args:
       config: what it is.
       source: where the weights come from, in the wanted dtype (bf16 or f32).
-      implementation: of the attention ops: None = automatic, "native", "reference".
+      implementation: of the native ops: None = automatic, "native", "reference".
     """
 
     def __init__(
-        self, config: DecoderConfig, source: TensorSource, *, implementation: str | None = None
+        self, config: DecoderConfig, source: TensorSource, *, implementation: Implementation = None
     ):
-        self.config, self.implementation = config, implementation
+        self.config = config
+        self.implementation: Implementation = implementation
         self.embedding = nnx.Param(source("model.embed_tokens.weight"))
         self.layers = nnx.List(Layer(config, i, source) for i in range(config.num_layers))
         self.norm = nnx.Param(source("model.norm.weight"))
@@ -230,5 +244,5 @@ class Decoder(nnx.Module):
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
         x = rms_norm(x, self.norm[...], config.rms_norm_eps)
         head = self.embedding if config.tie_embeddings else self.head
-        logits = contract_last(x, head[...], jnp.float32)
+        logits = linear(x, head[...], out_dtype=jnp.float32, implementation=self.implementation)
         return logits, dataclasses.replace(state, k_pages=k_pages, v_pages=v_pages)

@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from jax_paged._ffi import Implementation
+
 from . import gguf_file
 from .config import DecoderConfig, read_json
 from .decoder import Decoder
@@ -53,7 +55,7 @@ def load_checkpoint(
     dtype: DTypeLike | None = None,
     *,
     progress: bool = True,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> tuple[Decoder, DecoderConfig, Tokenizer | MissingTokenizer]:
     """Loads a model from a Hugging Face folder or a GGUF file.
 

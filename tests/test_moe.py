@@ -1,11 +1,15 @@
 """Routing and the mixture of experts against a float64 loop."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models.moe import moe_experts, route
+from jax_paged import moe_experts
+from jax_paged.models.moe import route
+from jax_paged.moe import _reference
 
 
 def softmax(x):
@@ -13,7 +17,7 @@ def softmax(x):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def make_case(tokens, num_experts, k, hidden=16, inner=12, seed=0, dtype=np.float32):
+def make_case(tokens, num_experts, k, hidden=16, inner=24, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((tokens, hidden))
     gate_up = rng.standard_normal((num_experts, 2 * inner, hidden)) / hidden**0.5
@@ -35,73 +39,122 @@ def oracle(x, gate_up, down, experts, weights):
     return out
 
 
+@pytest.fixture(params=["native", "reference"])
+def implementation(request):
+    return request.param
+
+
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "k", "block_size"),
-    [
-        (1, 4, 1, None),
-        (1, 8, 8, 3),
-        (5, 64, 4, None),
-        (7, 4, 2, 1),
-        (7, 4, 2, 16),
-        (70, 5, 3, None),
-        (70, 5, 3, 3),
-    ],
+    ("tokens", "num_experts", "k"),
+    [(0, 4, 2), (1, 4, 1), (1, 8, 8), (5, 64, 4), (7, 4, 2), (70, 5, 3), (300, 3, 2)],
 )
-def test_experts_match_a_float64_loop(tokens, num_experts, k, block_size):
+def test_experts_match_a_float64_loop(tokens, num_experts, k, implementation):
     case = make_case(tokens, num_experts, k)
-    out = moe_experts(*case, block_size=block_size)
+    out = moe_experts(*case, implementation=implementation)
     np.testing.assert_allclose(out, oracle(*case), atol=2e-5, rtol=1e-5)
 
 
-def test_all_tokens_on_one_expert_match_a_float64_loop():
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (1032, 264), (40, 1096)])
+def test_experts_of_any_multiple_of_8_match_a_float64_loop(hidden, inner):
+    case = make_case(11, 4, 2, hidden=hidden, inner=inner)
+    out = moe_experts(*case, implementation="native")
+    np.testing.assert_allclose(out, oracle(*case), atol=2e-5, rtol=1e-5)
+
+
+def test_more_pairs_than_one_turn_takes_match_the_reference():
+    case = make_case(1400, 3, 3, hidden=8, inner=8)
+    native, reference = (moe_experts(*case, implementation=i) for i in ("native", "reference"))
+    np.testing.assert_allclose(native, reference, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_the_reference_does_not_depend_on_its_block_size(block_size):
+    case = make_case(70, 5, 3)
+    np.testing.assert_allclose(_reference(*case, block_size), oracle(*case), atol=2e-5, rtol=1e-5)
+
+
+def test_all_tokens_on_one_expert_match_a_float64_loop(implementation):
     x, gate_up, down, experts, weights = make_case(33, 6, 1)
     case = (x, gate_up, down, jnp.full_like(experts, 4), weights)
-    np.testing.assert_allclose(moe_experts(*case, block_size=8), oracle(*case), atol=2e-5)
+    out = moe_experts(*case, implementation=implementation)
+    np.testing.assert_allclose(out, oracle(*case), atol=2e-5)
 
 
-def test_bf16_experts_stay_within_bf16_rounding_of_float64():
+def test_an_id_that_is_no_expert_adds_nothing(implementation):
+    x, gate_up, down, experts, weights = make_case(6, 4, 2)
+    experts = experts.at[1, 0].set(-1).at[2].set(4).at[3, 1].set(2**31 - 1)
+    out = moe_experts(x, gate_up, down, experts, weights, implementation=implementation)
+    is_expert = (experts >= 0) & (experts < 4)
+    expected = oracle(x, gate_up, down, experts % 4, jnp.where(is_expert, weights, 0))
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_wild_activations_follow_silu():
+    """silu(±large) is 0 or the argument; infinities and NaN stay in their own token."""
+    x = jnp.array([[1e4] * 8, [-1e4] * 8, [jnp.nan] * 8, [1.0] * 8])
+    ones = jnp.ones((1, 16, 8))
+    out = moe_experts(x, ones, jnp.ones((1, 8, 8)), jnp.zeros((4, 1), int), jnp.ones((4, 1)))
+    np.testing.assert_allclose(out[0], 8 * 8e4**2, rtol=1e-6)
+    np.testing.assert_allclose(out[1], 0, atol=1e-25)
+    assert np.isnan(out[2]).all()
+    np.testing.assert_allclose(out[3], 8 * 8 * 8 / (1 + np.exp(-8)), rtol=1e-6)
+
+
+def test_bf16_experts_stay_within_bf16_rounding_of_float64(implementation):
     case = make_case(9, 4, 2, dtype=jnp.bfloat16)
-    out = moe_experts(*case)
+    out = moe_experts(*case, implementation=implementation)
     assert out.dtype == jnp.bfloat16
     expected = oracle(*case)
-    # Three bf16 roundings (hidden, product, expert output) of 2^-9 each, over sums of 16 terms.
+    # Two bf16 roundings (product, output) of 2^-9 each, over sums of 24 terms.
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.04)
 
 
-def test_experts_that_nobody_chose_are_never_read():
+def test_experts_that_nobody_chose_are_never_read(implementation):
     x, gate_up, down, experts, weights = make_case(6, 8, 2)
     chosen = np.isin(np.arange(8), np.asarray(experts) % 4)
     case = (x, gate_up, down, experts % 4, weights)
     poisoned = [jnp.where(chosen[:, None, None], a, jnp.nan) for a in (gate_up, down)]
-    out = moe_experts(x, *poisoned, *case[3:])
+    out = moe_experts(x, *poisoned, *case[3:], implementation=implementation)
     np.testing.assert_allclose(out, oracle(*case), atol=2e-5)
 
 
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_dead_tokens_give_zero_and_read_no_expert(block_size):
+def test_dead_tokens_give_zero_and_read_no_expert(implementation):
     x, gate_up, down, experts, weights = make_case(5, 8, 1)
     experts = jnp.array([[0], [7], [1], [7], [2]], jnp.int32)
     live = jnp.array([True, False, True, False, True])
     x = jnp.where(live[:, None], x, jnp.nan)
     gate_up = gate_up.at[7].set(jnp.nan)
-    out = moe_experts(x, gate_up, down, experts, weights, live=live, block_size=block_size)
+    case = (x, gate_up, down, experts, weights)
+    out = moe_experts(*case, live=live, implementation=implementation)
     rows = np.asarray(live)
     expected = oracle(x[rows], gate_up, down, experts[rows], weights[rows])
     np.testing.assert_allclose(out[rows], expected, atol=2e-5)
     np.testing.assert_array_equal(out[~rows], 0)
 
 
-def test_no_live_token_gives_zeros():
+def test_no_live_token_gives_zeros(implementation):
     case = make_case(3, 4, 2)
-    out = moe_experts(*case, live=jnp.zeros(3, bool))
+    out = moe_experts(*case, live=jnp.zeros(3, bool), implementation=implementation)
     np.testing.assert_array_equal(out, np.zeros((3, 16)))
 
 
 def test_a_token_gets_the_same_bits_whatever_its_batch():
-    x, gate_up, down, experts, weights = make_case(12, 6, 3)
-    together = moe_experts(x, gate_up, down, experts, weights, block_size=1)
-    alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8], block_size=1)
+    x, gate_up, down, experts, weights = make_case(40, 6, 3, hidden=2056, inner=1032)
+    together = moe_experts(x, gate_up, down, experts, weights)
+    alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8])
     np.testing.assert_array_equal(together[7:8], alone)
+
+
+def test_bad_arguments_are_named():
+    x, gate_up, down, experts, weights = make_case(3, 4, 2)
+    with pytest.raises(ValueError, match=r"gate_up: expected shape .*got \[4, 24, 16\]"):
+        moe_experts(x, gate_up[:, :24], down, experts, weights)
+    with pytest.raises(ValueError, match="down: expected dtype float32, got bfloat16"):
+        moe_experts(x, gate_up, down.astype(jnp.bfloat16), experts, weights)
+    with pytest.raises(ValueError, match="experts"):
+        moe_experts(x, gate_up, down, weights, weights)
+    with pytest.raises(NotImplementedError, match="multiples of 8"):
+        moe_experts(*make_case(3, 4, 2, inner=12))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -122,9 +175,10 @@ def test_equal_logits_choose_the_smaller_expert_first():
     np.testing.assert_array_equal(experts, [[0, 1, 2]] * 2)
 
 
-def test_no_array_of_all_experts_is_copied_per_block():
+def test_no_array_of_all_experts_is_copied(implementation):
     case = make_case(2, 32, 2, hidden=64, inner=64)
-    text = jax.jit(moe_experts).lower(*case).compile().as_text() or ""
+    run = functools.partial(moe_experts, implementation=implementation)
+    text = jax.jit(run).lower(*case).compile().as_text() or ""
     stack = "f32[32,128,64]"
     copies = [line for line in text.splitlines() if f"= {stack}" in line and " copy(" in line]
     assert stack in text

@@ -13,6 +13,7 @@
 #include "common/schedule.h"
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
+#include "cpu/linear_kernels.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -116,6 +117,8 @@ nb::dict Registrations() {
   handlers["jax_paged.qkv_norm_rope_write.v1"] =
       nb::capsule(reinterpret_cast<void*>(QkvNormRopeWriteHandler));
   handlers["jax_paged.write_kv.v1"] = nb::capsule(reinterpret_cast<void*>(WriteKvHandler));
+  handlers["jax_paged.linear.v1"] = nb::capsule(reinterpret_cast<void*>(LinearHandler));
+  handlers["jax_paged.moe_experts.v1"] = nb::capsule(reinterpret_cast<void*>(MoeExpertsHandler));
   return handlers;
 }
 
@@ -123,6 +126,19 @@ nb::dict Registrations() {
 
 const Kernels& ChosenKernels() {
   static const Kernels& chosen = ChooseKernels();
+  return chosen;
+}
+
+const LinearKernelTable& ChosenLinearKernels() {
+  static const LinearKernelTable& chosen = []() -> const LinearKernelTable& {
+#ifndef JAX_PAGED_GENERIC_ONLY
+    const std::string isa = ChosenKernels().isa;
+    if (isa == "avx512bf16") return Avx512Bf16LinearKernels();
+    if (isa == "avx512") return Avx512LinearKernels();
+    if (isa == "avx2") return Avx2LinearKernels();
+#endif
+    return GenericLinearKernels();
+  }();
   return chosen;
 }
 

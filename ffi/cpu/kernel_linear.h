@@ -1,0 +1,93 @@
+// out = x w^T, the dense projection of a few or of many rows. Included by linear_<isa>.cc inside
+// its target region (isa.h), after kernel_decode.h.
+//
+//   tile     1, 2, 4 or 8 rows of x times kWidth / rows rows of w, summed over a depth chunk in
+//            registers (ScoreTile: the same step as the logits of decode)
+//   block    some rows of w, so few that a chunk of them stays in L2; all tiles of x pass over it,
+//            so w is read from memory once
+//   chunk    with more than one tile, kLinearDepth of the depth: then a tile's rows of x stay in L1
+//
+// Bound by reading w up to some eight rows, by multiply-adds beyond: per 16 of them 10 vector
+// loads.
+
+#ifndef JAX_PAGED_CPU_KERNEL_LINEAR_H_
+#define JAX_PAGED_CPU_KERNEL_LINEAR_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// Rows of x as the tiles want them: [PadLinearRows(num_rows), x_stride] floats (or bf16 words).
+template <typename T>
+void LoadLinearRows(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
+                    float* rows, int64_t x_stride) {
+  for (int64_t r = begin; r < end; ++r) {
+    const T* from = r < num_rows ? static_cast<const T*>(x) + r * depth : nullptr;
+    LoadQuery(from, depth, 1.0f, rows + r * x_stride, x_stride);
+  }
+}
+
+// sums[n * ROWS + r] (+)= x[r] . w[n] over the depth [begin, end), a chunk at a time, for n <
+// count, rounded up to a tile. Adds where begin > 0.
+template <typename T, int ROWS>
+void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t depth, int64_t begin,
+                 int64_t end, int64_t count, float* sums) {
+  constexpr int kColumns = kWidth / ROWS;
+  for (int64_t n = 0; n < count; n += kColumns) {
+    float* to = sums + n * ROWS;
+    for (int64_t d = begin; d < end; d += kLinearDepth) {
+      const T* rows[kColumns];
+      JAX_PAGED_UNROLL
+      for (int t = 0; t < kColumns; ++t) {
+        rows[t] = w + (n + t < count ? n + t : count - 1) * depth + d;
+      }
+      const float* from = x + (kUsesDot<T> ? d / 2 : d);
+      const int64_t here = end - d < kLinearDepth ? end - d : kLinearDepth;
+      const Vec sum = ScoreTile<T, ROWS>(from, x_stride, rows, here);
+      Store(to, d > 0 ? Add(Load(to), sum) : sum);
+    }
+  }
+}
+
+// The products of all rows of x with rows of w, into sums: for each tile of x that begins at row r,
+// [count rounded up to kLinearColumns, rows of the tile] at r * that count. The order of additions
+// is the same for any number of rows.
+template <typename T>
+void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
+                int64_t depth, int64_t count, float* sums) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  const int64_t chunk = num_rows <= 8 ? depth : kLinearDepth;
+  const T* w = static_cast<const T*>(weights);
+  for (int64_t begin = 0; begin < depth; begin += chunk) {
+    const int64_t end = depth - begin < chunk ? depth : begin + chunk;
+    for (int64_t r = 0; r < num_rows;) {
+      const int tile = LinearTileRows(num_rows, r);
+      const float* from = x + r * x_stride;
+      float* to = sums + r * padded;
+      if (tile == 8) {
+        LinearTiles<T, 8>(from, x_stride, w, depth, begin, end, count, to);
+      } else if (tile == 4) {
+        LinearTiles<T, 4>(from, x_stride, w, depth, begin, end, count, to);
+      } else if (tile == 2) {
+        LinearTiles<T, 2>(from, x_stride, w, depth, begin, end, count, to);
+      } else {
+        LinearTiles<T, 1>(from, x_stride, w, depth, begin, end, count, to);
+      }
+      r += tile;
+    }
+  }
+}
+
+// gate = silu(gate) * up, silu(x) = x / (1 + e^-x), for `count` sums (a multiple of kWidth).
+inline void GateSums(const float* up, int64_t count, float* gate) {
+  const Vec log2e = Set1(1.44269504f);
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const Vec x = Load(gate + i);
+    // Where 2^126 and more would stand, x over it is 0 as good as.
+    const Vec exponent = MaxSkipNan(Set1(-126.0f), Mul(x, log2e));
+    const Vec denominator = Add(Set1(1.0f), Exp2(Mul(exponent, Set1(-1.0f))));
+    Store(gate + i, Mul(Div(x, denominator), Load(up + i)));
+  }
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_KERNEL_LINEAR_H_

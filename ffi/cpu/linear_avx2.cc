@@ -1,0 +1,38 @@
+// Projection kernels for x86 with AVX2, FMA and F16C.
+// Rules for this file: isa.h.
+
+#include <immintrin.h>
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/linear_kernels.h"
+
+#define JAX_PAGED_ISA avx2
+
+JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
+// clang-format off: in this order
+#include "cpu/vec_avx2.h"
+#include "cpu/kernel_common.h"
+#include "cpu/kernel_decode.h"
+#include "cpu/kernel_linear.h"
+// clang-format on
+namespace jax_paged::cpu::avx2 {
+constexpr LinearKernelTable kLinear = {{{LoadLinearRows<BFloat16>, LinearSums<BFloat16>, GateSums},
+                                        {LoadLinearRows<Float16>, LinearSums<Float16>, GateSums},
+                                        {LoadLinearRows<float>, LinearSums<float>, GateSums}}};
+}
+JAX_PAGED_END_TARGET
+
+namespace jax_paged::cpu {
+
+const LinearKernelTable& Avx2LinearKernels() { return avx2::kLinear; }
+
+}  // namespace jax_paged::cpu

@@ -1,0 +1,48 @@
+// Projection kernels for x86 with AVX-512 BF16: bf16 by dot products of words, the rest as with
+// AVX-512. Rules for this file: isa.h.
+
+// gcc 12 takes the "undefined" operand inside its own AVX-512 intrinsics for a mistake.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+
+#include <immintrin.h>
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/linear_kernels.h"
+
+#define JAX_PAGED_ISA avx512bf16
+#define JAX_PAGED_DOT_BFLOAT16
+
+JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+// clang-format off: in this order
+#include "cpu/vec_avx512.h"
+#include "cpu/kernel_common.h"
+#include "cpu/kernel_decode.h"
+#include "cpu/kernel_linear.h"
+// clang-format on
+namespace jax_paged::cpu::avx512bf16 {
+constexpr LinearKernels kBFloat16 = {LoadLinearRows<BFloat16>, LinearSums<BFloat16>, GateSums};
+}
+JAX_PAGED_END_TARGET
+
+namespace jax_paged::cpu {
+
+const LinearKernelTable& Avx512Bf16LinearKernels() {
+  static const LinearKernelTable table = [] {
+    LinearKernelTable all = Avx512LinearKernels();
+    all.of[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kBFloat16;
+    return all;
+  }();
+  return table;
+}
+
+}  // namespace jax_paged::cpu

@@ -1,0 +1,35 @@
+// Projection kernels in plain C++, for any architecture.
+// Rules for this file: isa.h.
+
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/linear_kernels.h"
+
+#define JAX_PAGED_ISA generic
+
+// clang-format off: in this order
+#include "cpu/vec_generic.h"
+#include "cpu/kernel_common.h"
+#include "cpu/kernel_decode.h"
+#include "cpu/kernel_linear.h"
+// clang-format on
+namespace jax_paged::cpu::generic {
+constexpr LinearKernelTable kLinear = {{{LoadLinearRows<BFloat16>, LinearSums<BFloat16>, GateSums},
+                                        {LoadLinearRows<Float16>, LinearSums<Float16>, GateSums},
+                                        {LoadLinearRows<float>, LinearSums<float>, GateSums}}};
+}
+
+namespace jax_paged::cpu {
+
+const LinearKernelTable& GenericLinearKernels() { return generic::kLinear; }
+
+}  // namespace jax_paged::cpu

@@ -1,0 +1,81 @@
+// The interface between the handlers of linear and moe_experts and the kernels of one instruction
+// set.
+
+#ifndef JAX_PAGED_CPU_LINEAR_KERNELS_H_
+#define JAX_PAGED_CPU_LINEAR_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/schedule.h"
+#include "cpu/kernels.h"
+
+namespace jax_paged::cpu {
+
+inline constexpr int64_t kLinearDepth = 1024;  // a tile of 8 rows of so many floats fits L1
+inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
+
+// Rows of the tile that starts at row0 of num_rows; the last one may reach beyond.
+inline int LinearTileRows(int64_t num_rows, int64_t row0) {
+  const int64_t rest = num_rows - row0;
+  return rest > 4 ? 8 : (rest > 2 ? 4 : static_cast<int>(rest));
+}
+inline int64_t PadLinearRows(int64_t num_rows) {
+  int64_t rows = num_rows / 8 * 8;
+  while (rows < num_rows) rows += LinearTileRows(num_rows, rows);
+  return rows;
+}
+
+// For one dtype; kernel_linear.h explains the arguments.
+struct LinearKernels {
+  void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
+                    float* rows, int64_t x_stride);
+  void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
+               int64_t count, float* sums);
+  void (*gate)(const float* up, int64_t count, float* gate);
+};
+
+// Rows of `sums` (kernel_linear.h) to out[num_rows, out_stride], rounded once.
+template <typename T>
+void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, int64_t out_stride,
+                     T* out) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t begin = 0; begin < num_rows;) {
+    const int tile = LinearTileRows(num_rows, begin);
+    const float* const from = sums + begin * padded;
+    for (int r = 0; r < tile && begin + r < num_rows; ++r) {
+      T* const to = out + (begin + r) * out_stride;
+      for (int64_t n = 0; n < count; ++n) FromFloat(from[n * tile + r], to + n);
+    }
+    begin += tile;
+  }
+}
+inline void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, int64_t out_stride,
+                            Dtype dtype, void* out) {
+  switch (dtype) {
+    case Dtype::kBFloat16:
+      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<BFloat16*>(out));
+    case Dtype::kFloat16:
+      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<Float16*>(out));
+    case Dtype::kFloat32:
+      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<float*>(out));
+  }
+}
+
+struct LinearKernelTable {
+  LinearKernels of[kNumDtypes];  // by the dtype of x and w
+};
+
+const LinearKernelTable& GenericLinearKernels();
+#ifndef JAX_PAGED_GENERIC_ONLY
+const LinearKernelTable& Avx2LinearKernels();
+const LinearKernelTable& Avx512LinearKernels();
+const LinearKernelTable& Avx512Bf16LinearKernels();
+#endif
+
+// Those of the instruction set in use (ChosenKernels).
+const LinearKernelTable& ChosenLinearKernels();
+
+}  // namespace jax_paged::cpu
+
+#endif  // JAX_PAGED_CPU_LINEAR_KERNELS_H_

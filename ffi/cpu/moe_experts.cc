@@ -1,0 +1,264 @@
+// The handler of jax_paged.moe_experts.v1 on CPU: out[t] = sum over j of weights[t, j] times the
+// gated MLP of expert experts[t, j] on x[t].
+//
+//   pair    (token, chosen expert); pairs are sorted by expert, then by token, so an expert's rows
+//           of x lie together and each of its weights is read once for all of them. Experts that
+//           no token chose are never touched
+//   group   the pairs of one expert, padded to whole tiles of rows (kernel_linear.h)
+// Steps, each shared by all workers: gather x; gate and up -> silu(gate) * up; down; then each
+// token adds its experts in the order of j. Bits depend on nothing but the inputs.
+//
+// A call of many tokens runs in turns of at most kMaxPairs pairs, which bounds its memory.
+
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/ffi_checks.h"
+#include "common/schedule.h"
+#include "cpu/handlers.h"
+#include "cpu/linear_kernels.h"
+#include "cpu/parallel_for.h"
+#include "cpu/scratch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jax_paged::cpu {
+namespace {
+
+constexpr char kOp[] = "jax_paged.moe_experts";
+constexpr int64_t kMaxPairs = 4096;
+constexpr int64_t kBlockBytes = 128 << 10;  // of weights: a block stays in L2
+constexpr int64_t kRowsPerItem = 16;        // that are gathered or added by one worker
+
+struct Experts {
+  const char* x;
+  const char* gate_up;
+  const char* down;
+  const int32_t* experts;
+  const float* weights;
+  char* out;
+  Dtype dtype;
+  int64_t num_experts;
+  int64_t experts_per_token;
+  int64_t hidden;
+  int64_t inner;
+};
+
+struct Group {
+  int32_t expert;
+  int64_t first_row;  // of its pairs, among the padded rows
+  int64_t num_rows;
+};
+
+// The pairs of one turn, sorted.
+struct Pairs {
+  std::vector<Group> groups;
+  std::vector<int64_t> token_of;  // by padded row: token of the turn, or -1
+  std::vector<int64_t> row_of;    // by pair in token order: its padded row, or -1 (no such expert)
+};
+
+Pairs SortPairs(const Experts& call, int64_t first_token, int64_t num_tokens) {
+  const int64_t k = call.experts_per_token;
+  const int32_t* const experts = call.experts + first_token * k;
+  std::vector<int64_t> counts(static_cast<size_t>(call.num_experts), 0);
+  const auto is_expert = [&](int32_t id) { return id >= 0 && id < call.num_experts; };
+  for (int64_t i = 0; i < num_tokens * k; ++i) {
+    if (is_expert(experts[i])) ++counts[static_cast<size_t>(experts[i])];
+  }
+  Pairs pairs;
+  std::vector<int64_t> next(counts.size());
+  int64_t rows = 0;
+  for (size_t e = 0; e < counts.size(); ++e) {
+    if (counts[e] == 0) continue;
+    pairs.groups.push_back({static_cast<int32_t>(e), rows, counts[e]});
+    next[e] = rows;
+    rows += PadLinearRows(counts[e]);
+  }
+  pairs.token_of.assign(static_cast<size_t>(rows), -1);
+  pairs.row_of.assign(static_cast<size_t>(num_tokens * k), -1);
+  for (int64_t i = 0; i < num_tokens * k; ++i) {
+    if (!is_expert(experts[i])) continue;
+    const int64_t row = next[static_cast<size_t>(experts[i])]++;
+    pairs.token_of[static_cast<size_t>(row)] = i / k;
+    pairs.row_of[static_cast<size_t>(i)] = row;
+  }
+  return pairs;
+}
+
+// Rows of weights per item.
+int64_t BlockColumns(int64_t row_bytes) {
+  return Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
+}
+
+void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, int64_t num_tokens) {
+  const LinearKernels& kernels = ChosenLinearKernels().of[static_cast<int>(call.dtype)];
+  const Pairs pairs = SortPairs(call, first_token, num_tokens);
+  const int64_t num_rows = static_cast<int64_t>(pairs.token_of.size());
+  const int64_t num_groups = static_cast<int64_t>(pairs.groups.size());
+  const int64_t bytes = ByteWidth(call.dtype);
+  const int64_t workers = Clamp(pool.num_threads(), 1, 1024);
+  const int64_t x_stride = RoundUp(call.hidden, kPadFloats);
+  const int64_t h_stride = RoundUp(call.inner, kPadFloats);
+  const int64_t gate_block = BlockColumns(2 * call.hidden * bytes);
+  const int64_t down_block = BlockColumns(call.inner * bytes);
+  int64_t most_rows = 0;
+  for (const Group& group : pairs.groups) {
+    const int64_t padded = PadLinearRows(group.num_rows);
+    if (padded > most_rows) most_rows = padded;
+  }
+  const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
+  const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
+  // For gate, up and down; or for the sum of one token.
+  const int64_t sums_floats = RoundUp(
+      Clamp(2 * gate_floats + down_floats, call.hidden, INT64_MAX - kPadFloats), kPadFloats);
+
+  const int64_t floats = num_rows * (x_stride + 2 * h_stride + call.hidden) + workers * sums_floats;
+  const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
+  float* const x_rows = reinterpret_cast<float*>(scratch.data());  // [num_rows, x_stride]
+  float* const h_rows = x_rows + num_rows * x_stride;              // [num_rows, h_stride]
+  float* const h = h_rows + num_rows * h_stride;  // [num_rows, inner] in the dtype of the call
+  float* const y = h + num_rows * h_stride;       // [num_rows, hidden]
+  float* const sums = y + num_rows * call.hidden;
+  const auto load = [&](const char* source, int64_t depth, int64_t row, float* to, int64_t stride) {
+    kernels.load_rows(source, 0, 1, source ? 1 : 0, depth, to + row * stride, stride);
+  };
+
+  ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
+    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_rows);
+    for (int64_t row = item * kRowsPerItem; row < end; ++row) {
+      const int64_t token = pairs.token_of[static_cast<size_t>(row)];
+      const char* const source =
+          token < 0 ? nullptr : call.x + (first_token + token) * call.hidden * bytes;
+      load(source, call.hidden, row, x_rows, x_stride);
+    }
+  });
+
+  const int64_t gate_blocks = CeilDiv(call.inner, gate_block);
+  ParallelFor(pool, num_groups * gate_blocks, workers, [&](int64_t item, int64_t worker) {
+    const Group& group = pairs.groups[static_cast<size_t>(item / gate_blocks)];
+    const int64_t begin = item % gate_blocks * gate_block;
+    const int64_t count = Clamp(call.inner - begin, 0, gate_block);
+    float* const gate = sums + worker * sums_floats;
+    float* const up = gate + gate_floats;
+    const float* const x = x_rows + group.first_row * x_stride;
+    const char* const w =
+        call.gate_up + (group.expert * 2 * call.inner + begin) * call.hidden * bytes;
+    kernels.sums(x, x_stride, group.num_rows, w, call.hidden, count, gate);
+    kernels.sums(x, x_stride, group.num_rows, w + call.inner * call.hidden * bytes, call.hidden,
+                 count, up);
+    kernels.gate(up, PadLinearRows(group.num_rows) * RoundUp(count, kLinearColumns), gate);
+    StoreLinearSums(gate, group.num_rows, count, call.inner, call.dtype,
+                    reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
+  });
+
+  ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
+    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_rows);
+    for (int64_t row = item * kRowsPerItem; row < end; ++row) {
+      const bool is_pair = pairs.token_of[static_cast<size_t>(row)] >= 0;
+      const char* const source = reinterpret_cast<const char*>(h) + row * call.inner * bytes;
+      load(is_pair ? source : nullptr, call.inner, row, h_rows, h_stride);
+    }
+  });
+
+  const int64_t down_blocks = CeilDiv(call.hidden, down_block);
+  ParallelFor(pool, num_groups * down_blocks, workers, [&](int64_t item, int64_t worker) {
+    const Group& group = pairs.groups[static_cast<size_t>(item / down_blocks)];
+    const int64_t begin = item % down_blocks * down_block;
+    const int64_t count = Clamp(call.hidden - begin, 0, down_block);
+    float* const mine = sums + worker * sums_floats + 2 * gate_floats;
+    const char* const w = call.down + (group.expert * call.hidden + begin) * call.inner * bytes;
+    kernels.sums(h_rows + group.first_row * h_stride, h_stride, group.num_rows, w, call.inner,
+                 count, mine);
+    StoreLinearSums(mine, group.num_rows, count, call.hidden,
+                    y + group.first_row * call.hidden + begin);
+  });
+
+  ParallelFor(pool, CeilDiv(num_tokens, kRowsPerItem), workers, [&](int64_t item, int64_t worker) {
+    float* const sum = sums + worker * sums_floats;
+    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_tokens);
+    for (int64_t token = item * kRowsPerItem; token < end; ++token) {
+      std::memset(sum, 0, static_cast<size_t>(call.hidden) * sizeof(float));
+      for (int64_t j = 0; j < call.experts_per_token; ++j) {
+        const int64_t pair = token * call.experts_per_token + j;
+        const int64_t row = pairs.row_of[static_cast<size_t>(pair)];
+        if (row < 0) continue;
+        const float weight = call.weights[first_token * call.experts_per_token + pair];
+        const float* const from = y + row * call.hidden;
+        for (int64_t d = 0; d < call.hidden; ++d) sum[d] += weight * from[d];
+      }
+      char* const to = call.out + (first_token + token) * call.hidden * bytes;
+      StoreLinearSums(sum, 1, call.hidden, call.hidden, call.dtype, to);
+    }
+  });
+}
+
+ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
+                      ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
+                      ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
+  std::string error;
+  const auto failed = [&](std::string text) {
+    error = std::move(text);
+    return !error.empty();
+  };
+  Experts call;
+  if (failed(ReadDtype(kOp, "x", x.element_type(), &call.dtype)) ||
+      failed(CheckType(kOp, "gate_up", gate_up.element_type(), x.element_type())) ||
+      failed(CheckType(kOp, "down", down.element_type(), x.element_type())) ||
+      failed(CheckType(kOp, "out", out->element_type(), x.element_type())) ||
+      failed(CheckRank(kOp, "x", Shape(x), 2)) || failed(CheckRank(kOp, "down", Shape(down), 3)) ||
+      failed(CheckRank(kOp, "experts", Shape(experts), 2))) {
+    return ffi::Error::InvalidArgument(error);
+  }
+  const int64_t num_tokens = Shape(x)[0];
+  call.hidden = Shape(x)[1];
+  call.num_experts = Shape(down)[0];
+  call.inner = Shape(down)[2];
+  call.experts_per_token = Shape(experts)[1];
+  if (failed(CheckShape(kOp, "down", Shape(down), {call.num_experts, call.hidden, call.inner})) ||
+      failed(CheckShape(kOp, "gate_up", Shape(gate_up),
+                        {call.num_experts, 2 * call.inner, call.hidden})) ||
+      failed(CheckShape(kOp, "experts", Shape(experts), {num_tokens, call.experts_per_token})) ||
+      failed(CheckShape(kOp, "weights", Shape(weights), {num_tokens, call.experts_per_token})) ||
+      failed(CheckShape(kOp, "out", Shape(*out), {num_tokens, call.hidden}))) {
+    return ffi::Error::InvalidArgument(error);
+  }
+  if (call.hidden % 8 != 0 || call.hidden < 8 || call.inner % 8 != 0 || call.inner < 8) {
+    return ffi::Error::InvalidArgument(
+        Mismatch(kOp, "gate_up", "hidden and inner sizes that are positive multiples of 8",
+                 std::to_string(call.hidden) + " and " + std::to_string(call.inner)));
+  }
+  call.x = static_cast<const char*>(x.untyped_data());
+  call.gate_up = static_cast<const char*>(gate_up.untyped_data());
+  call.down = static_cast<const char*>(down.untyped_data());
+  call.experts = experts.typed_data();
+  call.weights = weights.typed_data();
+  call.out = static_cast<char*>(out->untyped_data());
+  const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
+  try {
+    for (int64_t token = 0; token < num_tokens; token += turn) {
+      RunTurn(pool, call, token, Clamp(num_tokens - token, 0, turn));
+    }
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeExpertsHandler, MoeExperts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::AnyBuffer>()         // gate_up
+                                  .Arg<ffi::AnyBuffer>()         // down
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // experts
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // weights
+                                  .Ret<ffi::AnyBuffer>());       // out
+
+}  // namespace jax_paged::cpu

@@ -1,0 +1,174 @@
+"""Mixture of experts: the chosen experts' gated MLPs for each token.
+
+Only experts that some token chose are read, each about once for all of its tokens: one mechanism
+for decode and prefill.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_paged import _ffi
+from jax_paged._ffi import Implementation
+from jax_paged.linear import contract_last
+from jax_paged.sharding import HeadAxes
+from jax_paged.validation import as_index, check_choice, check_float, check_shape, expect
+
+TARGET = "jax_paged.moe_experts.v1"
+_LARGEST_BLOCK = 64
+
+
+def moe_experts(
+    x: Float[Array, "tokens hidden"],
+    gate_up: Float[Array, "experts two_inner hidden"],
+    down: Float[Array, "experts hidden inner"],
+    experts: Int[Array, "tokens k"],
+    weights: Float[Array, "tokens k"],
+    *,
+    live: Bool[Array, "tokens"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "tokens hidden"]:
+    """Adds up each token's experts.
+
+    out[t] = Σ_j weights[t, j] · down[e] · (silu(gate[e] · x[t]) ⊙ up[e] · x[t]), e = experts[t, j]
+
+    Args:
+      x: [tokens, hidden], bf16, f16 or f32.
+      gate_up: [num_experts, 2 · inner, hidden], gate rows first; dtype of x.
+      down: [num_experts, hidden, inner]; dtype of x.
+      experts: integers [tokens, k]. One outside [0, num_experts) adds nothing and reads nothing.
+      weights: [tokens, k], cast to f32.
+      live: tokens that count; the others get 0 and no expert is read for them. None = all.
+      implementation: None = native on CPU, reference elsewhere and where the process has several
+        devices; "native"; "reference".
+
+    Returns:
+      [tokens, hidden] in x's dtype. Products are summed in f32, the gated product is rounded to x's
+      dtype, a token's experts are summed in f32 in the order of j.
+
+    Raises:
+      ValueError: an argument's shape or dtype is wrong.
+      NotImplementedError: the native kernel does not take these sizes (multiples of 8).
+
+    Differentiable by implementation="reference". vmap runs one call after another.
+
+    >>> import jax.numpy as jnp
+    >>> x, gate_up, down = jnp.ones((1, 8)), jnp.ones((2, 16, 8)), jnp.ones((2, 8, 8))
+    >>> out = moe_experts(x, gate_up, down, jnp.array([[1]]), jnp.array([[0.5]]))
+    >>> print(out.shape, round(float(out[0, 0])))  # 0.5 · 8 · (silu(8) · 8)
+    (1, 8) 256
+    """
+    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_float("x", x)
+    check_float("gate_up", gate_up, x.dtype)
+    check_float("down", down, x.dtype)
+    check_shape("x", x, "tokens hidden", (None, None))
+    check_shape("down", down, "experts hidden inner", (None, x.shape[1], None))
+    num_experts, hidden, inner = down.shape
+    check_shape("gate_up", gate_up, "experts 2·inner hidden", (num_experts, 2 * inner, hidden))
+    experts = as_index("experts", experts)
+    check_shape("experts", experts, "tokens k", (x.shape[0], None))
+    check_shape("weights", weights, "tokens k", tuple(experts.shape))
+    if implementation != "reference" and (hidden % 8 or inner % 8):
+        raise NotImplementedError(
+            f"gate_up: expected hidden and inner sizes that are multiples of 8, got {hidden} and "
+            f"{inner}; implementation='reference' takes any"
+        )
+    if live is not None:
+        expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
+        check_shape("live", live, "tokens", (x.shape[0],))
+    return _moe_experts(implementation, x, gate_up, down, experts, weights, live)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _moe_experts(implementation, x, gate_up, down, experts, weights, live):
+    if 0 in experts.shape:
+        return jnp.zeros_like(x)
+    if live is not None:
+        experts = jnp.where(live[:, None], experts, jnp.int32(-1))
+    operands = (x, gate_up, down, experts, weights.astype(jnp.float32))
+    return _batched(implementation)(*operands)
+
+
+@functools.cache
+def _batched(implementation: Implementation):
+    @custom_vmap
+    def call(*operands):
+        (out,) = _ffi.ffi_call(
+            TARGET,
+            operands,
+            {},
+            heads=HeadAxes(
+                dict.fromkeys(("x", "gate_up", "down", "experts", "weights")), results=(None,)
+            ),
+            implementation=implementation,
+            reference=lambda *operands: (_reference(*operands),),
+        )
+        return out
+
+    @call.def_vmap
+    def one_after_another(axis_size, in_batched, *operands):
+        mapped = [x for x, b in zip(operands, in_batched, strict=True) if b]
+
+        def one(mapped):
+            mapped = iter(mapped)
+            return call(
+                *(next(mapped) if b else x for x, b in zip(operands, in_batched, strict=True))
+            )
+
+        return jax.lax.map(one, mapped), True
+
+    return _reference if implementation == "reference" else call
+
+
+def _block_size(num_pairs: int, num_experts: int) -> int:
+    """Pairs per block: 1 while experts hardly repeat, else near the mean per expert."""
+    size = 1
+    while size < _LARGEST_BLOCK and size * num_experts < num_pairs:
+        size *= 2
+    return size
+
+
+def _gated_mlp(x, gate_up, down):
+    gate, up = jnp.split(contract_last(x, gate_up, jnp.float32), 2, axis=-1)
+    return contract_last((jax.nn.silu(gate) * up).astype(x.dtype), down, jnp.float32)
+
+
+def _reference(x, gate_up, down, experts, weights, block_size: int | None = None):
+    """A loop over blocks of at most block_size pairs (token, expert) of one expert.
+
+    The pairs are sorted by expert; each block slices its expert's weights and runs its MLP.
+    """
+    tokens, hidden = x.shape
+    num_experts, k = gate_up.shape[0], experts.shape[1]
+    num_pairs = tokens * k
+    size = _block_size(num_pairs, num_experts) if block_size is None else block_size
+    is_expert = (experts >= 0) & (experts < num_experts)
+    experts = jnp.where(is_expert, experts, jnp.int32(num_experts))  # sorts last
+    flat = experts.reshape(num_pairs)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    expert_ids = jnp.arange(num_experts, dtype=jnp.int32)
+    counts = jnp.sum(flat[:, None] == expert_ids[None, :], axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    blocks = (counts + (size - 1)) // size
+    last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
+    sorted_tokens = jnp.pad(order // k, (0, size))
+
+    def run_block(block, sorted_out):
+        expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
+        begin = starts[expert] + (block - last_blocks[expert] + blocks[expert]) * size
+        rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
+        out = _gated_mlp(rows, gate_up[expert], down[expert])
+        # A short block also writes rows beyond its own; the next expert's block overwrites them.
+        return jax.lax.dynamic_update_slice(sorted_out, out, (begin, jnp.int32(0)))
+
+    sorted_out = jax.lax.fori_loop(
+        jnp.int32(0), last_blocks[-1], run_block, jnp.zeros((num_pairs + size, hidden), jnp.float32)
+    )
+    rank = jnp.zeros(num_pairs, jnp.int32).at[order].set(jnp.arange(num_pairs, dtype=jnp.int32))
+    out = sorted_out[rank].reshape(tokens, k, hidden)
+    out = jnp.where(is_expert[:, :, None], out * weights[:, :, None], jnp.float32(0)).sum(axis=1)
+    return out.astype(x.dtype)
