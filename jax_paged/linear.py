@@ -34,8 +34,8 @@ def linear(
       x: [tokens, in], bf16, f16 or f32.
       weight: [out, in] as published; dtype of x.
       out_dtype: bf16, f16 or f32; None = that of x. The sum is rounded once.
-      implementation: None = native on CPU, XLA's product elsewhere and where the process has several
-        devices (XLA can split it over them); "native"; "reference" = XLA's.
+      implementation: None = native on CPU, XLA's product elsewhere and where there are several
+        devices (which XLA can split it over); "native"; "reference" = XLA's.
 
     Returns:
       [tokens, out] in out_dtype. On CPU its bits do not depend on the number of threads.
