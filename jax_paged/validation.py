@@ -200,7 +200,7 @@ def check_qkv(
             check_float(name, x)
             check_shape(name, x, "head_dim", (head_dim,))
     for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
-        _check_native(name, shape.head_dim, spec.implementation)
+        check_native(name, shape.head_dim, spec.implementation)
     if spec.implementation != "reference" and spec.style == "half" and rotary_dim % 4:
         raise NotImplementedError(
             "rotary_dim: native kernels take a multiple of 4 with style='half', "
