@@ -98,13 +98,15 @@ COMPILE = ("-std=c++17", "-O1", "-fPIC", "-DJAX_PAGED_EMULATE")
 # The kernels that the planted bugs are tried on: one head_dim, so that they compile in a second.
 KERNELS = """
 #include "cuda/attention/decode.cuh"
+#include "cuda/attention/prefill.cuh"
 #include "emu/attention/kernels.h"
 namespace jax_paged::emu {
-AttentionKernel BFloat16Kernel(const cuda::AttentionArgs& args) {
-  return {cuda::DecodeCta<BFloat16, 64>, cuda::DecodeTraits<64>::SharedBytes(args.stages)};
+AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args) {
+  return {{cuda::DecodeCta<BFloat16, 64>, cuda::DecodeTraits<64>::SharedBytes(args.stages)},
+          {cuda::PrefillCta<BFloat16, 64>, cuda::PrefillTraits<64>::kSharedBytes}};
 }
-AttentionKernel Float16Kernel(const cuda::AttentionArgs&) { return {nullptr, 0}; }
-AttentionKernel Float32Kernel(const cuda::AttentionArgs&) { return {nullptr, 0}; }
+AttentionKernels Float16Kernels(const cuda::AttentionArgs&) { return {}; }
+AttentionKernels Float32Kernels(const cuda::AttentionArgs&) { return {}; }
 }  // namespace jax_paged::emu
 #include "emu/attention/library.cc"
 """

@@ -47,7 +47,7 @@ struct alignas(16) RowLengths {
   int32_t q_begin;
   int32_t q_len;
   int32_t seq_len;
-  int32_t num_units;  // KV heads x tiles of packed rows; 0: nothing to compute
+  int32_t num_units;  // KV heads x tiles of packed rows; 0: nothing for the decode kernel to do
 };
 struct alignas(16) RowSplits {
   int32_t num_pieces;   // per unit
@@ -75,7 +75,9 @@ struct AttentionArgs {
   Global<RowLengths> row_lengths;  // [max_seqs]
   Global<RowSplits> row_splits;    // [max_seqs]
   Global<int64_t> first_piece;     // [max_seqs + 1]
+  Global<int64_t> first_prefill;   // [max_seqs + 1], prefill units before each row
   Global<uint32_t> arrivals;       // [num_slots]
+  Global<uint32_t> ticket;         // prefill units drawn beyond the first of each CTA
 
   PageStrides k_strides;
   PageStrides v_strides;
@@ -99,6 +101,7 @@ struct AttentionArgs {
   int32_t split_tokens;   // 0: off
   int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
   int32_t stages;         // of the decode kernel's rings
+  int32_t prefill_rows;   // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;
 
   JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {
@@ -138,7 +141,7 @@ inline int64_t NumSlots(const WorkspaceShape& shape) {
 // The workspace in 4-byte words; jax_paged/attention.py computes the same.
 inline int64_t WorkspaceWords(const WorkspaceShape& shape) {
   const int64_t slot_words = kTileRows * (shape.v_head_dim + 2) + 1;
-  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 10 + 4;
+  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 12 + 5;
 }
 
 // Places the workspace arrays in `words` words at `memory`, which is aligned to 16 bytes.
@@ -156,7 +159,9 @@ inline void CarveWorkspace(Global<char> memory, const WorkspaceShape& shape, Att
   args->partial_out = take(slots * kTileRows * shape.v_head_dim * 4).As<float>();
   args->partial_ml = take(slots * kTileRows * 8).As<float>();
   args->first_piece = take((shape.max_seqs + 1) * 8).As<int64_t>();
+  args->first_prefill = take((shape.max_seqs + 1) * 8).As<int64_t>();
   args->arrivals = take(slots * 4).As<uint32_t>();
+  args->ticket = take(4).As<uint32_t>();
 }
 
 }  // namespace jax_paged::cuda

@@ -13,12 +13,16 @@ __global__ void __launch_bounds__(kPlanThreads)
 }
 
 template <typename T>
-cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {
+cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   cudaError_t error = cudaSuccess;
-  const auto decode = [&](auto head_dim) {
+  const auto launch = [&](auto head_dim) {
+    args.prefill_rows = MayPrefill(args) ? PrefillRows(head_dim.value) : 0;
     error = LaunchDecode<T, head_dim.value>(stream, limits, args);
+    if (error == cudaSuccess && args.prefill_rows > 0) {
+      error = LaunchPrefill<T, head_dim.value>(stream, limits, args);
+    }
   };
-  if (!WithDecodeHeadDim(args.head_dim, args.v_head_dim, decode)) {
+  if (!WithDecodeHeadDim(args.head_dim, args.v_head_dim, launch)) {
     error = LaunchSimt<T>(stream, limits, args);
   }
   return error;

@@ -14,7 +14,8 @@ namespace jax_paged::cuda {
 // Of the current device; asked once per device.
 cudaError_t GetDeviceLimits(DeviceLimits* limits);
 
-// Fills args.num_workers and args.stages, then launches the planner and the attention kernel.
+// Fills num_workers, stages and prefill_rows, then launches the planner, the decode kernel and,
+// where the shapes leave room for rows that it takes, the prefill kernel.
 cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits& limits,
                             AttentionArgs args);
 
@@ -23,6 +24,10 @@ cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
 template <typename T, int HEAD_DIM>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
+// After LaunchDecode of the same args, whose planner has listed the prefill units.
+template <typename T, int HEAD_DIM>
+cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits,
+                          const AttentionArgs& args);
 template <typename T>
 cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 

@@ -8,6 +8,7 @@
 
 #include "cuda/attention/decode.cuh"
 #include "cuda/attention/launch.h"
+#include "cuda/attention/prefill.cuh"
 #include "cuda/attention/simt.cuh"
 #include "cuda/attention/traits.h"
 
@@ -53,6 +54,29 @@ cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, Attent
   if (error != cudaSuccess) return error;
   DecodeKernel<T, HEAD_DIM>
       <<<args.num_workers, kAttentionThreads, Traits::SharedBytes(shape.stages), stream>>>(args);
+  return cudaGetLastError();
+}
+
+// Two CTAs per multiprocessor: at most 255 registers, of which O and S take 192 at head_dim 128.
+template <typename T, int HEAD_DIM>
+__global__ void __launch_bounds__(kAttentionThreads, 2)
+    PrefillKernel(__grid_constant__ const AttentionArgs args) {
+  PrefillCta<T, HEAD_DIM>(args);
+}
+
+template <typename T, int HEAD_DIM>
+cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits,
+                          const AttentionArgs& args) {
+  static std::atomic<uint64_t> allowed{0};
+  constexpr int32_t kSharedBytes = PrefillTraits<HEAD_DIM>::kSharedBytes;
+  const int32_t ctas = PrefillCtasPerMultiprocessor(limits, kSharedBytes);
+  if (ctas == 0) return cudaErrorInvalidConfiguration;
+  const cudaError_t error = AllowSharedMemory(PrefillKernel<T, HEAD_DIM>, limits, &allowed);
+  if (error != cudaSuccess) return error;
+  const int64_t most = MaxPrefillUnits(args);
+  const int64_t resident = int64_t{limits.multiprocessors} * ctas;
+  PrefillKernel<T, HEAD_DIM><<<static_cast<unsigned>(most < resident ? most : resident),
+                               kAttentionThreads, kSharedBytes, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -44,7 +44,8 @@ inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
           call.split_tokens};
 }
 
-// Returns "" or one line: argument, expected, got. Leaves num_workers and stages to the launch.
+// Returns "" or one line: argument, expected, got. Leaves num_workers, stages and prefill_rows to
+// the launch.
 inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   const auto wrong = [](const char* argument, const char* expected, int64_t got) {
     return Mismatch(kAttentionOp, argument, expected, std::to_string(got));
@@ -104,6 +105,7 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->split_tokens = clamp(call.split_tokens);
   args->num_workers = 0;
   args->stages = 0;
+  args->prefill_rows = 0;
   args->causal = call.causal;
   return "";
 }

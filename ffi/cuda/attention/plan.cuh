@@ -2,18 +2,21 @@
 // with no help from the host.
 //
 //   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group
-//   inside)
-//          share each KV head.
-//   unit   (row, KV head, tile of kTileRows packed rows)
+//          inside) share each KV head.
+//   unit   (row, KV head, tile of kTileRows packed rows), for the decode kernel or simt.cuh
 //   piece  what a unit is made of: one KV tile where splits are automatic, else one split. Pieces
-//   are
-//          numbered through: row, KV head, tile of packed rows, position. Worker w owns the pieces
-//          [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to within a
-//          piece, and at most two units of a worker are shared with others (stream-K, after
-//          LeanAttention).
+//          are numbered through: row, KV head, tile of packed rows, position. Worker w owns the
+//          pieces [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to
+//          within a piece, and at most two units of a worker are shared with others (stream-K,
+//          after LeanAttention).
+//   prefill unit  (row, tile of args.prefill_rows packed rows, KV head) of a row with more than one
+//          query and more than kTileRows packed rows; such a row has no units of the other kind. A
+//          CTA of prefill.cuh does it whole. Numbered row by row, from a row's last tile to its
+//          first: the later a tile, the more keys it sees, and long units should begin early.
 //
 // Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
-// out = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters to 0.
+// out = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters
+// and the ticket of the prefill units to 0.
 //
 // Grid: any number of CTAs of 256 threads. Each walks all rows (a scan of a few hundred numbers,
 // cheaper than a second launch); CTA 0 writes the plan, the CTAs share the zero-filling. Bound by
@@ -90,19 +93,24 @@ JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_
 struct RowPlan {
   RowLengths lengths;
   RowSplits splits;
+  int64_t prefill_units;
 };
 
 // Everything but first_slot.
 JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int32_t q_end,
                                  int32_t seq_len) {
-  RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}};
+  RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}, 0};
   if (plan.lengths.q_len == 0 || seq_len == 0) return plan;
   const int32_t packed_rows = plan.lengths.q_len * args.group_size;
+  const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
+  if (!is_decode && args.prefill_rows > 0) {
+    plan.prefill_units = args.num_kv_heads * DivideUp(packed_rows, args.prefill_rows);
+    return plan;
+  }
   const int32_t tiles = static_cast<int32_t>(DivideUp(seq_len, kTileTokens));
   plan.lengths.num_units =
       args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
   if (args.has_fixed_splits()) {
-    const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
     if (!is_decode) {
       plan.splits.piece_tiles = tiles;
     } else if (args.split_tokens > 0) {
@@ -138,6 +146,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   int64_t num_pieces = 0;
   int64_t num_slots = 0;
   int64_t most_pieces = 0;
+  int64_t num_prefill = 0;
   for (int32_t base = 0; base < args.max_seqs; base += kPlanThreads) {
     const int32_t row = base + thread;
     const bool is_live = row < num_seqs;
@@ -157,23 +166,29 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
     const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
     const int64_t row_slots =
         args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;
-    int64_t block_pieces, block_slots, block_most;
+    int64_t block_pieces, block_slots, block_most, block_prefill;
     const int64_t first_piece =
         num_pieces - row_pieces + BlockScan</*MAX=*/false>(row_pieces, warp_totals, &block_pieces);
     plan.splits.first_slot =
         num_slots - row_slots + BlockScan</*MAX=*/false>(row_slots, warp_totals, &block_slots);
     BlockScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &block_most);
+    const int64_t first_prefill =
+        num_prefill - plan.prefill_units +
+        BlockScan</*MAX=*/false>(plan.prefill_units, warp_totals, &block_prefill);
     num_pieces += block_pieces;
     num_slots += block_slots;
+    num_prefill += block_prefill;
     if (block_most > most_pieces) most_pieces = block_most;
     if (writes_plan && row < args.max_seqs) {
       prim::Store(args.row_lengths + row, plan.lengths);
       prim::Store(args.row_splits + row, plan.splits);
       prim::Store(args.first_piece + row, first_piece);
+      prim::Store(args.first_prefill + row, first_prefill);
     }
 
     prim::Store(begins + thread, begin);
-    prim::Store(empties + thread, static_cast<int32_t>(is_live && row_pieces == 0));
+    const bool is_empty = row_pieces == 0 && plan.prefill_units == 0;
+    prim::Store(empties + thread, static_cast<int32_t>(is_live && is_empty));
     prim::SyncThreads();
     const int32_t rows = args.max_seqs - base < kPlanThreads ? args.max_seqs - base : kPlanThreads;
     for (int32_t i = prim::BlockIndex(); i < rows; i += prim::GridSize()) {
@@ -193,6 +208,8 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
       if (chunk < least) chunk = least;
     }
     prim::Store(args.first_piece + args.max_seqs, num_pieces);
+    prim::Store(args.first_prefill + args.max_seqs, num_prefill);
+    prim::Store(args.ticket, 0u);
     prim::Store(args.header, PlanHeader{num_pieces, chunk});
   }
 }

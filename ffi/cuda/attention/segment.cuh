@@ -147,10 +147,13 @@ JAX_PAGED_DEVICE int32_t VisibleKeys(const AttentionArgs& args, const Segment& s
   return keys < 0 ? 0 : keys;
 }
 
-// The base of the layer's pages.
+// From the pool's first byte to the layer's.
+JAX_PAGED_DEVICE int64_t LayerOffset(const AttentionArgs& args, const PageStrides& strides) {
+  return prim::LoadConst(args.layer) * strides.layer;
+}
 JAX_PAGED_DEVICE Global<const char> LayerPages(const AttentionArgs& args, Global<const char> pages,
                                                const PageStrides& strides) {
-  return pages + prim::LoadConst(args.layer) * strides.layer;
+  return pages + LayerOffset(args, strides);
 }
 
 // sm_scale * log2(e) split into a positive factor and what is done to the bits of q, so that the

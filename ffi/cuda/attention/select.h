@@ -10,7 +10,7 @@
 
 namespace jax_paged::cuda {
 
-// Calls f(std::integral_constant<int, HEAD_DIM>) for the tensor-core kernel that takes these dims;
+// Calls f(std::integral_constant<int, HEAD_DIM>) for the tensor-core kernels that take these dims;
 // false when there is none, then simt.cuh serves them.
 template <typename F>
 bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
@@ -42,12 +42,38 @@ bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
   }
 }
 
+// Whether the shapes of a call leave room for a row with more packed rows than the decode kernel
+// takes at once (plan.cuh). If not, the prefill kernel is not launched.
+inline bool MayPrefill(const AttentionArgs& args) {
+  return args.num_tokens > 1 && int64_t{args.num_tokens} * args.group_size > kTileRows;
+}
+
+// Packed rows of a prefill unit: 32 per warp, or 16 where O of 32 rows would not fit in registers.
+constexpr int32_t PrefillRows(int32_t head_dim) { return head_dim <= 128 ? 128 : 64; }
+
+// Most prefill units that a call of these shapes can have: the tiles that are full, and for each
+// row one that is not.
+inline int64_t MaxPrefillUnits(const AttentionArgs& args) {
+  const int64_t rows = args.num_tokens / 2 < args.max_seqs ? args.num_tokens / 2 : args.max_seqs;
+  const int64_t full_tiles = int64_t{args.num_tokens} * args.group_size / args.prefill_rows;
+  return (full_tiles + rows) * args.num_kv_heads;
+}
+
+inline constexpr int32_t kReservedBytes = 1024;  // of shared memory per CTA, by the driver
+
 // What a device can hold.
 struct DeviceLimits {
   int32_t multiprocessors;
   int32_t shared_bytes_per_cta;  // with opt-in
   int32_t shared_bytes_per_multiprocessor;
 };
+
+// All that run at a time must be in the first wave, since a CTA's first unit is the one of its
+// number.
+inline int32_t PrefillCtasPerMultiprocessor(const DeviceLimits& limits, int32_t shared_bytes) {
+  if (shared_bytes > limits.shared_bytes_per_cta) return 0;
+  return 2 * (shared_bytes + kReservedBytes) <= limits.shared_bytes_per_multiprocessor ? 2 : 1;
+}
 
 struct DecodeShape {
   int32_t stages;
@@ -57,7 +83,6 @@ struct DecodeShape {
 // Two CTAs per multiprocessor with as many stages as fit, else one.
 inline DecodeShape ShapeDecode(const DeviceLimits& limits, int32_t (*shared_bytes)(int32_t stages),
                                int32_t min_stages, int32_t max_stages) {
-  constexpr int32_t kReservedBytes = 1024;  // of shared memory per CTA, by the driver
   for (int32_t ctas = 2; ctas >= 1; --ctas) {
     for (int32_t stages = max_stages; stages >= min_stages; --stages) {
       const int32_t bytes = shared_bytes(stages);

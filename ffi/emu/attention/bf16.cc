@@ -1,18 +1,22 @@
 #include "cuda/attention/decode.cuh"
+#include "cuda/attention/prefill.cuh"
 #include "cuda/attention/select.h"
 #include "cuda/attention/simt.cuh"
 #include "emu/attention/kernels.h"
 
 namespace jax_paged::emu {
 
-AttentionKernel BFloat16Kernel(const cuda::AttentionArgs& args) {
-  AttentionKernel kernel = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<BFloat16>(a).Run(); },
-                            cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
+AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args) {
+  AttentionKernels kernels = {};
+  kernels.decode = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<BFloat16>(a).Run(); },
+                    cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
   cuda::WithDecodeHeadDim(args.head_dim, args.v_head_dim, [&](auto head_dim) {
-    kernel = {cuda::DecodeCta<BFloat16, head_dim.value>,
-              cuda::DecodeTraits<head_dim.value>::SharedBytes(args.stages)};
+    kernels.decode = {cuda::DecodeCta<BFloat16, head_dim.value>,
+                      cuda::DecodeTraits<head_dim.value>::SharedBytes(args.stages)};
+    kernels.prefill = {cuda::PrefillCta<BFloat16, head_dim.value>,
+                       cuda::PrefillTraits<head_dim.value>::kSharedBytes};
   });
-  return kernel;
+  return kernels;
 }
 
 }  // namespace jax_paged::emu

@@ -3,9 +3,10 @@
 
 namespace jax_paged::emu {
 
-AttentionKernel Float32Kernel(const cuda::AttentionArgs& args) {
-  return {[](const cuda::AttentionArgs& a) { cuda::SimtCta<float>(a).Run(); },
-          cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
+AttentionKernels Float32Kernels(const cuda::AttentionArgs& args) {
+  return {{[](const cuda::AttentionArgs& a) { cuda::SimtCta<float>(a).Run(); },
+           cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)},
+          {nullptr, 0}};
 }
 
 }  // namespace jax_paged::emu

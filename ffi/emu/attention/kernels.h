@@ -14,9 +14,15 @@ struct AttentionKernel {
   int32_t shared_bytes;
 };
 
-AttentionKernel BFloat16Kernel(const cuda::AttentionArgs& args);
-AttentionKernel Float16Kernel(const cuda::AttentionArgs& args);
-AttentionKernel Float32Kernel(const cuda::AttentionArgs& args);
+// What serves a call after the planner. Without a prefill kernel the first one serves all rows.
+struct AttentionKernels {
+  AttentionKernel decode;
+  AttentionKernel prefill;
+};
+
+AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args);
+AttentionKernels Float16Kernels(const cuda::AttentionArgs& args);
+AttentionKernels Float32Kernels(const cuda::AttentionArgs& args);
 
 }  // namespace jax_paged::emu
 

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/make_args.h"
 #include "cuda/attention/plan.cuh"
+#include "cuda/attention/select.h"
 #include "emu/attention/kernels.h"
 #include "emu/machine.h"
 
@@ -61,7 +62,7 @@ struct EmulatedCall {
   uint32_t seed;
 };
 
-// Runs planner and attention. Returns "" or what went wrong.
+// Runs planner, decode and, where launch.cu would, prefill. Returns "" or what went wrong.
 const char* emulate_attention(const EmulatedCall* in) {
   namespace emu = jax_paged::emu;
   namespace cuda = jax_paged::cuda;
@@ -119,16 +120,26 @@ const char* emulate_attention(const EmulatedCall* in) {
   if (!error.empty()) return Keep(error);
   args.num_workers = in->num_workers;
   args.stages = in->stages;
+  const emu::AttentionKernels kernels =
+      dtype == Dtype::kBFloat16
+          ? emu::BFloat16Kernels(args)
+          : (dtype == Dtype::kFloat16 ? emu::Float16Kernels(args) : emu::Float32Kernels(args));
+  if (kernels.prefill.run != nullptr && cuda::MayPrefill(args)) {
+    args.prefill_rows = cuda::PrefillRows(args.head_dim);
+  }
   error = emu::Launch({in->plan_ctas, cuda::kPlanThreads, sizeof(cuda::PlanShared), in->seed},
                       [&] { cuda::PlanCta(args); });
-  if (!error.empty()) return Keep(error);
-  const emu::AttentionKernel kernel =
-      dtype == Dtype::kBFloat16
-          ? emu::BFloat16Kernel(args)
-          : (dtype == Dtype::kFloat16 ? emu::Float16Kernel(args) : emu::Float32Kernel(args));
-  return Keep(
-      emu::Launch({args.num_workers, cuda::kAttentionThreads, kernel.shared_bytes, in->seed},
-                  [&] { kernel.run(args); }));
+  const auto run = [&](const emu::AttentionKernel& kernel, int64_t num_ctas) {
+    return emu::Launch(
+        {static_cast<int32_t>(num_ctas), cuda::kAttentionThreads, kernel.shared_bytes, in->seed},
+        [&] { kernel.run(args); });
+  };
+  if (error.empty()) error = run(kernels.decode, args.num_workers);
+  if (error.empty() && args.prefill_rows > 0) {
+    const int64_t units = cuda::MaxPrefillUnits(args);
+    error = run(kernels.prefill, units < args.num_workers ? units : args.num_workers);
+  }
+  return Keep(error);
 }
 
 int64_t workspace_words(int64_t max_seqs, int64_t num_kv_heads, int64_t group_size,

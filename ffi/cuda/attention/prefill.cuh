@@ -1,0 +1,532 @@
+// Attention for many queries per row, on tensor cores (bf16, f16).
+//
+// Grid: persistent CTAs of 4 warps. Each takes the prefill unit of its own number (plan.cuh), then
+// draws tickets. A unit is whole, no other CTA adds to it: bits do not depend on who draws what.
+//   CTA    128 packed rows (64 above head_dim 128): queries in order, the heads of a group inside,
+//   so
+//          that one KV head's tiles serve the whole group; KV tiles of 64 tokens (32 above 128),
+//          from token 0 to the last that the unit's last query sees, all warps reading the same two
+//          stages
+//   warp   32 rows (16): each fragment of K and V feeds two mma.m16n8k16 (one)
+//   lane   of each 16 rows l/4 and l/4 + 8; of each 8 columns the two at 2(l%4)
+// Pipeline, per tile:
+//   wait for the tile's cp.async, syncthreads   its loads are visible to all warps, and all warps
+//   are
+//                                               done with the tile before
+//   issue the next tile into the other stage
+//   S = Q K^T, softmax in log2, O = O a + P V   S, P and O in registers; Q, K and V by ldmatrix
+//   look up the tokens of the tile after next   thread t: page and offset of token t; any page size
+//                                               costs the same
+// Warps whose rows see nothing of a tile only load; only the tiles at a warp's diagonal, at the end
+// and with missing pages are masked. O is rescaled only when a maximum of the warp has moved.
+//
+// A page that does not exist is not read: its tokens are masked, its V is zero. Keys that no query
+// of the unit sees are not read either. A later token with NaN in V, seen by some query of the
+// unit, does reach the unit's earlier queries if it shares a KV tile with a key that they see (0 x
+// NaN): less than in decode.cuh, which reads all of the row's tokens for each unit.
+//
+// Shared memory: (rows + 4 x tokens) x head_dim x 2 bytes + 1 KiB: 97 KiB for head_dim 128 and 256,
+// so two CTAs per multiprocessor of 228 KiB, and one of 100 KiB. Bound by the tensor cores' rate
+// for mma.sync; docs/kernels/prefill.md has the arithmetic. FlashAttention 2 (loop over KV tiles
+// inside a query tile), FlashInfer (packed rows).
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_PREFILL_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_PREFILL_CUH_
+
+#include <cstddef>
+
+#include "cuda/attention/args.h"
+#include "cuda/attention/segment.cuh"
+#include "cuda/attention/select.h"
+#include "cuda/attention/traits.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+inline constexpr int32_t kPrefillStages = 2;
+inline constexpr int32_t kMaskSlots = 4;  // a tile's mask is written two tiles before it is read
+
+// After the queries and the stages.
+template <int TOKENS>
+struct PrefillShared {
+  alignas(16) int64_t offsets[kPrefillStages * TOKENS];  // bytes from the layer; -1: no such token
+  uint32_t token_masks[kMaskSlots * TOKENS / kWarpLanes];
+  uint32_t ticket;
+};
+
+template <int HEAD_DIM>
+struct PrefillTraits {
+  using Row = DecodeTraits<HEAD_DIM>;  // how a row of Q, K or V lies in shared memory
+
+  static constexpr int32_t kRows = PrefillRows(HEAD_DIM);
+  static constexpr int32_t kWarpRows = kRows / kWarps;
+  static constexpr int32_t kRowTiles = kWarpRows / 16;           // of an mma.m16n8k16, per warp
+  static constexpr int32_t kTokens = HEAD_DIM <= 128 ? 64 : 32;  // of a KV tile
+  static constexpr int32_t kMaskWords = kTokens / kWarpLanes;
+  static constexpr int32_t kTileBytes = kTokens * Row::kRowBytes;
+  static constexpr int32_t kStageBytes = 2 * kTileBytes;  // K, then V
+  static constexpr int32_t kQueryBytes = kRows * Row::kRowBytes;
+  static constexpr int32_t kLoads = kTokens * Row::kRowChunks / kAttentionThreads;  // of K or V
+  static_assert(kTokens * Row::kRowChunks % kAttentionThreads == 0);
+  static_assert(kWarpRows * Row::kRowChunks % kWarpLanes == 0);
+
+  using State = PrefillShared<kTokens>;
+  static constexpr int32_t kStateOffset = kQueryBytes + kPrefillStages * kStageBytes;
+  static constexpr int32_t kSharedBytes = kStateOffset + static_cast<int32_t>(sizeof(State));
+};
+
+struct PrefillUnit {
+  int32_t row;
+  UnitRows rows;
+};
+
+// The unit as a segment, of which only row and lengths mean something here. Reads the lengths anew
+// (from L1), so that they take no registers between the few places that need them.
+JAX_PAGED_DEVICE Segment PrefillSegment(const AttentionArgs& args, const PrefillUnit& unit) {
+  Segment segment = {};
+  segment.row = prim::Opaque(unit.row);
+  segment.lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment.row);
+  return segment;
+}
+
+// Each warp finds the unit's row by a 32-way search.
+JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t index) {
+  int32_t low = 0;
+  int32_t high = args.max_seqs;
+  while (high - low > 1) {
+    const int32_t step = (high - low + kWarpLanes - 1) / kWarpLanes;
+    const int32_t probe = low + prim::LaneIndex() * step;
+    const bool is_left =
+        probe < high && prim::LoadConst<int64_t>(args.first_prefill + probe) <= index;
+    low += (prim::PopCount(prim::Ballot(is_left)) - 1) * step;
+    if (high > low + step) high = low + step;
+  }
+  PrefillUnit unit;
+  unit.row = low;
+  const int32_t packed_rows = PrefillSegment(args, unit).lengths.q_len * args.group_size;
+  const int32_t within =
+      index - static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + low));
+  const int32_t from_last = within / args.num_kv_heads;
+  unit.rows.kv_head = within - from_last * args.num_kv_heads;
+  unit.rows.first = ((packed_rows - 1) / args.prefill_rows - from_last) * args.prefill_rows;
+  const int32_t rest = packed_rows - unit.rows.first;
+  unit.rows.count = rest < args.prefill_rows ? rest : args.prefill_rows;
+  return unit;
+}
+
+// Brings a unit's K and V into the stages, with all threads. Keeps little, since registers are
+// short: what is needed once per tile is worked out once per tile.
+template <int HEAD_DIM>
+class PrefillLoader {
+ public:
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Row = typename Traits::Row;
+
+  // `num_keys`: tokens that the unit's last row sees.
+  JAX_PAGED_DEVICE PrefillLoader(const PrefillUnit& unit, int32_t num_keys)
+      : row_(unit.row), kv_head_(unit.rows.kv_head), num_keys_(num_keys) {}
+
+  JAX_PAGED_DEVICE bool HasTile(int32_t tile) const {
+    return tile < (num_keys_ + Traits::kTokens - 1) / Traits::kTokens;
+  }
+
+  // Thread t reads the page id of token t of `tile`.
+  JAX_PAGED_DEVICE void Find(const AttentionArgs& args, int32_t tile) {
+    page_id_ = -1;
+    if (prim::ThreadIndex() >= Traits::kTokens || !HasTile(tile)) return;
+    const int32_t token = tile * Traits::kTokens + prim::ThreadIndex();
+    if (token >= num_keys_) return;
+    page_id_ =
+        prim::LoadConst(args.page_table + (row_ * args.pages_per_seq + args.by_page_size(token)));
+  }
+
+  // Tells all threads what Find found.
+  JAX_PAGED_DEVICE void Publish(const AttentionArgs& args, int32_t tile) const {
+    const int32_t thread = prim::Opaque(prim::ThreadIndex());
+    if (thread >= Traits::kTokens) return;
+    const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
+    int64_t offset = -1;
+    if (has_page) {
+      const int32_t token = tile * Traits::kTokens + thread;
+      const int32_t slot = token - args.by_page_size(token) * args.page_size;
+      offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head_, slot);
+    }
+    prim::Store(Offsets(tile) + thread, offset);
+    const uint32_t mask = prim::Ballot(has_page);
+    if (thread % kWarpLanes == 0) prim::Store(TokenMasks(tile) + thread / kWarpLanes, mask);
+  }
+
+  // Starts the copies of `tile`, which was published before the last barrier.
+  JAX_PAGED_DEVICE static void Issue(const AttentionArgs& args, int32_t tile) {
+    const int32_t thread = prim::Opaque(prim::ThreadIndex());
+    const Shared<char> k_tile = KTile(tile);
+    const Shared<char> v_tile = VTile(tile);
+    const Shared<int64_t> offsets = Offsets(tile);
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      const int32_t row = (i * kAttentionThreads + thread) / Row::kRowChunks;
+      const int32_t chunk = (i * kAttentionThreads + thread) % Row::kRowChunks;
+      const int64_t offset = prim::Load(offsets + row);
+      const bool valid = offset >= 0;
+      const int64_t source = (valid ? offset : 0) + chunk * 16;
+      prim::CpAsync16(k_tile + Row::Offset(row, chunk), args.k_pages + source, valid);
+      prim::CpAsync16(v_tile + Row::Offset(row, chunk), args.v_pages + source, valid);
+    }
+    prim::CpAsyncCommit();
+  }
+
+  JAX_PAGED_DEVICE static Shared<char> KTile(int32_t tile) {
+    return prim::SharedMemory() +
+           (Traits::kQueryBytes + tile % kPrefillStages * Traits::kStageBytes);
+  }
+  JAX_PAGED_DEVICE static Shared<char> VTile(int32_t tile) {
+    return KTile(tile) + Traits::kTileBytes;
+  }
+  // Which tokens of a tile exist, 32 a word.
+  JAX_PAGED_DEVICE static Shared<uint32_t> TokenMasks(int32_t tile) {
+    return (prim::SharedMemory() +
+            (Traits::kStateOffset + offsetof(typename Traits::State, token_masks)))
+               .template As<uint32_t>() +
+           tile % kMaskSlots * Traits::kMaskWords;
+  }
+
+ private:
+  JAX_PAGED_DEVICE static Shared<int64_t> Offsets(int32_t tile) {
+    return (prim::SharedMemory() +
+            (Traits::kStateOffset + offsetof(typename Traits::State, offsets)))
+               .template As<int64_t>() +
+           tile % kPrefillStages * Traits::kTokens;
+  }
+
+  int32_t row_;
+  int32_t kv_head_;
+  int32_t num_keys_;
+  int32_t page_id_ = -1;
+};
+
+// A lane's part of a warp's result.
+template <int HEAD_DIM>
+struct PrefillState {
+  static constexpr int32_t kRowTiles = PrefillTraits<HEAD_DIM>::kRowTiles;
+
+  float o[kRowTiles][HEAD_DIM / 8][4];
+  float m[kRowTiles][2];
+  float l[kRowTiles][2];
+
+  JAX_PAGED_DEVICE void Clear() {
+    JAX_PAGED_UNROLL
+    for (int32_t r = 0; r < kRowTiles; ++r) {
+      JAX_PAGED_UNROLL
+      for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
+        o[r][n][0] = o[r][n][1] = o[r][n][2] = o[r][n][3] = 0.0f;
+      }
+      m[r][0] = m[r][1] = kNegativeInfinity;
+      l[r][0] = l[r][1] = 0.0f;
+    }
+  }
+};
+
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE int32_t FirstWarpRow() {
+  return prim::Opaque(prim::ThreadIndex()) / kWarpLanes * PrefillTraits<HEAD_DIM>::kWarpRows;
+}
+
+// Puts the warp's rows of Q into its rows of shared memory.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void FillQueries(const AttentionArgs& args, const PrefillUnit& unit,
+                                  const LogitScale& scale) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Row = typename Traits::Row;
+  const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
+  const Segment segment = PrefillSegment(args, unit);
+  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
+  JAX_PAGED_UNROLL_4
+  for (int32_t i = prim::Opaque(prim::LaneIndex()); i < Traits::kWarpRows * Row::kRowChunks;
+       i += kWarpLanes) {
+    const int32_t row = first_row + i / Row::kRowChunks;
+    const int32_t chunk = i % Row::kRowChunks;
+    Word4 x = {0, 0, 0, 0};
+    if (row < unit.rows.count && !scale.is_zero) {
+      const int64_t head = HeadIndex(args, segment, unit.rows, row);
+      x = prim::LoadConst(
+          (args.q + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)}).template As<const Word4>());
+      x = {x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign};
+    }
+    prim::Store((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Word4>(), x);
+  }
+}
+
+// S = Q K^T of the warp's rows with one tile.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillScores(
+    Shared<char> k_tile,
+    float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Row = typename Traits::Row;
+  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
+  JAX_PAGED_UNROLL
+  for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
+    uint32_t a[Traits::kRowTiles][4];
+    JAX_PAGED_UNROLL
+    for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+      prim::LoadMatrix(a[r], prim::SharedMemory() +
+                                 Row::Offset(first_row + r * 16 + lane % 16, 2 * k + lane / 16));
+    }
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < Traits::kTokens / 16; ++n) {
+      uint32_t b[4];  // tokens 0-7 and 8-15, each dimensions 0-7 and 8-15 of the step
+      const int32_t token = n * 16 + lane % 8 + lane / 16 * 8;
+      prim::LoadMatrix(b, k_tile + Row::Offset(token, 2 * k + lane / 8 % 2));
+      JAX_PAGED_UNROLL
+      for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+        prim::Mma<T>(s[r][2 * n], a[r], b[0], b[1]);
+        prim::Mma<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Sets the scores to -inf that the warp's rows do not see.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillMask(
+    const AttentionArgs& args, const PrefillUnit& unit, Shared<uint32_t> token_masks,
+    int32_t first_token,
+    float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const Segment segment = PrefillSegment(args, unit);
+  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
+  JAX_PAGED_UNROLL
+  for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+    JAX_PAGED_UNROLL
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t row = first_row + r * 16 + half * 8 + lane / 4;
+      const int32_t visible =
+          VisibleKeys(args, segment, unit.rows, row) - first_token - lane % 4 * 2;
+      JAX_PAGED_UNROLL
+      for (int32_t word = 0; word < Traits::kMaskWords; ++word) {
+        const uint32_t mask = prim::Load(token_masks + word) >> lane % 4 * 2;
+        JAX_PAGED_UNROLL
+        for (int32_t n = 0; n < 4; ++n) {
+          JAX_PAGED_UNROLL
+          for (int32_t i = 0; i < 2; ++i) {
+            const bool is_seen = (mask >> (n * 8 + i) & 1) && word * 32 + n * 8 + i < visible;
+            if (!is_seen) s[r][word * 4 + n][2 * half + i] = kNegativeInfinity;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Scores become weights; m, l and O move on.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillSoftmax(
+    float scale,
+    float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4],
+    PrefillState<HEAD_DIM>* state) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  float keep[Traits::kRowTiles][2];
+  bool moves = false;
+  JAX_PAGED_UNROLL
+  for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+    JAX_PAGED_UNROLL
+    for (int32_t half = 0; half < 2; ++half) {
+      float top = kNegativeInfinity;
+      JAX_PAGED_UNROLL
+      for (int32_t n = 0; n < Traits::kTokens / 8; ++n) {
+        top = prim::Max(top, prim::Max(s[r][n][2 * half], s[r][n][2 * half + 1]));
+      }
+      top = prim::Max(top, prim::ShuffleXor(top, 1));
+      top = prim::Max(top, prim::ShuffleXor(top, 2));
+      const float m = prim::Max(state->m[r][half], top * scale);
+      const float base = Base(m);
+      keep[r][half] = prim::Exp2(state->m[r][half] - base);
+      moves = moves || keep[r][half] != 1.0f;
+      state->m[r][half] = m;
+      float sum = 0.0f;
+      JAX_PAGED_UNROLL
+      for (int32_t n = 0; n < Traits::kTokens / 8; ++n) {
+        JAX_PAGED_UNROLL
+        for (int32_t i = 0; i < 2; ++i) {
+          float& weight = s[r][n][2 * half + i];
+          weight = prim::Exp2(prim::Fma(weight, scale, -base));
+          sum += weight;
+        }
+      }
+      state->l[r][half] = prim::Fma(state->l[r][half], keep[r][half], sum);
+    }
+  }
+  if (prim::Ballot(moves) == 0) return;
+  JAX_PAGED_UNROLL
+  for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 4; ++i) state->o[r][n][i] *= keep[r][i / 2];
+    }
+  }
+}
+
+// O += P V. The C layout of S is the A layout of P. l sums the unrounded weights: rounding is
+// unbiased.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillValues(
+    Shared<char> v_tile,
+    const float (&p)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4],
+    PrefillState<HEAD_DIM>* state) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Row = typename Traits::Row;
+  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  JAX_PAGED_UNROLL
+  for (int32_t k = 0; k < Traits::kTokens / 16; ++k) {
+    uint32_t a[Traits::kRowTiles][4];
+    JAX_PAGED_UNROLL
+    for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 4; ++i) {
+        const float (&x)[4] = p[r][2 * k + i / 2];
+        a[r][i] = prim::PackPair<T>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+      }
+    }
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {
+      uint32_t b[4];  // dimensions 0-7 and 8-15 of the step, each tokens 0-7 and 8-15
+      prim::LoadMatrixTransposed(b, v_tile + Row::Offset(k * 16 + lane % 16, 2 * n + lane / 16));
+      JAX_PAGED_UNROLL
+      for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+        prim::Mma<T>(state->o[r][2 * n], a[r], b[0], b[1]);
+        prim::Mma<T>(state->o[r][2 * n + 1], a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Writes the warp's rows, through its rows of Q in shared memory, so that stores are 16 bytes.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args, const PrefillUnit& unit,
+                                    const PrefillState<HEAD_DIM>& state) {
+  constexpr float kLn2 = 0.69314718055994530942f;
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Row = typename Traits::Row;
+  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const Segment segment = PrefillSegment(args, unit);
+  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
+  prim::SyncWarp();  // every lane has read the queries
+  JAX_PAGED_UNROLL
+  for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+    JAX_PAGED_UNROLL
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t row = first_row + r * 16 + half * 8 + lane / 4;
+      float l = state.l[r][half];
+      l += prim::ShuffleXor(l, 1);
+      l += prim::ShuffleXor(l, 2);
+      // l == 0: no key was seen; O may be 0 x NaN.
+      const bool is_empty = l == 0.0f;
+      const float factor = is_empty ? 0.0f : 1.0f / l;
+      JAX_PAGED_UNROLL
+      for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
+        const float x = state.o[r][n][2 * half] * factor;
+        const float y = state.o[r][n][2 * half + 1] * factor;
+        prim::Store(
+            (prim::SharedMemory() + (Row::Offset(row, n) + lane % 4 * 4)).template As<uint32_t>(),
+            is_empty ? 0u : prim::PackPair<T>(x, y));
+      }
+      if (lane % 4 == 0 && row < unit.rows.count) {
+        const float m = state.m[r][half];
+        prim::Store(args.lse + HeadIndex(args, segment, unit.rows, row),
+                    is_empty ? kNegativeInfinity : Base(m) * kLn2 + prim::Log(l));
+      }
+    }
+  }
+  prim::SyncWarp();  // the rows are there
+  JAX_PAGED_UNROLL_4
+  for (int32_t i = lane; i < Traits::kWarpRows * Row::kRowChunks; i += kWarpLanes) {
+    const int32_t row = first_row + i / Row::kRowChunks;
+    const int32_t chunk = i % Row::kRowChunks;
+    if (row >= unit.rows.count) break;
+    const int64_t head = HeadIndex(args, segment, unit.rows, row);
+    prim::Store(
+        (args.out + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)}).template As<Word4>(),
+        prim::Load((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Word4>()));
+  }
+}
+
+// One unit, and the ticket for the next. Returns with the stages and the look-ups still being read
+// by other warps.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, const PrefillUnit& unit,
+                                   Shared<uint32_t> ticket) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Loader = PrefillLoader<HEAD_DIM>;
+  const Segment segment = PrefillSegment(args, unit);
+  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
+  const int32_t end_row = first_row + Traits::kWarpRows;
+  const int32_t last_row = (end_row < unit.rows.count ? end_row : unit.rows.count) - 1;
+  // Keys that the first row of the warp sees, and its last.
+  const int32_t all_visible = VisibleKeys(args, segment, unit.rows, first_row);
+  const int32_t any_visible =
+      first_row > last_row ? 0 : VisibleKeys(args, segment, unit.rows, last_row);
+
+  Loader loader(unit, VisibleKeys(args, segment, unit.rows, unit.rows.count - 1));
+  loader.Find(args, 0);
+  loader.Publish(args, 0);
+  loader.Find(args, 1);
+  loader.Publish(args, 1);
+  prim::SyncThreads();  // the look-ups of tiles 0 and 1; the last ticket has been read
+  if (loader.HasTile(0)) Loader::Issue(args, 0);
+  const LogitScale scale = LoadScale(args);
+  FillQueries<T, HEAD_DIM>(args, unit, scale);
+  if (prim::ThreadIndex() == 0) prim::Store(ticket, prim::AtomicIncrement(args.ticket, ~0u));
+
+  PrefillState<HEAD_DIM> state;
+  state.Clear();
+  JAX_PAGED_NO_UNROLL
+  for (int32_t tile = 0; loader.HasTile(tile); ++tile) {
+    prim::CpAsyncWait(0);
+    // The tile and the look-ups of the next one are there (and the queries); the stage and the
+    // look-ups of the tile before have been read.
+    prim::SyncThreads();
+    if (loader.HasTile(tile + 1)) Loader::Issue(args, tile + 1);
+    loader.Find(args, tile + 2);
+    const int32_t first_token = tile * Traits::kTokens;
+    if (first_token < any_visible) {
+      float s[Traits::kRowTiles][Traits::kTokens / 8][4] = {};
+      PrefillScores<T, HEAD_DIM>(Loader::KTile(tile), s);
+      bool sees_all = first_token + Traits::kTokens <= all_visible;
+      JAX_PAGED_UNROLL
+      for (int32_t word = 0; word < Traits::kMaskWords; ++word) {
+        sees_all = sees_all && prim::Load(Loader::TokenMasks(tile) + word) == ~0u;
+      }
+      if (!sees_all) {
+        PrefillMask<HEAD_DIM>(args, unit, Loader::TokenMasks(tile), first_token, s);
+      }
+      PrefillSoftmax<HEAD_DIM>(scale.factor, s, &state);
+      PrefillValues<T, HEAD_DIM>(Loader::VTile(tile), s, &state);
+    }
+    loader.Publish(args, tile + 2);
+  }
+  FinishPrefill<T, HEAD_DIM>(args, unit, state);
+}
+
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillCta(const AttentionArgs& args) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  const Shared<uint32_t> ticket =
+      (prim::SharedMemory() + (Traits::kStateOffset + offsetof(typename Traits::State, ticket)))
+          .template As<uint32_t>();
+  // Below 2^31: each unit has more than 16 of num_tokens x num_q_heads packed rows to itself.
+  const int32_t num_units =
+      static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + args.max_seqs));
+  int32_t index = prim::BlockIndex();
+  while (index < num_units) {
+    PrefillTiles<T, HEAD_DIM>(args, FindPrefillUnit(args, index), ticket);
+    prim::SyncThreads();  // the ticket; stages and look-ups may be overwritten
+    index = prim::GridSize() + static_cast<int32_t>(prim::Load(ticket));
+  }
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_PREFILL_CUH_
