@@ -46,10 +46,17 @@ namespace jax_paged::cuda {
 inline constexpr int32_t kPrefillStages = 2;
 inline constexpr int32_t kMaskSlots = 4;  // a tile's mask is written two tiles before it is read
 
+struct PrefillUnit {
+  RowLengths lengths;
+  int32_t row;
+  UnitRows rows;
+};
+
 // After the queries and the stages.
 template <int TOKENS>
 struct PrefillShared {
-  alignas(16) int64_t offsets[kPrefillStages * TOKENS];  // bytes from the layer; -1: no such token
+  PrefillUnit unit;                          // here and not in registers, which are short
+  int64_t offsets[kPrefillStages * TOKENS];  // bytes from the layer; -1: no such token
   uint32_t token_masks[kMaskSlots * TOKENS / kWarpLanes];
   uint32_t ticket;
 };
@@ -73,23 +80,37 @@ struct PrefillTraits {
   using State = PrefillShared<kTokens>;
   static constexpr int32_t kStateOffset = kQueryBytes + kPrefillStages * kStageBytes;
   static constexpr int32_t kSharedBytes = kStateOffset + static_cast<int32_t>(sizeof(State));
+
+  // Row::Offset(row, 2 * step + half) for half 0 or 1, so written that steps 4 apart differ by a
+  // constant, and ldmatrix needs a register for each of four addresses only.
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t StepOffset(int32_t row, int32_t step,
+                                                            int32_t half) {
+    if (!Row::kSwizzled) return row * Row::kRowBytes + half * 16 + step * 32;
+    return row * Row::kRowBytes + ((half ^ (row & 7)) ^ step % 4 * 2) * 16 + step / 4 * 128;
+  }
+
+  template <typename T>
+  JAX_PAGED_DEVICE static Shared<T> Field(size_t offset) {
+    return (prim::SharedMemory() + (kStateOffset + static_cast<int32_t>(offset))).template As<T>();
+  }
 };
 
-struct PrefillUnit {
-  int32_t row;
-  UnitRows rows;
-};
+// The unit that the CTA is at.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE PrefillUnit LoadUnit() {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  return prim::Load(Traits::template Field<PrefillUnit>(offsetof(typename Traits::State, unit)));
+}
 
-// The unit as a segment, of which only row and lengths mean something here. Reads the lengths anew
-// (from L1), so that they take no registers between the few places that need them.
-JAX_PAGED_DEVICE Segment PrefillSegment(const AttentionArgs& args, const PrefillUnit& unit) {
+// The unit as a segment, of which only row and lengths mean something here.
+JAX_PAGED_DEVICE Segment PrefillSegment(const PrefillUnit& unit) {
   Segment segment = {};
-  segment.row = prim::Opaque(unit.row);
-  segment.lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment.row);
+  segment.row = unit.row;
+  segment.lengths = unit.lengths;
   return segment;
 }
 
-// Each warp finds the unit's row by a 32-way search.
+// A warp finds the unit's row by a 32-way search.
 JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t index) {
   int32_t low = 0;
   int32_t high = args.max_seqs;
@@ -103,7 +124,8 @@ JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t 
   }
   PrefillUnit unit;
   unit.row = low;
-  const int32_t packed_rows = PrefillSegment(args, unit).lengths.q_len * args.group_size;
+  unit.lengths = prim::LoadConst<RowLengths>(args.row_lengths + low);
+  const int32_t packed_rows = unit.lengths.q_len * args.group_size;
   const int32_t within =
       index - static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + low));
   const int32_t from_last = within / args.num_kv_heads;
@@ -112,6 +134,12 @@ JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t 
   const int32_t rest = packed_rows - unit.rows.first;
   unit.rows.count = rest < args.prefill_rows ? rest : args.prefill_rows;
   return unit;
+}
+
+// The thread's index; what is computed from it is computed where it is used, not kept in registers.
+JAX_PAGED_DEVICE int32_t OpaqueThread() {
+  // The mask tells the compiler that it is not negative.
+  return prim::Opaque(prim::ThreadIndex()) & (kAttentionThreads - 1);
 }
 
 // Brings a unit's K and V into the stages, with all threads. Keeps little, since registers are
@@ -123,8 +151,7 @@ class PrefillLoader {
   using Row = typename Traits::Row;
 
   // `num_keys`: tokens that the unit's last row sees.
-  JAX_PAGED_DEVICE PrefillLoader(const PrefillUnit& unit, int32_t num_keys)
-      : row_(unit.row), kv_head_(unit.rows.kv_head), num_keys_(num_keys) {}
+  JAX_PAGED_DEVICE explicit PrefillLoader(int32_t num_keys) : num_keys_(num_keys) {}
 
   JAX_PAGED_DEVICE bool HasTile(int32_t tile) const {
     return tile < (num_keys_ + Traits::kTokens - 1) / Traits::kTokens;
@@ -136,20 +163,22 @@ class PrefillLoader {
     if (prim::ThreadIndex() >= Traits::kTokens || !HasTile(tile)) return;
     const int32_t token = tile * Traits::kTokens + prim::ThreadIndex();
     if (token >= num_keys_) return;
+    const int32_t row = LoadUnit<HEAD_DIM>().row;
     page_id_ =
-        prim::LoadConst(args.page_table + (row_ * args.pages_per_seq + args.by_page_size(token)));
+        prim::LoadConst(args.page_table + (row * args.pages_per_seq + args.by_page_size(token)));
   }
 
   // Tells all threads what Find found.
   JAX_PAGED_DEVICE void Publish(const AttentionArgs& args, int32_t tile) const {
-    const int32_t thread = prim::Opaque(prim::ThreadIndex());
+    const int32_t thread = OpaqueThread();
     if (thread >= Traits::kTokens) return;
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
     int64_t offset = -1;
     if (has_page) {
       const int32_t token = tile * Traits::kTokens + thread;
       const int32_t slot = token - args.by_page_size(token) * args.page_size;
-      offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head_, slot);
+      const int32_t kv_head = LoadUnit<HEAD_DIM>().rows.kv_head;
+      offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head, slot);
     }
     prim::Store(Offsets(tile) + thread, offset);
     const uint32_t mask = prim::Ballot(has_page);
@@ -158,17 +187,21 @@ class PrefillLoader {
 
   // Starts the copies of `tile`, which was published before the last barrier.
   JAX_PAGED_DEVICE static void Issue(const AttentionArgs& args, int32_t tile) {
-    const int32_t thread = prim::Opaque(prim::ThreadIndex());
+    const int32_t thread = OpaqueThread();
     const Shared<char> k_tile = KTile(tile);
     const Shared<char> v_tile = VTile(tile);
-    const Shared<int64_t> offsets = Offsets(tile);
+    int64_t offsets[Traits::kLoads];
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      const int32_t row = (i * kAttentionThreads + thread) / Row::kRowChunks;
+      offsets[i] = prim::Load(Offsets(tile) + row);
+    }
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
       const int32_t row = (i * kAttentionThreads + thread) / Row::kRowChunks;
       const int32_t chunk = (i * kAttentionThreads + thread) % Row::kRowChunks;
-      const int64_t offset = prim::Load(offsets + row);
-      const bool valid = offset >= 0;
-      const int64_t source = (valid ? offset : 0) + chunk * 16;
+      const bool valid = offsets[i] >= 0;
+      const int64_t source = (valid ? offsets[i] : 0) + chunk * 16;
       prim::CpAsync16(k_tile + Row::Offset(row, chunk), args.k_pages + source, valid);
       prim::CpAsync16(v_tile + Row::Offset(row, chunk), args.v_pages + source, valid);
     }
@@ -184,22 +217,16 @@ class PrefillLoader {
   }
   // Which tokens of a tile exist, 32 a word.
   JAX_PAGED_DEVICE static Shared<uint32_t> TokenMasks(int32_t tile) {
-    return (prim::SharedMemory() +
-            (Traits::kStateOffset + offsetof(typename Traits::State, token_masks)))
-               .template As<uint32_t>() +
+    return Traits::template Field<uint32_t>(offsetof(typename Traits::State, token_masks)) +
            tile % kMaskSlots * Traits::kMaskWords;
   }
 
  private:
   JAX_PAGED_DEVICE static Shared<int64_t> Offsets(int32_t tile) {
-    return (prim::SharedMemory() +
-            (Traits::kStateOffset + offsetof(typename Traits::State, offsets)))
-               .template As<int64_t>() +
+    return Traits::template Field<int64_t>(offsetof(typename Traits::State, offsets)) +
            tile % kPrefillStages * Traits::kTokens;
   }
 
-  int32_t row_;
-  int32_t kv_head_;
   int32_t num_keys_;
   int32_t page_id_ = -1;
 };
@@ -228,20 +255,20 @@ struct PrefillState {
 
 template <int HEAD_DIM>
 JAX_PAGED_DEVICE int32_t FirstWarpRow() {
-  return prim::Opaque(prim::ThreadIndex()) / kWarpLanes * PrefillTraits<HEAD_DIM>::kWarpRows;
+  return OpaqueThread() / kWarpLanes * PrefillTraits<HEAD_DIM>::kWarpRows;
 }
 
 // Puts the warp's rows of Q into its rows of shared memory.
 template <typename T, int HEAD_DIM>
-JAX_PAGED_DEVICE void FillQueries(const AttentionArgs& args, const PrefillUnit& unit,
-                                  const LogitScale& scale) {
+JAX_PAGED_DEVICE void FillQueries(const AttentionArgs& args, const LogitScale& scale) {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
   const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
-  const Segment segment = PrefillSegment(args, unit);
+  const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+  const Segment segment = PrefillSegment(unit);
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   JAX_PAGED_UNROLL_4
-  for (int32_t i = prim::Opaque(prim::LaneIndex()); i < Traits::kWarpRows * Row::kRowChunks;
+  for (int32_t i = OpaqueThread() % kWarpLanes; i < Traits::kWarpRows * Row::kRowChunks;
        i += kWarpLanes) {
     const int32_t row = first_row + i / Row::kRowChunks;
     const int32_t chunk = i % Row::kRowChunks;
@@ -263,7 +290,7 @@ JAX_PAGED_DEVICE void PrefillScores(
     float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
-  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const int32_t lane = OpaqueThread() % kWarpLanes;
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   JAX_PAGED_UNROLL
   for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
@@ -271,13 +298,13 @@ JAX_PAGED_DEVICE void PrefillScores(
     JAX_PAGED_UNROLL
     for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
       prim::LoadMatrix(a[r], prim::SharedMemory() +
-                                 Row::Offset(first_row + r * 16 + lane % 16, 2 * k + lane / 16));
+                                 Traits::StepOffset(first_row + r * 16 + lane % 16, k, lane / 16));
     }
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < Traits::kTokens / 16; ++n) {
       uint32_t b[4];  // tokens 0-7 and 8-15, each dimensions 0-7 and 8-15 of the step
       const int32_t token = n * 16 + lane % 8 + lane / 16 * 8;
-      prim::LoadMatrix(b, k_tile + Row::Offset(token, 2 * k + lane / 8 % 2));
+      prim::LoadMatrix(b, k_tile + Traits::StepOffset(token, k, lane / 8 % 2));
       JAX_PAGED_UNROLL
       for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
         prim::Mma<T>(s[r][2 * n], a[r], b[0], b[1]);
@@ -290,12 +317,12 @@ JAX_PAGED_DEVICE void PrefillScores(
 // Sets the scores to -inf that the warp's rows do not see.
 template <int HEAD_DIM>
 JAX_PAGED_DEVICE void PrefillMask(
-    const AttentionArgs& args, const PrefillUnit& unit, Shared<uint32_t> token_masks,
-    int32_t first_token,
+    const AttentionArgs& args, Shared<uint32_t> token_masks, int32_t first_token,
     float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
   using Traits = PrefillTraits<HEAD_DIM>;
-  const int32_t lane = prim::Opaque(prim::LaneIndex());
-  const Segment segment = PrefillSegment(args, unit);
+  const int32_t lane = OpaqueThread() % kWarpLanes;
+  const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+  const Segment segment = PrefillSegment(unit);
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   JAX_PAGED_UNROLL
   for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
@@ -378,7 +405,7 @@ JAX_PAGED_DEVICE void PrefillValues(
     PrefillState<HEAD_DIM>* state) {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
-  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const int32_t lane = OpaqueThread() % kWarpLanes;
   JAX_PAGED_UNROLL
   for (int32_t k = 0; k < Traits::kTokens / 16; ++k) {
     uint32_t a[Traits::kRowTiles][4];
@@ -393,7 +420,7 @@ JAX_PAGED_DEVICE void PrefillValues(
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {
       uint32_t b[4];  // dimensions 0-7 and 8-15 of the step, each tokens 0-7 and 8-15
-      prim::LoadMatrixTransposed(b, v_tile + Row::Offset(k * 16 + lane % 16, 2 * n + lane / 16));
+      prim::LoadMatrixTransposed(b, v_tile + Traits::StepOffset(k * 16 + lane % 16, n, lane / 16));
       JAX_PAGED_UNROLL
       for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
         prim::Mma<T>(state->o[r][2 * n], a[r], b[0], b[1]);
@@ -405,13 +432,14 @@ JAX_PAGED_DEVICE void PrefillValues(
 
 // Writes the warp's rows, through its rows of Q in shared memory, so that stores are 16 bytes.
 template <typename T, int HEAD_DIM>
-JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args, const PrefillUnit& unit,
+JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args,
                                     const PrefillState<HEAD_DIM>& state) {
   constexpr float kLn2 = 0.69314718055994530942f;
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
-  const int32_t lane = prim::Opaque(prim::LaneIndex());
-  const Segment segment = PrefillSegment(args, unit);
+  const int32_t lane = OpaqueThread() % kWarpLanes;
+  const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+  const Segment segment = PrefillSegment(unit);
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   prim::SyncWarp();  // every lane has read the queries
   JAX_PAGED_UNROLL
@@ -453,14 +481,14 @@ JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args, const PrefillUnit
   }
 }
 
-// One unit, and the ticket for the next. Returns with the stages and the look-ups still being read
-// by other warps.
+// The unit in shared memory, and the ticket for the next. Returns with the stages and the look-ups
+// still being read by other warps.
 template <typename T, int HEAD_DIM>
-JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, const PrefillUnit& unit,
-                                   Shared<uint32_t> ticket) {
+JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> ticket) {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Loader = PrefillLoader<HEAD_DIM>;
-  const Segment segment = PrefillSegment(args, unit);
+  const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+  const Segment segment = PrefillSegment(unit);
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   const int32_t end_row = first_row + Traits::kWarpRows;
   const int32_t last_row = (end_row < unit.rows.count ? end_row : unit.rows.count) - 1;
@@ -469,15 +497,15 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, const PrefillUnit&
   const int32_t any_visible =
       first_row > last_row ? 0 : VisibleKeys(args, segment, unit.rows, last_row);
 
-  Loader loader(unit, VisibleKeys(args, segment, unit.rows, unit.rows.count - 1));
+  Loader loader(VisibleKeys(args, segment, unit.rows, unit.rows.count - 1));
   loader.Find(args, 0);
   loader.Publish(args, 0);
   loader.Find(args, 1);
   loader.Publish(args, 1);
-  prim::SyncThreads();  // the look-ups of tiles 0 and 1; the last ticket has been read
+  prim::SyncThreads();  // the look-ups of tiles 0 and 1
   if (loader.HasTile(0)) Loader::Issue(args, 0);
   const LogitScale scale = LoadScale(args);
-  FillQueries<T, HEAD_DIM>(args, unit, scale);
+  FillQueries<T, HEAD_DIM>(args, scale);
   if (prim::ThreadIndex() == 0) prim::Store(ticket, prim::AtomicIncrement(args.ticket, ~0u));
 
   PrefillState<HEAD_DIM> state;
@@ -500,29 +528,35 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, const PrefillUnit&
         sees_all = sees_all && prim::Load(Loader::TokenMasks(tile) + word) == ~0u;
       }
       if (!sees_all) {
-        PrefillMask<HEAD_DIM>(args, unit, Loader::TokenMasks(tile), first_token, s);
+        PrefillMask<HEAD_DIM>(args, Loader::TokenMasks(tile), first_token, s);
       }
       PrefillSoftmax<HEAD_DIM>(scale.factor, s, &state);
       PrefillValues<T, HEAD_DIM>(Loader::VTile(tile), s, &state);
     }
     loader.Publish(args, tile + 2);
   }
-  FinishPrefill<T, HEAD_DIM>(args, unit, state);
+  FinishPrefill<T, HEAD_DIM>(args, state);
 }
 
 template <typename T, int HEAD_DIM>
 JAX_PAGED_DEVICE void PrefillCta(const AttentionArgs& args) {
   using Traits = PrefillTraits<HEAD_DIM>;
+  const Shared<PrefillUnit> unit =
+      Traits::template Field<PrefillUnit>(offsetof(typename Traits::State, unit));
   const Shared<uint32_t> ticket =
-      (prim::SharedMemory() + (Traits::kStateOffset + offsetof(typename Traits::State, ticket)))
-          .template As<uint32_t>();
+      Traits::template Field<uint32_t>(offsetof(typename Traits::State, ticket));
   // Below 2^31: each unit has more than 16 of num_tokens x num_q_heads packed rows to itself.
   const int32_t num_units =
       static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + args.max_seqs));
   int32_t index = prim::BlockIndex();
   while (index < num_units) {
-    PrefillTiles<T, HEAD_DIM>(args, FindPrefillUnit(args, index), ticket);
-    prim::SyncThreads();  // the ticket; stages and look-ups may be overwritten
+    if (prim::WarpIndex() == 0) {
+      const PrefillUnit found = FindPrefillUnit(args, index);
+      if (prim::LaneIndex() == 0) prim::Store(unit, found);
+    }
+    prim::SyncThreads();  // the unit; the last ticket has been read
+    PrefillTiles<T, HEAD_DIM>(args, ticket);
+    prim::SyncThreads();  // the ticket; unit, stages and look-ups may be overwritten
     index = prim::GridSize() + static_cast<int32_t>(prim::Load(ticket));
   }
 }
