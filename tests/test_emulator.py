@@ -91,6 +91,55 @@ BUGS = {
         "traits.h", "sums[kWarps * kTileRows * kColumnPitch]", "sums[kTileRows * kColumnPitch]",
         "shared memory out of bounds|race|error",
     ),
+    "prefill: invalid rows not zeroed": (
+        "prefill.cuh", "prim::CpAsync16(v_tile", "if (valid) prim::CpAsync16(v_tile",
+        "nobody has|not finite",
+    ),
+    "prefill: waits too late": (
+        "prefill.cuh", "prim::CpAsyncWait(0)", "prim::CpAsyncWait(1)", "while the cp.async",
+    ),
+    "prefill: loads into the stage being read": (
+        "prefill.cuh", "const Shared<char> k_tile = KTile(tile);",
+        "const Shared<char> k_tile = KTile(tile + 1);",
+        "cp.async|race|nobody has",
+    ),
+    "prefill: no barrier between tiles": (
+        "prefill.cuh", "prim::CpAsyncWait(0);", "prim::CpAsyncWait(0); if (tile == 0)", "race",
+    ),
+    "prefill: mask overwritten while it is read": (
+        "prefill.cuh", "kMaskSlots = 4", "kMaskSlots = 2", "race",
+    ),
+    "prefill: masks too few tiles": (
+        "prefill.cuh", "first_token + Traits::kTokens <= all_visible",
+        "first_token + Traits::kTokens <= any_visible",
+        DIFFERS,
+    ),
+    "prefill: diagonal of the unit's first row": (
+        "prefill.cuh", "VisibleKeys(args, segment, unit.rows, unit.rows.count - 1)",
+        "VisibleKeys(args, segment, unit.rows, 0)",
+        DIFFERS,
+    ),
+    "prefill: diagonal one token too far": (
+        "prefill.cuh", "row) - first_token - lane % 4 * 2", "row) + 1 - first_token - lane % 4 * 2",
+        DIFFERS,
+    ),
+    "prefill: page id not checked": (
+        "prefill.cuh", "page_id_ >= 0 && page_id_ < args.num_pages", "page_id_ != -1",
+        "k_pages out of bounds",
+    ),
+    "prefill: O not rescaled": (
+        "prefill.cuh", "keep[r][half] != 1.0f", "keep[r][half] > 1.0f", DIFFERS,
+    ),
+    "prefill: rows beyond the unit written": (
+        "prefill.cuh", "if (row >= unit.rows.count) break;", "",
+        f"out of bounds|race|write after write|{DIFFERS}",
+    ),
+    "prefill: units drawn twice": (
+        "prefill.cuh", "index = prim::GridSize() +", "index = 1 +", "race|write after write",
+    ),
+    "prefill: ticket not cleared": (
+        "plan.cuh", "prim::Store(args.ticket, 0u);", "", "nobody has initialised",
+    ),
 }  # fmt: skip
 
 COMPILE = ("-std=c++17", "-O1", "-fPIC", "-DJAX_PAGED_EMULATE")
@@ -135,6 +184,10 @@ def bf16_batches():
     """Batches for the bf16 kernel of head_dim 64 that between them meet every planted bug."""
     case = Case("battery", 8, 2, 64)
     yield make_batch(case, jnp.bfloat16, [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64], num_tokens=9)
+    yield make_batch(case, jnp.bfloat16, [1, 40, 0, 70], [70, 150, 9, 70])  # prefill
+    long = make_batch(Case("odd_prefill", 8, 2, 64, page_size=5), jnp.bfloat16, [30], [140])
+    long.page_table[0, 2] = 2_147_480_000  # a hole
+    yield long
     odd = Case("odd_pages", 8, 2, 64, page_size=5)
     batch = make_batch(odd, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
     batch.page_table[0, 2] = 2_147_480_000  # a hole
@@ -201,8 +254,8 @@ def battery():
         ("bfloat16", 64, 16), ("float16", 192, 5), ("float32", 64, 16),
     ]:  # fmt: skip
         case = Case("battery", 8, 2, head_dim, page_size=page_size)
-        q_lens, seq_lens = [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64]
-        check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=9))
+        q_lens, seq_lens = [1, 1, 0, 1, 2, 1, 20], [270, 1, 5, 0, 33, 64, 140]
+        check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=29))
 
 
 def test_every_barrier_fence_and_wait_is_needed_and_missed():

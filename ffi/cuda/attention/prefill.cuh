@@ -289,7 +289,6 @@ JAX_PAGED_DEVICE void PrefillScores(
     Shared<char> k_tile,
     float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
   using Traits = PrefillTraits<HEAD_DIM>;
-  using Row = typename Traits::Row;
   const int32_t lane = OpaqueThread() % kWarpLanes;
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   JAX_PAGED_UNROLL
@@ -404,7 +403,6 @@ JAX_PAGED_DEVICE void PrefillValues(
     const float (&p)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4],
     PrefillState<HEAD_DIM>* state) {
   using Traits = PrefillTraits<HEAD_DIM>;
-  using Row = typename Traits::Row;
   const int32_t lane = OpaqueThread() % kWarpLanes;
   JAX_PAGED_UNROLL
   for (int32_t k = 0; k < Traits::kTokens / 16; ++k) {
