@@ -207,11 +207,12 @@ def check_all(loaded):
         check(batch, loaded=loaded)
 
 
-def check(batch, seeds=(0, 1, 2, 7), **options):
+def check(batch, seeds=(0, 1, 2, 7), num_workers=5, **options):
     """Runs a batch under several seeds against the oracle."""
     expected = dense_oracle(batch)
     for seed in seeds:
-        assert_attention_close(*emulate(batch, Device(seed=seed), **options), *expected)
+        device = Device(num_workers=num_workers, seed=seed)
+        assert_attention_close(*emulate(batch, device, **options), *expected)
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +255,10 @@ def battery():
         ("bfloat16", 64, 16), ("float16", 192, 5), ("float32", 64, 16),
     ]:  # fmt: skip
         case = Case("battery", 8, 2, head_dim, page_size=page_size)
-        q_lens, seq_lens = [1, 1, 0, 1, 2, 1, 20], [270, 1, 5, 0, 33, 64, 140]
-        check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=29))
+        q_lens, seq_lens = [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64]
+        check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=9))
+        prefill = make_batch(case, jnp.dtype(dtype), [20, 5], [140, 70])
+        check(prefill, num_workers=2)  # fewer than prefill units
 
 
 def test_every_barrier_fence_and_wait_is_needed_and_missed():
