@@ -1,4 +1,4 @@
-"""Checks that the decode kernels are made of the instructions that they were designed around.
+"""Checks that the attention kernels are made of the instructions that they were designed around.
 
 usage: cuobjdump -sass OBJECT | python sass_counts.py LABEL
 """
@@ -6,6 +6,31 @@ usage: cuobjdump -sass OBJECT | python sass_counts.py LABEL
 import collections
 import re
 import sys
+
+
+def expected_counts(kernel):
+    """(pattern of instructions, least, most) for a mangled kernel name."""
+    match = re.search(r"(Decode|Prefill)Kernel\w*?ELi(\d+)E", kernel)
+    if not match:
+        return []
+    steps = int(match[2]) // 16  # of mma.m16n8k16 over head_dim
+    if match[1] == "Decode":
+        return [
+            ("HMMA.16816.F32", 4 * steps, 4 * steps),  # S: 2 per step, O: 2 per step
+            ("LDSM.*\\.M88\\.4", steps, 2 * steps),  # K, and Q where it is in shared memory
+            ("LDSM.*\\.MT88\\.4", steps, steps),  # V
+            ("LDGSTS.*\\.128", 4 * steps, 10 * steps),  # K and V, at two places of the loader
+        ]
+    # A warp's tile: 32 rows x 64 tokens, or 16 x 32 above head_dim 128.
+    row_tiles, token_tiles = (2, 4) if steps <= 8 else (1, 2)
+    mma = 4 * row_tiles * token_tiles * steps  # S and O, half each
+    return [
+        ("HMMA.16816.F32", mma, mma),
+        ("LDSM.*\\.M88\\.4", (row_tiles + token_tiles) * steps, (row_tiles + token_tiles) * steps),
+        ("LDSM.*\\.MT88\\.4", token_tiles * steps, token_tiles * steps),  # V
+        ("LDGSTS.*\\.128", token_tiles * steps, token_tiles * steps),  # K and V, at two places
+    ]
+
 
 counts = collections.defaultdict(collections.Counter)
 kernel = ""
@@ -19,22 +44,10 @@ failed = False
 for kernel, found in counts.items():
     local = sum(n for name, n in found.items() if name.startswith(("LDL", "STL")))
     wrong = [f"{local} local-memory accesses"] if local else []
-    if match := re.search(r"DecodeKernel\w*?ELi(\d+)E", kernel):
-        head_dim = int(match[1])
-        steps = head_dim // 16
-
-        def total(pattern, found=found):
-            return sum(n for name, n in found.items() if re.search(pattern, name))
-
-        for name, least, most in [
-            ("HMMA.16816.F32", 4 * steps, 4 * steps),  # S: 2 per step, O: 2 per step
-            ("LDSM.*\\.M88\\.4", steps, 2 * steps),  # K, and Q where it is in shared memory
-            ("LDSM.*\\.MT88\\.4", steps, steps),  # V
-            ("LDGSTS.*\\.128", 4 * steps, 10 * steps),  # K and V, at two places of the loader
-        ]:
-            n = total(name)
-            if not least <= n <= most:
-                wrong.append(f"{n} {name}, expected {least} to {most}")
+    for pattern, least, most in expected_counts(kernel):
+        n = sum(n for name, n in found.items() if re.search(pattern, name))
+        if not least <= n <= most:
+            wrong.append(f"{n} {pattern}, expected {least} to {most}")
     if wrong:
         failed = True
         print(f"{sys.argv[1]} {kernel}: {'; '.join(wrong)}")
