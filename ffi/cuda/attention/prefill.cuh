@@ -193,12 +193,11 @@ class PrefillLoader {
     int64_t offsets[Traits::kLoads];
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
-      const int32_t row = (i * kAttentionThreads + thread) / Row::kRowChunks;
-      offsets[i] = prim::Load(Offsets(tile) + row);
+      offsets[i] = prim::Load(Offsets(tile) + CopiedRow(thread, i));
     }
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
-      const int32_t row = (i * kAttentionThreads + thread) / Row::kRowChunks;
+      const int32_t row = CopiedRow(thread, i);
       const int32_t chunk = (i * kAttentionThreads + thread) % Row::kRowChunks;
       const bool valid = offsets[i] >= 0;
       const int64_t source = (valid ? offsets[i] : 0) + chunk * 16;
@@ -222,6 +221,13 @@ class PrefillLoader {
   }
 
  private:
+  // Of the i-th chunk that a thread copies; the first form shows the compiler constant distances.
+  JAX_PAGED_DEVICE static int32_t CopiedRow(int32_t thread, int32_t i) {
+    return kAttentionThreads % Row::kRowChunks == 0
+               ? thread / Row::kRowChunks + i * (kAttentionThreads / Row::kRowChunks)
+               : (i * kAttentionThreads + thread) / Row::kRowChunks;
+  }
+
   JAX_PAGED_DEVICE static Shared<int64_t> Offsets(int32_t tile) {
     return Traits::template Field<int64_t>(offsetof(typename Traits::State, offsets)) +
            tile % kPrefillStages * Traits::kTokens;
