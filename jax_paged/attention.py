@@ -182,7 +182,7 @@ def _cuda_workspace_words(
             splits = -(-capacity // (-(-split_tokens // tile_tokens) * tile_tokens))
         uncut = isinstance(splits, int) and splits <= 1
         slots = 0 if uncut else max_seqs * num_kv_heads * -(-group_size // tile_rows) * splits
-    return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 12 + 5
+    return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5
 
 
 def _call(spec: AttentionSpec, *operands):

@@ -249,7 +249,7 @@ def test_workspace_does_not_grow_with_context_and_hardly_with_the_batch():
     sizes = {"num_kv_heads": 8, "group_size": 8, "v_head_dim": 128}
     small = _cuda_workspace_words(max_seqs=1, capacity=100, **sizes)
     large = _cuda_workspace_words(max_seqs=1001, capacity=10**6, **sizes)
-    assert large - small == 12 * 1000
+    assert large - small == 13 * 1000
     assert small * 4 < 7_000_000
 
 

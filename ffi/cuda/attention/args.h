@@ -75,8 +75,9 @@ struct AttentionArgs {
   Global<RowLengths> row_lengths;  // [max_seqs]
   Global<RowSplits> row_splits;    // [max_seqs]
   Global<int64_t> first_piece;     // [max_seqs + 1]
-  Global<int64_t> first_prefill;   // [max_seqs + 1], prefill units before each row
+  Global<int64_t> first_prefill;   // [max_seqs + 1], by place in prefill_order
   Global<uint32_t> arrivals;       // [num_slots]
+  Global<int32_t> prefill_order;   // [max_seqs], rows with prefill units
   Global<uint32_t> ticket;         // prefill units drawn beyond the first of each CTA
 
   PageStrides k_strides;
@@ -141,7 +142,7 @@ inline int64_t NumSlots(const WorkspaceShape& shape) {
 // The workspace in 4-byte words; jax_paged/attention.py computes the same.
 inline int64_t WorkspaceWords(const WorkspaceShape& shape) {
   const int64_t slot_words = kTileRows * (shape.v_head_dim + 2) + 1;
-  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 12 + 5;
+  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 13 + 5;
 }
 
 // Places the workspace arrays in `words` words at `memory`, which is aligned to 16 bytes.
@@ -161,6 +162,7 @@ inline void CarveWorkspace(Global<char> memory, const WorkspaceShape& shape, Att
   args->first_piece = take((shape.max_seqs + 1) * 8).As<int64_t>();
   args->first_prefill = take((shape.max_seqs + 1) * 8).As<int64_t>();
   args->arrivals = take(slots * 4).As<uint32_t>();
+  args->prefill_order = take((shape.max_seqs + 1) * 4).As<int32_t>();
   args->ticket = take(4).As<uint32_t>();
 }
 

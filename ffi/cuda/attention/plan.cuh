@@ -11,8 +11,9 @@
 //          after LeanAttention).
 //   prefill unit  (row, tile of args.prefill_rows packed rows, KV head) of a row with more than one
 //          query and more than kTileRows packed rows; such a row has no units of the other kind. A
-//          CTA of prefill.cuh does it whole. Numbered row by row, from a row's last tile to its
-//          first: the later a tile, the more keys it sees, and long units should begin early.
+//          CTA of prefill.cuh does it whole. Long units should begin early: numbered row by row,
+//          rows with more keys first (to within a factor of two), from a row's last tile, which
+//          sees most keys, to its first.
 //
 // Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
 // out = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters
@@ -93,20 +94,16 @@ JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_
 struct RowPlan {
   RowLengths lengths;
   RowSplits splits;
-  int64_t prefill_units;
 };
 
 // Everything but first_slot.
 JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int32_t q_end,
                                  int32_t seq_len) {
-  RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}, 0};
+  RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}};
   if (plan.lengths.q_len == 0 || seq_len == 0) return plan;
   const int32_t packed_rows = plan.lengths.q_len * args.group_size;
   const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
-  if (!is_decode && args.prefill_rows > 0) {
-    plan.prefill_units = args.num_kv_heads * DivideUp(packed_rows, args.prefill_rows);
-    return plan;
-  }
+  if (!is_decode && args.prefill_rows > 0) return plan;  // see PrefillUnits
   const int32_t tiles = static_cast<int32_t>(DivideUp(seq_len, kTileTokens));
   plan.lengths.num_units =
       args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
@@ -121,6 +118,53 @@ JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int
   }
   plan.splits.num_pieces = static_cast<int32_t>(DivideUp(tiles, plan.splits.piece_tiles));
   return plan;
+}
+
+JAX_PAGED_DEVICE int64_t PrefillUnits(const AttentionArgs& args, const RowLengths& lengths) {
+  if (args.prefill_rows == 0 || lengths.num_units > 0) return 0;
+  if (lengths.q_len == 0 || lengths.seq_len == 0) return 0;
+  return args.num_kv_heads * DivideUp(lengths.q_len * args.group_size, args.prefill_rows);
+}
+
+// Bits of the number of keys: about how long the row's longest prefill unit takes. 0: it has none.
+JAX_PAGED_DEVICE int64_t PrefillSize(const AttentionArgs& args, const RowLengths& lengths) {
+  int64_t bits = 0;
+  if (PrefillUnits(args, lengths) > 0) {
+    while (lengths.seq_len >> bits) ++bits;
+  }
+  return bits;
+}
+
+// Writes prefill_order and first_prefill: rows by falling size, and in their order where the size
+// is the same. A walk over the rows for each size that occurs; `size` is the largest.
+JAX_PAGED_DEVICE void OrderPrefill(const AttentionArgs& args, int64_t size,
+                                   Shared<int64_t> warp_totals) {
+  const int32_t thread = prim::ThreadIndex();
+  int64_t listed = 0;  // units << 32 | rows
+  while (size > 0) {
+    int64_t next_size = 0;
+    for (int32_t base = 0; base < args.max_seqs; base += kPlanThreads) {
+      const int32_t row = base + thread;
+      RowLengths lengths = {0, 0, 0, 0};
+      if (row < args.max_seqs) lengths = prim::LoadL2(args.row_lengths + row);  // as it wrote them
+      const int64_t row_size = PrefillSize(args, lengths);
+      const int64_t mine = row_size == size ? PrefillUnits(args, lengths) << 32 | 1 : 0;
+      int64_t in_block, block_size;
+      const int64_t before = listed - mine + BlockScan</*MAX=*/false>(mine, warp_totals, &in_block);
+      if (mine > 0) {
+        const int32_t place = static_cast<int32_t>(before);
+        prim::Store(args.prefill_order + place, row);
+        prim::Store(args.first_prefill + place, before >> 32);
+      }
+      BlockScan</*MAX=*/true>(row_size < size ? row_size : 0, warp_totals, &block_size);
+      if (block_size > next_size) next_size = block_size;
+      listed += in_block;
+    }
+    size = next_size;
+  }
+  for (int32_t i = static_cast<int32_t>(listed) + thread; i <= args.max_seqs; i += kPlanThreads) {
+    prim::Store(args.first_prefill + i, listed >> 32);
+  }
 }
 
 JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
@@ -146,7 +190,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   int64_t num_pieces = 0;
   int64_t num_slots = 0;
   int64_t most_pieces = 0;
-  int64_t num_prefill = 0;
+  int64_t prefill_size = 0;
   for (int32_t base = 0; base < args.max_seqs; base += kPlanThreads) {
     const int32_t row = base + thread;
     const bool is_live = row < num_seqs;
@@ -166,28 +210,25 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
     const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
     const int64_t row_slots =
         args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;
-    int64_t block_pieces, block_slots, block_most, block_prefill;
+    int64_t block_pieces, block_slots, block_most, block_size;
     const int64_t first_piece =
         num_pieces - row_pieces + BlockScan</*MAX=*/false>(row_pieces, warp_totals, &block_pieces);
     plan.splits.first_slot =
         num_slots - row_slots + BlockScan</*MAX=*/false>(row_slots, warp_totals, &block_slots);
     BlockScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &block_most);
-    const int64_t first_prefill =
-        num_prefill - plan.prefill_units +
-        BlockScan</*MAX=*/false>(plan.prefill_units, warp_totals, &block_prefill);
+    BlockScan</*MAX=*/true>(PrefillSize(args, plan.lengths), warp_totals, &block_size);
     num_pieces += block_pieces;
     num_slots += block_slots;
-    num_prefill += block_prefill;
     if (block_most > most_pieces) most_pieces = block_most;
+    if (block_size > prefill_size) prefill_size = block_size;
     if (writes_plan && row < args.max_seqs) {
       prim::Store(args.row_lengths + row, plan.lengths);
       prim::Store(args.row_splits + row, plan.splits);
       prim::Store(args.first_piece + row, first_piece);
-      prim::Store(args.first_prefill + row, first_prefill);
     }
 
     prim::Store(begins + thread, begin);
-    const bool is_empty = row_pieces == 0 && plan.prefill_units == 0;
+    const bool is_empty = row_pieces == 0 && PrefillUnits(args, plan.lengths) == 0;
     prim::Store(empties + thread, static_cast<int32_t>(is_live && is_empty));
     prim::SyncThreads();
     const int32_t rows = args.max_seqs - base < kPlanThreads ? args.max_seqs - base : kPlanThreads;
@@ -200,6 +241,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   FillEmpty(args, prim::BlockIndex(), first_token, prim::GridSize());
   FillEmpty(args, last_token + prim::BlockIndex(), args.num_tokens, prim::GridSize());
 
+  if (writes_plan && args.prefill_rows > 0) OrderPrefill(args, prefill_size, warp_totals);
   if (writes_plan && thread == 0) {
     int64_t chunk = DivideUp(num_pieces, args.num_workers);
     if (!args.has_fixed_splits()) {
@@ -208,7 +250,6 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
       if (chunk < least) chunk = least;
     }
     prim::Store(args.first_piece + args.max_seqs, num_pieces);
-    prim::Store(args.first_prefill + args.max_seqs, num_prefill);
     prim::Store(args.ticket, 0u);
     prim::Store(args.header, PlanHeader{num_pieces, chunk});
   }

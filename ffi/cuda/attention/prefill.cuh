@@ -123,8 +123,8 @@ JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t 
     if (high > low + step) high = low + step;
   }
   PrefillUnit unit;
-  unit.row = low;
-  unit.lengths = prim::LoadConst<RowLengths>(args.row_lengths + low);
+  unit.row = prim::LoadConst<int32_t>(args.prefill_order + low);
+  unit.lengths = prim::LoadConst<RowLengths>(args.row_lengths + unit.row);
   const int32_t packed_rows = unit.lengths.q_len * args.group_size;
   const int32_t within =
       index - static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + low));
