@@ -122,8 +122,12 @@ class Device:
 
 def emulate(
     batch, device: Device = Device(), *, num_kv_splits=0, split_tokens=0, loaded=None,
+    buffers=None,
 ):  # fmt: skip
-    """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError."""
+    """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
+
+    `buffers`: a dict that receives all operands and results, the workspace among them.
+    """
     loaded = library() if loaded is None else loaded
     case = batch.case
     dtype = jnp.dtype(batch.q.dtype).name
@@ -152,6 +156,8 @@ def emulate(
         "workspace": poisoned(words, np.float32),
     }
     arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    if buffers is not None:
+        buffers.update(arrays)
     call = EmulatedCall(
         **{name: x.ctypes.data for name, x in arrays.items()},
         num_tokens=num_tokens,

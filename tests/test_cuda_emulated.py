@@ -371,3 +371,16 @@ def test_long_rows_with_wild_bounds_and_lengths():
                     seq_lens=np.array(lengths, np.int32),
                 )
             )
+
+
+def test_long_rows_are_listed_first_also_when_there_are_more_than_the_planner_has_threads():
+    rng = np.random.default_rng(22)
+    q_lens, seq_lens = rng.choice([0, 1, 9, 20], 300), rng.integers(0, 90, 300)
+    batch = make_batch(Case("many", 2, 1, 64), jnp.bfloat16, q_lens, seq_lens, num_seqs=290)
+    buffers = {}
+    result = emulate(batch, Device(plan_ctas=3, num_workers=9), buffers=buffers)
+    assert_attention_close(*result, *dense_oracle(batch))
+    rows = [row for row in range(290) if q_lens[row] > 1 and seq_lens[row] > 0]
+    rows.sort(key=lambda row: -int(seq_lens[row]).bit_length())  # stable
+    order = buffers["workspace"].view(np.int32)[-(300 + 2) :]  # args.h: the ticket comes last
+    np.testing.assert_array_equal(order[: len(rows)], rows)
