@@ -26,8 +26,7 @@ template <typename T, int HEAD_DIM>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 // After LaunchDecode of the same args, whose planner has listed the prefill units.
 template <typename T, int HEAD_DIM>
-cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits,
-                          const AttentionArgs& args);
+cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 template <typename T>
 cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 

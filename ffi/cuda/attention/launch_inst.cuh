@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
 }
 
 template <typename T, int HEAD_DIM>
-cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits,
-                          const AttentionArgs& args) {
+cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   static std::atomic<uint64_t> allowed{0};
   constexpr int32_t kSharedBytes = PrefillTraits<HEAD_DIM>::kSharedBytes;
   const int32_t ctas = PrefillCtasPerMultiprocessor(limits, kSharedBytes);

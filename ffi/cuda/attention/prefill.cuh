@@ -3,32 +3,29 @@
 // Grid: persistent CTAs of 4 warps. Each takes the prefill unit of its own number (plan.cuh), then
 // draws tickets. A unit is whole, no other CTA adds to it: bits do not depend on who draws what.
 //   CTA    128 packed rows (64 above head_dim 128): queries in order, the heads of a group inside,
-//   so
-//          that one KV head's tiles serve the whole group; KV tiles of 64 tokens (32 above 128),
-//          from token 0 to the last that the unit's last query sees, all warps reading the same two
-//          stages
+//          so that one KV head's tiles serve the whole group; KV tiles of 64 tokens (32 above 128),
+//          from token 0 to the last that the unit's last query sees, shared by all warps
 //   warp   32 rows (16): each fragment of K and V feeds two mma.m16n8k16 (one)
 //   lane   of each 16 rows l/4 and l/4 + 8; of each 8 columns the two at 2(l%4)
 // Pipeline, per tile:
-//   wait for the tile's cp.async, syncthreads   its loads are visible to all warps, and all warps
-//   are
-//                                               done with the tile before
+//   wait for the tile's cp.async, syncthreads   the loads of all are visible to all, and all warps
+//                                               are done with the tile before
 //   issue the next tile into the other stage
 //   S = Q K^T, softmax in log2, O = O a + P V   S, P and O in registers; Q, K and V by ldmatrix
 //   look up the tokens of the tile after next   thread t: page and offset of token t; any page size
 //                                               costs the same
-// Warps whose rows see nothing of a tile only load; only the tiles at a warp's diagonal, at the end
-// and with missing pages are masked. O is rescaled only when a maximum of the warp has moved.
+// Warps whose rows see nothing of a tile only load. Only tiles at a warp's diagonal, at the end and
+// with missing pages are masked. O is rescaled only when a maximum of the warp has moved.
 //
 // A page that does not exist is not read: its tokens are masked, its V is zero. Keys that no query
-// of the unit sees are not read either. A later token with NaN in V, seen by some query of the
-// unit, does reach the unit's earlier queries if it shares a KV tile with a key that they see (0 x
-// NaN): less than in decode.cuh, which reads all of the row's tokens for each unit.
+// of the unit sees are not read either. A NaN in the V of a later token reaches an earlier query
+// (as 0 x NaN) if a query of the same warp sees a key of that KV tile: less far than in decode.cuh,
+// which reads all of the row's tokens for each unit.
 //
 // Shared memory: (rows + 4 x tokens) x head_dim x 2 bytes + 1 KiB: 97 KiB for head_dim 128 and 256,
 // so two CTAs per multiprocessor of 228 KiB, and one of 100 KiB. Bound by the tensor cores' rate
-// for mma.sync; docs/kernels/prefill.md has the arithmetic. FlashAttention 2 (loop over KV tiles
-// inside a query tile), FlashInfer (packed rows).
+// for mma.sync, above head_dim 128 by shared memory; docs/kernels/prefill.md has the arithmetic.
+// FlashAttention 2 (loop over KV tiles inside a query tile), FlashInfer (packed rows).
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_PREFILL_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_PREFILL_CUH_
@@ -56,7 +53,7 @@ struct PrefillUnit {
 template <int TOKENS>
 struct PrefillShared {
   PrefillUnit unit;                          // here and not in registers, which are short
-  int64_t offsets[kPrefillStages * TOKENS];  // bytes from the layer; -1: no such token
+  int64_t offsets[kPrefillStages * TOKENS];  // in the pool, bytes; -1: no such token
   uint32_t token_masks[kMaskSlots * TOKENS / kWarpLanes];
   uint32_t ticket;
 };

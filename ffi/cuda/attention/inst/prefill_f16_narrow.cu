@@ -2,13 +2,9 @@
 
 namespace jax_paged::cuda {
 
-template cudaError_t LaunchPrefill<Float16, 64>(cudaStream_t, const DeviceLimits&,
-                                                const AttentionArgs&);
-template cudaError_t LaunchPrefill<Float16, 80>(cudaStream_t, const DeviceLimits&,
-                                                const AttentionArgs&);
-template cudaError_t LaunchPrefill<Float16, 96>(cudaStream_t, const DeviceLimits&,
-                                                const AttentionArgs&);
-template cudaError_t LaunchPrefill<Float16, 112>(cudaStream_t, const DeviceLimits&,
-                                                 const AttentionArgs&);
+template cudaError_t LaunchPrefill<Float16, 64>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+template cudaError_t LaunchPrefill<Float16, 80>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+template cudaError_t LaunchPrefill<Float16, 96>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+template cudaError_t LaunchPrefill<Float16, 112>(cudaStream_t, const DeviceLimits&, AttentionArgs);
 
 }  // namespace jax_paged::cuda
