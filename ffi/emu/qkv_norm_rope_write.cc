@@ -89,9 +89,11 @@ const char* emulate_qkv(const EmulatedQkv* in) {
                    in->page_size,
                    in->head_dim,
                    element_bytes,
-                   static_cast<jax_paged::Layout>(in->layout)};
+                   static_cast<jax_paged::Layout>(in->layout),
+                   jax_paged::Pool::kKeys};
   params.v_pool = params.k_pool;
   params.v_pool.head_dim = in->v_head_dim;
+  params.v_pool.pool = jax_paged::Pool::kValues;
 
   const int64_t table_bytes = in->max_positions * in->half * 4;
   const int64_t norm_bytes = in->head_dim * jax_paged::ByteWidth(params.norm_dtype);
