@@ -19,7 +19,9 @@ import jax_paged
 from jax_paged import (
     _ffi,
     copy_pages,
+    linear,
     merge_attention_states,
+    moe_experts,
     paged_attention,
     qkv_norm_rope_write,
     ragged_paged_attention,
@@ -162,6 +164,10 @@ ROW = jax.ShapeDtypeStruct((3,), jnp.int32)
 NEW = jax.ShapeDtypeStruct((3, 1, 24), jnp.float32)
 QKV = jax.ShapeDtypeStruct((3, 4 * 24), jnp.float32)
 ANGLES = jax.ShapeDtypeStruct((5, 12), jnp.float32)
+GATE_UP = jax.ShapeDtypeStruct((5, 16, 4 * 24), jnp.float32)
+DOWN = jax.ShapeDtypeStruct((5, 4 * 24, 8), jnp.float32)
+EXPERTS = jax.ShapeDtypeStruct((3, 2), jnp.int32)
+EXPERT_WEIGHTS = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
@@ -171,7 +177,10 @@ CALLS = {
         (QKV, PAGES, PAGES, ROW, ROW, ANGLES, ANGLES),
     ),
     "jax_paged.write_kv.v1": (write_kv, (PAGES, PAGES, NEW, NEW, ROW)),
+    "jax_paged.linear.v1": (linear, (QKV, QKV)),
+    "jax_paged.moe_experts.v1": (moe_experts, (QKV, GATE_UP, DOWN, EXPERTS, EXPERT_WEIGHTS)),
 }
+ON_CUDA = sorted(CALLS.keys() - _ffi._CPU_ONLY)
 
 
 def trace(target, **options):
@@ -198,7 +207,7 @@ def test_missing_cpu_kernels_are_told_at_lowering_with_the_remedy(target, reason
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("target", CALLS)
+@pytest.mark.parametrize("target", ON_CUDA)
 def test_cuda_lowers_to_its_custom_call_or_says_that_it_is_not_built(target):
     traced = trace(target)
     if target in _ffi._targets("_cuda"):
@@ -209,10 +218,17 @@ def test_cuda_lowers_to_its_custom_call_or_says_that_it_is_not_built(target):
         traced.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.parametrize("target", sorted(_ffi._CPU_ONLY))
+def test_what_is_native_on_cpu_only_is_left_to_xla_on_cuda(target):
+    assert target not in trace(target).lower(lowering_platforms=("cuda",)).as_text()
+    with pytest.raises(NotImplementedError, match="a native kernel exists for cpu"):
+        trace(target, implementation="native").lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.parametrize("target", CALLS)
 def test_other_platforms_get_the_reference_unless_native_is_asked_for(target):
     assert target not in trace(target).lower(lowering_platforms=("tpu",)).as_text()
-    with pytest.raises(NotImplementedError, match="native kernels exist for cpu and CUDA"):
+    with pytest.raises(NotImplementedError, match=r"native kernels? exists? for cpu"):
         trace(target, implementation="native").lower(lowering_platforms=("tpu",))
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import DTYPES, FFI, LAYOUTS, EmulationError, library, poisoned
+from emulation import DTYPES, FFI, MACHINE, EmulationError, library, poisoned
 from jax import export
 
 import jax_paged
@@ -28,6 +28,8 @@ I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 # Of one rounding to nearest, relative to the number; f32 has none of its own.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 F32_NOISE = 2e-6  # of sums and products in f32, relative to the largest number of a head
+
+LAYOUTS = ("HND", "NHD")  # of the native kernels, in the order of the C++ Layout
 
 
 @pytest.fixture(params=["native", "reference", "emulated"])
@@ -412,7 +414,7 @@ def test_planted_bug_is_caught(bug, tmp_path):
     assert text.count(old) == 1, f"the kernel has {text.count(old)} times {old!r}"
     path.write_text(text.replace(old, new), encoding="utf-8")
     flags = ["-std=c++17", "-O0", "-fPIC", "-DJAX_PAGED_EMULATE", "-I", tmp_path / "ffi"]
-    sources = [tmp_path / "ffi/emu" / name for name in ("qkv_norm_rope_write.cc", "machine.cc")]
+    sources = [tmp_path / "ffi/emu" / name for name in ("qkv_norm_rope_write.cc", *MACHINE)]
     subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "bug.so"], check=True)
     loaded = ctypes.CDLL(str(tmp_path / "bug.so"))
     call = make_call("bfloat16", 64, heads=(9, 4), tokens=9, num_layers=2)
@@ -549,3 +551,15 @@ def test_any_integer_dtype_serves_as_position_and_slot():
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_vllm5d_pages_are_left_to_write_kv_by_the_native_kernels():
+    pages = jnp.zeros((3, 1, 2, 4, 4)), jnp.zeros((3, 1, 8, 4))
+    zeros, table = jnp.zeros(1, jnp.int32), jnp.ones((5, 4))
+    operands = (jnp.ones((1, 24)), *pages, zeros, zeros, table, table)
+    options = {"num_q_heads": 1, "layout": "vllm5d"}
+    with pytest.raises(NotImplementedError, match="layout: native kernels take 'HND' or 'NHD'"):
+        qkv_norm_rope_write(*operands, **options)
+    q, _, v_pages = qkv_norm_rope_write(*operands, **options, implementation="reference")
+    np.testing.assert_array_equal(q[0, 0], [0, 0, 0, 0, 2, 2, 2, 2])
+    np.testing.assert_array_equal(v_pages[0, 0, :, 0], 1)
