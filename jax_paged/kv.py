@@ -110,7 +110,7 @@ def _write_native(layout: Layout, implementation: Implementation):
                 TARGET,
                 operands,
                 {"layout": layout},
-                heads=_head_axes(*operands[:2], layout),
+                heads=_head_axes(operands[0], operands[1], layout),
                 aliases={0: 0, 1: 1},
                 implementation=implementation,
                 reference=functools.partial(_write_reference, layout),
