@@ -1,8 +1,12 @@
 """Attention over paged K and V: one query per row, or ragged batches of prefill and decode rows."""
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
@@ -23,6 +27,10 @@ def paged_attention(
     *,
     layer: Int[Array, ""] | int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
+    sliding_window: Int[Array, ""] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
     split_tokens: int | None = None,
@@ -31,8 +39,13 @@ def paged_attention(
 ):
     """Attends one query per row to that row's pages: the decode step.
 
-    out[i, h] = Σ_j softmax_j(sm_scale · q[i, h] · k[i, j, h // group]) · v[i, j, h // group] over
-    the seq_lens[i] tokens j that page_table[i] names, with group = num_q_heads / num_kv_heads.
+    out[i, h] = Σ_j softmax_j(logit[i, j, h]) · v[i, j, h // group] over the seq_lens[i] tokens j
+    that page_table[i] names, with group = num_q_heads / num_kv_heads and
+
+      logit[i, j, h] = cap(sm_scale · q[i, h] · k[i, j, h // group]) + alibi_slopes[h] · (j − p)
+      cap(x) = soft_cap · tanh(x / soft_cap)
+
+    where p is the query's position, seq_lens[i] − 1. Tokens that a mask hides take no part.
 
     Args:
       q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
@@ -45,7 +58,13 @@ def paged_attention(
         and its lse −inf. Lengths are clamped to [0, pages_per_seq · page_size].
       layer: which layer of stacked pages; may be traced. Out of range: output 0.
       sm_scale: factor on the logits, default head_dim ** −0.5; may be traced.
-      return_lse: also return log Σ_j exp(logit_j), natural logarithm.
+      sliding_window: how many tokens a query sees, itself included: the keys j > p − sliding_window.
+        None or ≤ 0: all. May be traced. Pages wholly left of a row's window are not read.
+      soft_cap: bound on the scaled logits, > 0; None: none.
+      alibi_slopes: [num_q_heads], bf16, f16 or f32: ALiBi, a slope per token of distance.
+      sinks: [num_q_heads], bf16, f16 or f32: one more logit per head, without a value: it enters the
+        denominator only. A row that sees no key gives 0 with lse = the sink.
+      return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
       num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
         1 = not cut.
       split_tokens: cut at fixed multiples of this many tokens instead, so that the bits of a row do
@@ -58,12 +77,15 @@ def paged_attention(
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
-      NotImplementedError: the native kernels do not take this head_dim.
+      NotImplementedError: the native kernels do not take this head_dim; at lowering for CUDA: its
+        kernels have none of sliding_window, soft_cap, alibi_slopes and sinks.
 
-    Differentiable in q, k_pages, v_pages and sm_scale by reverse mode (the backward pass is the
-    reference). vmap runs one call after another; the batch axis of the op itself is the fast one.
+    Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
+    backward pass is the reference). vmap runs one call after another; the batch axis of the op itself is the fast one.
 
-    Split KV after Flash-Decoding (Dao et al. 2023) and vLLM's paged attention v2.
+    Split KV after Flash-Decoding (Dao et al. 2023) and vLLM's paged attention v2; windows as in
+    Longformer (Beltagy et al. 2020), soft caps as in Gemma 2, ALiBi after Press et al. 2022, sinks as
+    in gpt-oss.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((2, 1, 4, 8))  # two pages of four tokens, one KV head
@@ -72,12 +94,13 @@ def paged_attention(
     [3. 3.]
     """
     spec = AttentionSpec(
-        layout, True, num_kv_splits, split_tokens, one_query_per_row=True,
+        layout, True, num_kv_splits, split_tokens, soft_cap, one_query_per_row=True,
         implementation=implementation,
     )  # fmt: skip
     operands = check_attention(
-        q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale, spec
-    )
+        q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale,
+        sliding_window, alibi_slopes, sinks, spec,
+    )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
 
@@ -93,6 +116,10 @@ def ragged_paged_attention(
     *,
     layer: Int[Array, ""] | int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
+    sliding_window: Int[Array, ""] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -111,7 +138,8 @@ def ragged_paged_attention(
       q: [tokens, num_q_heads, head_dim], the rows' new tokens in row order, padding at the end.
       cu_q_lens: start of each row's tokens; clamped to be monotone and within [0, tokens].
       num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
-      causal: whether a query is kept from later keys.
+      causal: whether a query is kept from later keys. With causal=False a window has no right edge,
+        and ALiBi counts later keys upwards: slope · (key − query) as before.
       The other arguments are those of `paged_attention`.
 
     Returns:
@@ -132,21 +160,27 @@ def ragged_paged_attention(
     (3, 2, 8) 3.0
     """
     spec = AttentionSpec(
-        layout, causal, num_kv_splits, split_tokens, one_query_per_row=False,
+        layout, causal, num_kv_splits, split_tokens, soft_cap, one_query_per_row=False,
         implementation=implementation,
     )  # fmt: skip
     operands = check_attention(
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec
-    )
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
+        sliding_window, alibi_slopes, sinks, spec,
+    )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
 
 
 def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
-    cu_q_lens, num_seqs, layer, sm_scale = rest
+    cu_q_lens, num_seqs, layer, sm_scale, *given = rest
+    sliding_window, alibi_slopes, sinks = (None if x is None or not x.size else x for x in given)
     options = {
         "layer": layer if k_pages.ndim == 5 else None,
         "sm_scale": sm_scale,
+        "sliding_window": sliding_window,
+        "soft_cap": spec.soft_cap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
         "return_lse": True,
         "layout": spec.layout,
     }
@@ -185,8 +219,35 @@ def _cuda_workspace_words(
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 10 + 4
 
 
+def cuda_lacks(call: Mapping[str, Any]) -> str | None:
+    """Why CUDA cannot run a call with these options, or None when it can."""
+    options = ("sliding_window", "soft_cap", "alibi_slopes", "sinks")
+    names = [name for name in options if call[name] is not None]
+    if not names:
+        return None
+    return (
+        f"{TARGET}: the CUDA kernels do not offer {', '.join(names)}; they offer causal, sm_scale, "
+        "layer, return_lse, num_kv_splits and split_tokens; the CPU kernels and "
+        "implementation='reference' offer all"
+    )
+
+
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
+    *required, sliding_window, alibi_slopes, sinks = operands
+    given = {
+        "sliding_window": sliding_window,
+        "soft_cap": spec.soft_cap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    no_number = jnp.zeros(0, jnp.float32)
+    operands = (
+        *required,
+        jnp.zeros(0, jnp.int32) if sliding_window is None else jnp.reshape(sliding_window, (1,)),
+        no_number if alibi_slopes is None else alibi_slopes,
+        no_number if sinks is None else sinks,
+    )
     pages = pages_shape(v_pages, spec.layout)
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
     words = _cuda_workspace_words(
@@ -201,8 +262,14 @@ def _call(spec: AttentionSpec, *operands):
         _ffi.ffi_call(
             TARGET,
             operands,
-            {"layout": spec.layout, "causal": spec.causal, **splits},
+            {
+                "layout": spec.layout,
+                "causal": spec.causal,
+                **splits,
+                "soft_cap": np.float32(spec.soft_cap or 0),
+            },
             cuda_workspace_words=words,
+            cuda_lacks=cuda_lacks(given),
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )

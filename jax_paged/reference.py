@@ -5,6 +5,8 @@ oracle of the tests, the backward pass of the native reads, and the implementati
 without native kernels.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -32,8 +34,15 @@ def _gather_rows(pages, page_table, layer, layout: Layout) -> tuple[jax.Array, j
     return tokens, jnp.repeat(has_page, page_size, axis=1)
 
 
-def _softmax_attention(q, k, v, visible, sm_scale) -> tuple[jax.Array, jax.Array]:
-    """Dense attention of one row: q [t, Hq, D], k and v [l, Hkv, D], visible [t, l]."""
+def _in_window(distance, sliding_window):
+    """Whether a window lets keys at this distance (key − query) be seen."""
+    return (sliding_window <= 0) | (distance > -sliding_window)
+
+
+def _softmax_attention(
+    q, k, v, visible, distance, sm_scale, *, soft_cap=None, alibi_slopes=None, sinks=None
+) -> tuple[jax.Array, jax.Array]:
+    """Dense attention of one row: q [t, Hq, D], k and v [l, Hkv, D], visible and distance [t, l]."""
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     exact = jax.lax.Precision.HIGHEST
@@ -41,11 +50,22 @@ def _softmax_attention(q, k, v, visible, sm_scale) -> tuple[jax.Array, jax.Array
     logits = jnp.einsum(
         "thgd,lhd->thgl", grouped.astype(jnp.float32), k.astype(jnp.float32), precision=exact
     )
-    logits = jnp.where(visible[:, None, None, :], logits * sm_scale, -jnp.inf)
+    logits = logits * sm_scale
+    if soft_cap is not None:
+        logits = jnp.float32(soft_cap) * jnp.tanh(logits / jnp.float32(soft_cap))
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.reshape(1, num_kv_heads, -1, 1)
+        logits += slopes * distance.astype(jnp.float32)[:, None, None, :]
+    logits = jnp.where(visible[:, None, None, :], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    if sinks is not None:
+        sinks = sinks.reshape(1, num_kv_heads, -1, 1)
+        top = jnp.maximum(top, sinks)
     top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), jnp.float32(0), top))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total += jnp.exp(sinks - top)[..., 0]
     out = jnp.einsum("thgl,lhd->thgd", weights, v.astype(jnp.float32), precision=exact)
     empty = total == 0
     out = out / jnp.where(empty, jnp.float32(1), total)[..., None]
@@ -53,9 +73,17 @@ def _softmax_attention(q, k, v, visible, sm_scale) -> tuple[jax.Array, jax.Array
     return out.reshape(tokens, num_q_heads, v.shape[-1]), lse.reshape(tokens, num_q_heads)
 
 
+def _options(sliding_window, soft_cap, alibi_slopes, sinks) -> tuple[dict, jax.Array | None]:
+    """The options of `_softmax_attention`, and the window as a scalar."""
+    options = {"soft_cap": soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    window = None if sliding_window is None else jnp.reshape(jnp.int32(sliding_window), ())
+    return options, window
+
+
 def ragged_paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
-    layer=None, sm_scale=None, causal=True, return_lse=False, layout: Layout = "HND",
+    layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
+    causal=True, return_lse=False, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
     num_tokens, _, head_dim = q.shape
@@ -63,6 +91,7 @@ def ragged_paged_attention(
     sm_scale = jnp.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
     num_seqs = jnp.int32(rows) if num_seqs is None else jnp.reshape(num_seqs, ())
+    options, sliding_window = _options(sliding_window, soft_cap, alibi_slopes, sinks)
     bounds = jax.lax.cummax(jnp.clip(cu_q_lens, 0, num_tokens))
     token = jnp.arange(num_tokens, dtype=jnp.int32)
 
@@ -73,21 +102,29 @@ def ragged_paged_attention(
         v, _ = _gather_rows(v_pages, table[None], layer, layout)
         position = jnp.arange(k.shape[1], dtype=jnp.int32)
         stored = has_page[0] & (position < seq_len)
+        query = token - end + jnp.clip(seq_len, 0, k.shape[1])
+        if sliding_window is not None:  # what the row's first query does not see may be NaN
+            first = start - end + jnp.clip(seq_len, 0, k.shape[1])
+            stored &= _in_window(position - first, sliding_window)
         k = jnp.where(stored[:, None, None], k[0], jnp.zeros((), k.dtype))
         v = jnp.where(stored[:, None, None], v[0], jnp.zeros((), v.dtype))
         visible = jnp.broadcast_to(stored[None], (num_tokens, k.shape[0]))
+        distance = position[None] - query[:, None]
         if causal:
-            visible &= position[None] <= (token - end + jnp.clip(seq_len, 0, k.shape[0]))[:, None]
+            visible &= distance <= 0
+        if sliding_window is not None:
+            visible &= _in_window(distance, sliding_window)
         mine = (token >= start) & (token < end) & (index < num_seqs)
         # The other queries may be NaN, which would reach the gradients of k and v as 0 · NaN.
         row_q = jnp.where(mine[:, None, None], q, jnp.zeros((), q.dtype))
-        row_out, row_lse = _softmax_attention(row_q, k, v, visible, sm_scale)
+        row_out, row_lse = _softmax_attention(row_q, k, v, visible, distance, sm_scale, **options)
         out = jnp.where(mine[:, None, None], row_out, out)
         return (out, jnp.where(mine[:, None], row_lse, lse)), None
 
     # A carry keeps its type, and inside shard_map the type says over which mesh axes a value
     # varies: so the empty result, too, must depend on the operands.
-    operands = (q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale)
+    operands = [q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale]
+    operands += [x for x in (sliding_window, alibi_slopes, sinks) if x is not None]
     never = jnp.any(jnp.stack([jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands]))
     nothing = (
         jnp.where(never, jnp.nan, jnp.zeros((*q.shape[:2], v_pages.shape[-1]), jnp.float32)),
@@ -103,7 +140,8 @@ def ragged_paged_attention(
 
 def paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, *,
-    layer=None, sm_scale=None, return_lse=False, layout: Layout = "HND",
+    layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
+    return_lse=False, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.paged_attention` in jax.numpy, all rows at once. Differentiable."""
     sm_scale = jnp.float32(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
@@ -112,10 +150,16 @@ def paged_attention(
     v, _ = _gather_rows(v_pages, page_table, layer, layout)
     position = jnp.arange(k.shape[1], dtype=jnp.int32)
     stored = has_page & (position[None] < seq_lens[:, None])
+    options, sliding_window = _options(sliding_window, soft_cap, alibi_slopes, sinks)
+    query = jnp.clip(seq_lens, 0, k.shape[1]) - 1
+    distance = position[None] - query[:, None]
+    if sliding_window is not None:
+        stored &= _in_window(distance, sliding_window)
     k = jnp.where(stored[..., None, None], k, jnp.zeros((), k.dtype))
     v = jnp.where(stored[..., None, None], v, jnp.zeros((), v.dtype))
-    out, lse = jax.vmap(_softmax_attention, in_axes=(0, 0, 0, 0, None))(
-        q[:, None], k, v, stored[:, None], sm_scale
+    attend = functools.partial(_softmax_attention, **options)
+    out, lse = jax.vmap(attend, in_axes=(0, 0, 0, 0, 0, None))(
+        q[:, None], k, v, stored[:, None], distance[:, None], sm_scale
     )
     out, lse = out[:, 0].astype(q.dtype), lse[:, 0]
     return (out, lse) if return_lse else out

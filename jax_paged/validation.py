@@ -6,6 +6,7 @@ NotImplementedError that says who can. Each message is one line: argument, expec
 
 import dataclasses
 import math
+from numbers import Real
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ class AttentionSpec:
     causal: bool
     num_kv_splits: int | None
     split_tokens: int | None
+    soft_cap: float | None
     one_query_per_row: bool
     implementation: Implementation
 
@@ -153,11 +155,12 @@ def check_write(
 
 
 def check_attention(
-    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec
-) -> tuple[jax.Array, ...]:
+    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
+    sliding_window, alibi_slopes, sinks, spec,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """Checks an attention call at trace time; returns the operands in the order of the FFI target.
 
-    cu_q_lens None means one query per row.
+    cu_q_lens None means one query per row. The operands after sm_scale are None where not given.
     """
     check_choice("implementation", spec.implementation, (None, "native", "reference"))
     k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
@@ -200,9 +203,29 @@ def check_attention(
         spec.split_tokens,
     )
     sm_scale = check_scale("sm_scale", k_shape.head_dim**-0.5 if sm_scale is None else sm_scale)
+    soft_cap = spec.soft_cap
+    ok = isinstance(soft_cap, Real) and soft_cap is not True and 0 < soft_cap < math.inf
+    expect(soft_cap is None or ok, "soft_cap", "None or a finite number > 0", soft_cap)
+    if sliding_window is not None:
+        sliding_window = as_index("sliding_window", sliding_window)
+        check_shape("sliding_window", sliding_window, "", ())
+        if isinstance(sliding_window, np.ndarray) and sliding_window <= 0:
+            sliding_window = None
+    alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    sinks = _check_per_head("sinks", sinks, num_q_heads)
     return (
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
+        sliding_window, alibi_slopes, sinks,
     )  # fmt: skip
+
+
+def _check_per_head(name: str, x: jax.Array | None, num_q_heads: int) -> jax.Array | None:
+    """One number for each query head, as f32."""
+    if x is None:
+        return None
+    check_float(name, x)
+    check_shape(name, x, "num_q_heads", (num_q_heads,))
+    return x if x.dtype == np.float32 else x.astype(np.float32)
 
 
 def check_scale(name: str, value: Any) -> jax.Array:

@@ -4,6 +4,7 @@
 #ifndef JAX_PAGED_COMMON_FFI_CHECKS_H_
 #define JAX_PAGED_COMMON_FFI_CHECKS_H_
 
+#include <cmath>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -56,12 +57,21 @@ inline std::string CheckType(const char* op, const char* argument, xla::ffi::Dat
   return Mismatch(op, argument, TypeText(expected), TypeText(got));
 }
 
+// The operands of jax_paged.attention that may be absent, and then are [0]. They follow sm_scale in
+// this order, on CPU and CUDA alike; attribute soft_cap is 0 where there is none.
+struct AttentionOptions {
+  ShapeView sliding_window;  // i32[1], tokens that a query sees, itself included; <= 0: off
+  ShapeView alibi_slopes;    // f32[num_q_heads]
+  ShapeView sinks;           // f32[num_q_heads]
+};
+
 // Checks the operands, attributes and results of jax_paged.attention, and reads its sizes.
 inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::AnyBuffer& k_pages,
                                  const xla::ffi::AnyBuffer& v_pages, ShapeView page_table,
                                  ShapeView seq_lens, ShapeView cu_q_lens, ShapeView num_seqs,
-                                 ShapeView layer, ShapeView sm_scale, std::string_view layout_name,
-                                 int64_t num_kv_splits, int64_t split_tokens,
+                                 ShapeView layer, ShapeView sm_scale,
+                                 const AttentionOptions& options, std::string_view layout_name,
+                                 int64_t num_kv_splits, int64_t split_tokens, float soft_cap,
                                  const xla::ffi::AnyBuffer& out, ShapeView lse,
                                  AttentionShape* shape) {
   constexpr auto kOp = kAttentionOp;
@@ -100,6 +110,9 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
       failed(CheckShape(kOp, "num_seqs", num_seqs, {1})) ||
       failed(CheckShape(kOp, "layer", layer, {})) ||
       failed(CheckShape(kOp, "sm_scale", sm_scale, {})) ||
+      failed(CheckOptional(kOp, "sliding_window", options.sliding_window, {1})) ||
+      failed(CheckOptional(kOp, "alibi_slopes", options.alibi_slopes, {num_q_heads})) ||
+      failed(CheckOptional(kOp, "sinks", options.sinks, {num_q_heads})) ||
       failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
     return error;
@@ -107,6 +120,9 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
   if (num_q_heads < 1 || num_q_heads % k_pool.num_kv_heads != 0) {
     return Mismatch(kOp, "q", "a multiple of " + std::to_string(k_pool.num_kv_heads) + " KV heads",
                     std::to_string(num_q_heads) + " heads");
+  }
+  if (!(soft_cap >= 0.0f && soft_cap < INFINITY)) {
+    return Mismatch(kOp, "soft_cap", "finite, 0 (off) or more", std::to_string(soft_cap));
   }
   if (num_kv_splits < 0 || split_tokens < 0 || (num_kv_splits > 0 && split_tokens > 0)) {
     return Mismatch(kOp, "num_kv_splits, split_tokens", "non-negative, at most one of them set",

@@ -37,6 +37,10 @@ struct AttentionParams {
   int32_t head_dim;
   int32_t v_head_dim;
   float sm_scale;
+  float soft_cap;             // 0: off
+  const float* alibi_slopes;  // [num_q_heads] or null
+  const float* sinks;         // [num_q_heads] or null
+  int64_t sliding_window;     // tokens that a query sees, itself included; 0: off
   bool causal;
   Dtype dtype;
 };

@@ -19,6 +19,7 @@ JAX_PAGED_INLINE Vec Zero() { return _mm512_setzero_ps(); }
 JAX_PAGED_INLINE Vec Set1(float x) { return _mm512_set1_ps(x); }
 JAX_PAGED_INLINE Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return _mm512_max_ps(x, so_far); }
 

@@ -38,6 +38,7 @@ JAX_PAGED_INLINE Vec Set1(float x) { return {Float4{x, x, x, x}, Float4{x, x, x,
 JAX_PAGED_INLINE Vec Zero() { return Set1(0.0f); }
 JAX_PAGED_INLINE Vec Add(Vec a, Vec b) { return {a.lo + b.lo, a.hi + b.hi}; }
 JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return {a.lo * b.lo, a.hi * b.hi}; }
+JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return {a.lo / b.lo, a.hi / b.hi}; }
 // a * b + c, rounded once or twice.
 JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return {a.lo * b.lo + c.lo, a.hi * b.hi + c.hi}; }
 // The larger one; so_far where x is NaN.
