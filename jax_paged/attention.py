@@ -58,12 +58,12 @@ def paged_attention(
         and its lse −inf. Lengths are clamped to [0, pages_per_seq · page_size].
       layer: which layer of stacked pages; may be traced. Out of range: output 0.
       sm_scale: factor on the logits, default head_dim ** −0.5; may be traced.
-      sliding_window: how many tokens a query sees, itself included: the keys j > p − sliding_window.
+      sliding_window: how many tokens a query sees, itself included: keys j > p − sliding_window.
         None or ≤ 0: all. May be traced. Pages wholly left of a row's window are not read.
       soft_cap: bound on the scaled logits, > 0; None: none.
       alibi_slopes: [num_q_heads], bf16, f16 or f32: ALiBi, a slope per token of distance.
-      sinks: [num_q_heads], bf16, f16 or f32: one more logit per head, without a value: it enters the
-        denominator only. A row that sees no key gives 0 with lse = the sink.
+      sinks: [num_q_heads], bf16, f16 or f32: one more logit per head, without a value: it enters
+        the denominator only. A row that sees no key gives 0 with lse = the sink.
       return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
       num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
         1 = not cut.
@@ -81,11 +81,12 @@ def paged_attention(
         kernels have none of sliding_window, soft_cap, alibi_slopes and sinks.
 
     Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
-    backward pass is the reference). vmap runs one call after another; the batch axis of the op itself is the fast one.
+    backward pass is the reference). vmap runs one call after another; the batch axis of the op
+    itself is the fast one.
 
     Split KV after Flash-Decoding (Dao et al. 2023) and vLLM's paged attention v2; windows as in
-    Longformer (Beltagy et al. 2020), soft caps as in Gemma 2, ALiBi after Press et al. 2022, sinks as
-    in gpt-oss.
+    Longformer (Beltagy et al. 2020), soft caps as in Gemma 2, ALiBi after Press et al. 2022, sinks
+    as in gpt-oss.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((2, 1, 4, 8))  # two pages of four tokens, one KV head

@@ -42,7 +42,7 @@ def _in_window(distance, sliding_window):
 def _softmax_attention(
     q, k, v, visible, distance, sm_scale, *, soft_cap=None, alibi_slopes=None, sinks=None
 ) -> tuple[jax.Array, jax.Array]:
-    """Dense attention of one row: q [t, Hq, D], k and v [l, Hkv, D], visible and distance [t, l]."""
+    """Dense attention of one row: q [t, Hq, D], k, v [l, Hkv, D], visible and distance [t, l]."""
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     exact = jax.lax.Precision.HIGHEST

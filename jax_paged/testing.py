@@ -151,8 +151,9 @@ def dense_oracle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention in float64 over the tokens that exist: (out [T, Hq, Dv], lse [T, Hq]).
 
-    The options are those of `ragged_paged_attention`. Wild values mean what the ops promise: a page id out of range holds no tokens, lengths are
-    clamped to the capacity, cu_q_lens to be monotone and within [0, T].
+    The options are those of `ragged_paged_attention`. Wild values mean what the ops promise: a page
+    id out of range holds no tokens, lengths are clamped to the capacity, cu_q_lens to be monotone
+    and within [0, T].
     """
     case, group = batch.case, batch.case.num_q_heads // batch.case.num_kv_heads
     out = np.zeros((*batch.q.shape[:2], batch.v_pages.shape[-1]))
@@ -179,7 +180,7 @@ def dense_oracle(
         key = key[(page >= 0) & (page < len(k_pages))]
         if sliding_window is not None and sliding_window > 0:  # of the first query, which sees most
             key = key[key > int(length - (end - start)) - int(sliding_window)]
-        if start == end or not len(key) and sinks is None:
+        if start == end or (not len(key) and sinks is None):
             continue
         where = (batch.page_table[row, key // case.page_size], key % case.page_size)
         k = k_pages[where].astype(np.float64).transpose(1, 2, 0)  # [Hkv, D, keys]

@@ -6,7 +6,6 @@ NotImplementedError that says who can. Each message is one line: argument, expec
 
 import dataclasses
 import math
-from numbers import Real
 from typing import Any
 
 import jax
@@ -204,7 +203,8 @@ def check_attention(
     )
     sm_scale = check_scale("sm_scale", k_shape.head_dim**-0.5 if sm_scale is None else sm_scale)
     soft_cap = spec.soft_cap
-    ok = isinstance(soft_cap, Real) and soft_cap is not True and 0 < soft_cap < math.inf
+    ok = isinstance(soft_cap, (int, float, np.floating)) and soft_cap is not True
+    ok = ok and 0 < float(soft_cap) < math.inf
     expect(soft_cap is None or ok, "soft_cap", "None or a finite number > 0", soft_cap)
     if sliding_window is not None:
         sliding_window = as_index("sliding_window", sliding_window)
