@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
 from jax_paged.layout import Layout, pages_shape
-from jax_paged.validation import AttentionSpec, check_attention
+from jax_paged.reference import head_scale
+from jax_paged.validation import AttentionSpec, check_attention, is_eight_bit, is_per_token
 
 TARGET = "jax_paged.attention.v1"
 
@@ -31,6 +32,8 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, "num_q_heads"] | None = None,
     sinks: Float[Array, "num_q_heads"] | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
     split_tokens: int | None = None,
@@ -51,7 +54,8 @@ def paged_attention(
       q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
         [num_pages, page_size, num_kv_heads, head_dim] ("NHD"), optionally with a leading num_layers
-        axis (then give `layer`). Same dtype as q; v may have another head_dim.
+        axis (then give `layer`). Same dtype as q, or f8e4m3fn, f8e5m2 or int8; v may have another
+        head_dim.
       page_table: page ids in token order. An id outside [0, num_pages), e.g. −1, is never read: its
         tokens are left out.
       seq_lens: KV length of each row, this step's token included. 0: the row's output is exactly 0
@@ -64,6 +68,9 @@ def paged_attention(
       alibi_slopes: [num_q_heads], bf16, f16 or f32: ALiBi, a slope per token of distance.
       sinks: [num_q_heads], bf16, f16 or f32: one more logit per head, without a value: it enters
         the denominator only. A row that sees no key gives 0 with lse = the sink.
+      k_scale, v_scale: what 8-bit K and V are multiplied with; None: 1. A scalar, [num_kv_heads],
+        or [num_pages, num_kv_heads, page_size] (one per token and head, as `write_kv` returns
+        them); for stacked pages each with a leading num_layers axis, or a scalar.
       return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
       num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
         1 = not cut.
@@ -78,7 +85,7 @@ def paged_attention(
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
       NotImplementedError: the native kernels do not take this head_dim; at lowering for CUDA: its
-        kernels have none of sliding_window, soft_cap, alibi_slopes and sinks.
+        kernels have none of sliding_window, soft_cap, alibi_slopes, sinks and 8-bit K and V.
 
     Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
     backward pass is the reference). vmap runs one call after another; the batch axis of the op
@@ -100,7 +107,7 @@ def paged_attention(
     )  # fmt: skip
     operands = check_attention(
         q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, spec,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
@@ -121,6 +128,8 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, "num_q_heads"] | None = None,
     sinks: Float[Array, "num_q_heads"] | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -166,15 +175,23 @@ def ragged_paged_attention(
     )  # fmt: skip
     operands = check_attention(
         q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, spec,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
 
 
+def _with_layers(scale: jax.Array | None, pages: jax.Array) -> jax.Array | None:
+    """A scale of one layer's heads as the public ops take it: stacked like the pages."""
+    if scale is None or scale.ndim != 1 or pages.ndim != 5:
+        return scale
+    return jnp.broadcast_to(scale[None], (pages.shape[0], *scale.shape))
+
+
 def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
     cu_q_lens, num_seqs, layer, sm_scale, *given = rest
-    sliding_window, alibi_slopes, sinks = (None if x is None or not x.size else x for x in given)
+    given = (None if x is None or not x.size else x for x in given)
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale = given
     options = {
         "layer": layer if k_pages.ndim == 5 else None,
         "sm_scale": sm_scale,
@@ -182,6 +199,8 @@ def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *
         "soft_cap": spec.soft_cap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "k_scale": _with_layers(k_scale, k_pages),
+        "v_scale": _with_layers(v_scale, v_pages),
         "return_lse": True,
         "layout": spec.layout,
     }
@@ -224,6 +243,7 @@ def cuda_lacks(call: Mapping[str, Any]) -> str | None:
     """Why CUDA cannot run a call with these options, or None when it can."""
     options = ("sliding_window", "soft_cap", "alibi_slopes", "sinks")
     names = [name for name in options if call[name] is not None]
+    names += ["8-bit K and V"] if is_eight_bit(call["k_pages"]) else []
     if not names:
         return None
     return (
@@ -235,8 +255,9 @@ def cuda_lacks(call: Mapping[str, Any]) -> str | None:
 
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
-    *required, sliding_window, alibi_slopes, sinks = operands
+    *required, sliding_window, alibi_slopes, sinks, k_scale, v_scale = operands
     given = {
+        "k_pages": v_pages,
         "sliding_window": sliding_window,
         "soft_cap": spec.soft_cap,
         "alibi_slopes": alibi_slopes,
@@ -248,6 +269,8 @@ def _call(spec: AttentionSpec, *operands):
         jnp.zeros(0, jnp.int32) if sliding_window is None else jnp.reshape(sliding_window, (1,)),
         no_number if alibi_slopes is None else alibi_slopes,
         no_number if sinks is None else sinks,
+        no_number if k_scale is None else k_scale,
+        no_number if v_scale is None else v_scale,
     )
     pages = pages_shape(v_pages, spec.layout)
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
@@ -311,4 +334,17 @@ def _backward(spec: AttentionSpec, operands, cotangents):
 
 
 _differentiable.defvjp(_forward, _backward)
-_attention = jax.jit(_differentiable, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention(spec: AttentionSpec, *operands):
+    *rest, k_scale, v_scale = operands
+    k_pages, layer = operands[1], operands[7]
+    heads = pages_shape(k_pages, spec.layout).num_kv_heads
+
+    def of_layer(scale):
+        if scale is None or is_per_token(scale, k_pages):
+            return scale
+        return head_scale(scale, layer, heads, k_pages)
+
+    return _differentiable(spec, *rest, of_layer(k_scale), of_layer(v_scale))

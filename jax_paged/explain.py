@@ -61,7 +61,7 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         lambda given: function(**{**call, **given}), arrays
     )
     platform = jax.default_backend()
-    lacks = attention.cuda_lacks(call) if target == attention.TARGET else None
+    lacks = (attention if target == attention.TARGET else kv).cuda_lacks(call)
     chosen = _ffi.implementation_on(platform, target, call["implementation"], lacks)
     plan: dict[str, Any] = {
         "op": name,

@@ -16,6 +16,7 @@ from jax_paged._ffi import Implementation
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, pages_shape
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
+EIGHT_BIT_DTYPES = tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
 MAX_HEAD_DIM = 512
 _I32_MAX = 2**31 - 1
 
@@ -63,6 +64,36 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
     expect(x.dtype in allowed, name, "dtype " + " or ".join(d.name for d in allowed), x.dtype.name)
 
 
+def is_eight_bit(pages: jax.Array) -> bool:
+    """Whether pages hold 8-bit values, which may have scales."""
+    return pages.dtype in EIGHT_BIT_DTYPES
+
+
+def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -> Any:
+    """Checks a scale of 8-bit pages; returns it as f32, or None."""
+    if scale is None:
+        return None
+    expect(is_eight_bit(pages), name, f"None for pages of {pages.dtype.name}", "a scale")
+    if not hasattr(scale, "dtype"):
+        scale = np.asarray(scale, np.float32)
+    check_float(name, scale)
+    layers = () if shape.num_layers is None else (shape.num_layers,)
+    per_token = (*layers, shape.num_pages, shape.num_kv_heads, shape.page_size)
+    allowed = list(dict.fromkeys(((), layers, (*layers, shape.num_kv_heads), per_token)))
+    expect(
+        scale.shape in allowed,
+        name,
+        "shape " + " or ".join(map(_shape_text, allowed)),
+        _shape_text(scale.shape),
+    )
+    return scale if scale.dtype == np.float32 else scale.astype(np.float32)
+
+
+def is_per_token(scale: jax.Array | None, pages: jax.Array) -> bool:
+    """Whether a scale has one value for each token and head."""
+    return scale is not None and scale.ndim == len(pages.shape) - 1
+
+
 def as_index(name: str, x: Any) -> jax.Array:
     """Any integer array as i32. Values beyond i32 saturate, so that no cast makes a valid index.
 
@@ -103,7 +134,9 @@ def check_pages(
             f"rank 4, {axes}, or 5 with a leading num_layers",
             _shape_text(pages.shape),
         )
-        check_float(name, pages)
+        allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
+        names = " or ".join(d.name for d in allowed)
+        expect(pages.dtype in allowed, name, f"dtype {names}", pages.dtype.name)
     stacked = len(k_pages.shape) == 5
     expect(
         stacked == (layer is not None),
@@ -119,7 +152,9 @@ def check_pages(
         f"the shape of k_pages {_shape_text(k_pages.shape)}, head_dim aside",
         _shape_text(v_pages.shape),
     )
-    check_float("v_pages", v_pages, k_pages.dtype)
+    expect(
+        v_pages.dtype == k_pages.dtype, "v_pages", f"dtype {k_pages.dtype.name}", v_pages.dtype.name
+    )
     expect(k_shape.page_size >= 1, "k_pages", "page_size >= 1", k_shape.page_size)
     return k_shape, v_shape
 
@@ -133,9 +168,9 @@ def _check_native(name: str, head_dim: int, implementation: Implementation) -> N
 
 
 def check_write(
-    k_pages, v_pages, k, v, slot_mapping, layer, layout, implementation
-) -> tuple[jax.Array, jax.Array]:
-    """Checks a page write; returns slot_mapping and layer as i32."""
+    k_pages, v_pages, k, v, slot_mapping, layer, k_scale, v_scale, layout, implementation
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Checks a page write; returns slot_mapping and layer as i32, the scales as f32 or None."""
     check_choice("implementation", implementation, (None, "native", "reference"))
     k_shape, v_shape = check_pages(k_pages, v_pages, layout, layer)
     slot_mapping = as_index("slot_mapping", slot_mapping)
@@ -150,12 +185,20 @@ def check_write(
         )
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
-    return slot_mapping, layer
+    k_scale = check_kv_scale("k_scale", k_scale, k_pages, k_shape)
+    v_scale = check_kv_scale("v_scale", v_scale, v_pages, v_shape)
+    expect(
+        is_per_token(k_scale, k_pages) == is_per_token(v_scale, v_pages),
+        "v_scale",
+        "a scale per token where k_scale is one, and only there",
+        "None" if v_scale is None else f"shape {_shape_text(v_scale.shape)}",
+    )
+    return slot_mapping, layer, k_scale, v_scale
 
 
 def check_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-    sliding_window, alibi_slopes, sinks, spec,
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """Checks an attention call at trace time; returns the operands in the order of the FFI target.
 
@@ -173,7 +216,12 @@ def check_attention(
         "q", q, f"{'num_seqs' if tokens is not None else 'tokens'} num_q_heads head_dim",
         (tokens, None, k_shape.head_dim),
     )  # fmt: skip
-    check_float("k_pages", k_pages, q.dtype)
+    expect(
+        k_pages.dtype == q.dtype or is_eight_bit(k_pages),
+        "k_pages",
+        f"dtype {q.dtype.name} or 8-bit",
+        k_pages.dtype.name,
+    )
     num_q_heads = q.shape[1]
     expect(
         0 < k_shape.num_kv_heads <= num_q_heads and num_q_heads % k_shape.num_kv_heads == 0,
@@ -216,6 +264,8 @@ def check_attention(
     return (
         q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
         sliding_window, alibi_slopes, sinks,
+        check_kv_scale("k_scale", k_scale, k_pages, k_shape),
+        check_kv_scale("v_scale", v_scale, v_pages, v_shape),
     )  # fmt: skip
 
 

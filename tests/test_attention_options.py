@@ -1,4 +1,4 @@
-"""Windows, soft caps, ALiBi and sinks, in all pairs with everything else, against float64 softmax.
+"""Windows, soft caps, ALiBi, sinks, 8-bit K and V: all pairs of options against float64 softmax.
 
 A seeded table covers every pair of values of FACTORS, and random rows fill it up: 300 cases, or
 3,000 with JAX_PAGED_LONG=1. Pools, padding and whatever lies left of a window are NaN.
@@ -36,6 +36,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sinks": (None, "moderate", "large", "none"),
     "causal": (True, False),
     "dtype": ("float32", "bfloat16", "float16"),
+    "kv": (None, None, "float8_e4m3fn", "float8_e5m2", "int8"),
+    "scale": (None, "scalar", "head", "token"),
     "layout": ("HND", "NHD"),
     "page_size": (1, 5, 16, 32),
     "group": (1, 2, 4, 5, 8, 24),
@@ -109,8 +111,49 @@ def poison(batch: Batch, window: int | None) -> Batch:
     return dataclasses.replace(batch, k_pages=k_pages, v_pages=v_pages)
 
 
-def build(index: int) -> tuple[Batch, dict[str, Any], dict[str, Any]]:
-    """The batch of a row of the table, its options for the oracle, and those for the op alone."""
+def eight_bit(batch: Batch, kv: str, kind: str | None, rng: np.random.Generator):
+    """A batch stored in 8 bits: (as the op gets it, with what that means for the oracle, scales).
+
+    NaN stays NaN in fp8; int8 has none, so there the unused slots hold garbage, with NaN as their
+    scale where each token has its own.
+    """
+    case, num_layers = batch.case, batch.case.num_layers
+    layers = () if num_layers is None else (num_layers,)
+    size = {"float8_e4m3fn": 0.1, "float8_e5m2": 0.1, "int8": 0.03}[kv]
+    shape = {
+        None: (), "scalar": layers, "head": (*layers, case.num_kv_heads),
+        "token": (*layers, batch.k_pages.shape[-4], case.num_kv_heads, case.page_size),
+    }[kind]  # fmt: skip
+    stored, real, scales = {}, {}, {}
+    for name in ("k", "v"):
+        pages = getattr(batch, f"{name}_pages").astype(np.float64)
+        scale = np.float32(rng.uniform(0.7, 1.4, shape) * size) if kind else np.float32(1)
+        # The scale of each value: [layers, pages, heads, slots, 1], in the layout of the pages.
+        wide = {
+            None: lambda x: x, "token": lambda x: x[..., None],
+            "scalar": lambda x: x.reshape(*layers, 1, 1, 1, 1),
+            "head": lambda x: x.reshape(*layers, 1, case.num_kv_heads, 1, 1),
+        }[kind](scale)  # fmt: skip
+        if case.layout == "NHD" and kind in ("head", "token"):
+            wide = np.swapaxes(wide, -3, -2)
+        limit = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127}[kv]
+        codes = np.clip(pages / wide, -limit, limit)
+        if kv == "int8":
+            codes = np.nan_to_num(np.rint(codes), nan=-97)
+            if kind == "token":
+                unused = np.isnan(pages).all(-1)
+                scale[np.swapaxes(unused, -2, -1) if case.layout == "NHD" else unused] = np.nan
+        codes = codes.astype(jnp.dtype(kv))
+        stored[f"{name}_pages"] = codes
+        real[f"{name}_pages"] = np.where(np.isnan(pages), np.nan, codes.astype(np.float64) * wide)
+        scales[f"{name}_scale"] = scale
+    if kind is None:
+        scales = {}
+    return dataclasses.replace(batch, **stored), dataclasses.replace(batch, **real), scales
+
+
+def build(index: int) -> tuple[Batch, Batch, dict[str, Any], dict[str, Any]]:
+    """A row of the table: the op's batch, the oracle's, options of both, and of the op alone."""
     row, rng = table()[index], np.random.default_rng([index, 9])
     num_kv_heads = 1 if row["group"] == 24 else 2
     head_dim, v_head_dim = row["head_dim"]
@@ -138,7 +181,10 @@ def build(index: int) -> tuple[Batch, dict[str, Any], dict[str, Any]]:
         sinks = sinks + (rng.standard_normal(num_q_heads) if np.isfinite(sinks) else 0)
         options["sinks"] = np.broadcast_to(np.float32(sinks), (num_q_heads,))
     split = dict([row["split"]]) if row["split"] else {}
-    return batch, options, split
+    if row["kv"] is None:
+        return batch, batch, options, split
+    stored, real, scales = eight_bit(batch, row["kv"], row["scale"], rng)
+    return stored, real, options, split | scales
 
 
 def attend(batch: Batch, options: dict[str, Any], **more):
@@ -159,10 +205,10 @@ def attend(batch: Batch, options: dict[str, Any], **more):
     [("native", i) for i in range(NUM_CASES)] + [("reference", i) for i in REFERENCE_CASES],
 )
 def test_all_pairs_of_options_match_float64_softmax(implementation, index):
-    batch, options, split = build(index)
-    out, lse = attend(batch, options, **split, implementation=implementation)
+    batch, real, options, more = build(index)
+    out, lse = attend(batch, options | more, implementation=implementation)
     try:
-        assert_attention_close(out, lse, *dense_oracle(batch, **options))
+        assert_attention_close(out, lse, *dense_oracle(real, **options))
     except AssertionError as error:
         raise AssertionError(f"{table()[index]}: {error}") from None
 

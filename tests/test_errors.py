@@ -52,7 +52,7 @@ ATTENTION = [
     ({"q": i32(6, 4, 16)}, "q: expected dtype bfloat16 or float16 or float32, got int32"),
     (
         {"q": f32(6, 4, 16).astype(jnp.bfloat16)},
-        "k_pages: expected dtype bfloat16, got float32",
+        "k_pages: expected dtype bfloat16 or 8-bit, got float32",
     ),
     (
         {"k_pages": f32(2, 5, 16)},
@@ -65,8 +65,25 @@ ATTENTION = [
         "leading num_layers, got [2, 5, 16]",
     ),
     (
+        {"k_pages": POOL.astype(jnp.int16)},
+        "k_pages: expected dtype bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2 or "
+        "int8, got int16",
+    ),
+    (
         {"k_pages": POOL.astype(jnp.int8)},
-        "k_pages: expected dtype bfloat16 or float16 or float32, got int8",
+        "v_pages: expected dtype int8, got float32",
+    ),
+    ({"k_scale": 2.0}, "k_scale: expected None for pages of float32, got a scale"),
+    (
+        {"k_pages": POOL.astype(jnp.int8), "v_pages": POOL.astype(jnp.int8), "v_scale": f32(4)},
+        "v_scale: expected shape [] or [2] or [9, 2, 5], got [4]",
+    ),
+    (
+        {
+            "k_pages": POOL[None].astype(jnp.int8), "v_pages": POOL[None].astype(jnp.int8),
+            "layer": 0, "k_scale": f32(2),
+        },
+        "k_scale: expected shape [] or [1] or [1, 2] or [1, 9, 2, 5], got [2]",
     ),
     ({"v_pages": POOL.astype(jnp.float16)}, "v_pages: expected dtype float32, got float16"),
     (

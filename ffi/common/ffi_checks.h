@@ -29,6 +29,12 @@ inline std::string TypeText(xla::ffi::DataType type) {
       return "float16";
     case xla::ffi::DataType::F32:
       return "float32";
+    case xla::ffi::DataType::F8E4M3FN:
+      return "float8_e4m3fn";
+    case xla::ffi::DataType::F8E5M2:
+      return "float8_e5m2";
+    case xla::ffi::DataType::S8:
+      return "int8";
     default:
       return "XLA element type " + std::to_string(static_cast<int>(type));
   }
@@ -51,6 +57,24 @@ inline std::string ReadDtype(const char* op, const char* argument, xla::ffi::Dat
   }
 }
 
+// The same for pages, which may be 8-bit.
+inline std::string ReadKvDtype(const char* op, const char* argument, xla::ffi::DataType type,
+                               Dtype* dtype) {
+  switch (type) {
+    case xla::ffi::DataType::F8E4M3FN:
+      *dtype = Dtype::kFloat8E4M3;
+      return "";
+    case xla::ffi::DataType::F8E5M2:
+      *dtype = Dtype::kFloat8E5M2;
+      return "";
+    case xla::ffi::DataType::S8:
+      *dtype = Dtype::kInt8;
+      return "";
+    default:
+      return ReadDtype(op, argument, type, dtype);
+  }
+}
+
 inline std::string CheckType(const char* op, const char* argument, xla::ffi::DataType got,
                              xla::ffi::DataType expected) {
   if (got == expected) return "";
@@ -63,7 +87,23 @@ struct AttentionOptions {
   ShapeView sliding_window;  // i32[1], tokens that a query sees, itself included; <= 0: off
   ShapeView alibi_slopes;    // f32[num_q_heads]
   ShapeView sinks;           // f32[num_q_heads]
+  ShapeView k_scale;         // f32[num_kv_heads], or per token: f32[(num_layers,) num_pages,
+  ShapeView v_scale;         //   num_kv_heads, page_size]; only with 8-bit pages
 };
+
+// Checks a scale of 8-bit pages.
+inline std::string CheckKvScale(const char* argument, ShapeView scale, const AttentionShape& call) {
+  if (!IsGiven(scale)) return "";
+  if (!IsEightBit(call.kv_dtype)) return Mismatch(kAttentionOp, argument, "[0]", "a scale");
+  const PoolShape& pool = call.k_pool;
+  if (scale.rank == 1) return CheckShape(kAttentionOp, argument, scale, {pool.num_kv_heads});
+  if (scale.rank == 3 && pool.num_layers == 1) {
+    return CheckShape(kAttentionOp, argument, scale,
+                      {pool.num_pages, pool.num_kv_heads, pool.page_size});
+  }
+  return CheckShape(kAttentionOp, argument, scale,
+                    {pool.num_layers, pool.num_pages, pool.num_kv_heads, pool.page_size});
+}
 
 // Checks the operands, attributes and results of jax_paged.attention, and reads its sizes.
 inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::AnyBuffer& k_pages,
@@ -84,13 +124,17 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
   PoolShape& v_pool = shape->v_pool;
   Layout layout = Layout::kHnd;
   if (failed(ReadDtype(kOp, "q", q.element_type(), &shape->dtype)) ||
-      failed(CheckType(kOp, "k_pages", k_pages.element_type(), q.element_type())) ||
-      failed(CheckType(kOp, "v_pages", v_pages.element_type(), q.element_type())) ||
+      failed(ReadKvDtype(kOp, "k_pages", k_pages.element_type(), &shape->kv_dtype)) ||
+      failed(CheckType(kOp, "v_pages", v_pages.element_type(), k_pages.element_type())) ||
       failed(CheckType(kOp, "out", out.element_type(), q.element_type())) ||
       failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout))) {
     return error;
   }
-  const int64_t kv_bytes = ByteWidth(shape->dtype);
+  if (!IsEightBit(shape->kv_dtype) && shape->kv_dtype != shape->dtype) {
+    return Mismatch(kOp, "k_pages", TypeText(q.element_type()) + " or 8-bit",
+                    TypeText(k_pages.element_type()));
+  }
+  const int64_t kv_bytes = ByteWidth(shape->kv_dtype);
   if (failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, kv_bytes, &k_pool)) ||
       failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, kv_bytes, &v_pool)) ||
       failed(CheckSamePool(kOp, k_pool, v_pool, Shape(v_pages))) ||
@@ -113,6 +157,8 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
       failed(CheckOptional(kOp, "sliding_window", options.sliding_window, {1})) ||
       failed(CheckOptional(kOp, "alibi_slopes", options.alibi_slopes, {num_q_heads})) ||
       failed(CheckOptional(kOp, "sinks", options.sinks, {num_q_heads})) ||
+      failed(CheckKvScale("k_scale", options.k_scale, *shape)) ||
+      failed(CheckKvScale("v_scale", options.v_scale, *shape)) ||
       failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
     return error;
@@ -147,8 +193,8 @@ inline std::string ReadWriteKv(const xla::ffi::AnyBuffer& k_pages,
   };
   Dtype k_dtype = Dtype::kFloat32, v_dtype = Dtype::kFloat32;
   Layout layout = Layout::kHnd;
-  if (failed(ReadDtype(kOp, "k_pages", k_pages.element_type(), &k_dtype)) ||
-      failed(ReadDtype(kOp, "v_pages", v_pages.element_type(), &v_dtype)) ||
+  if (failed(ReadKvDtype(kOp, "k_pages", k_pages.element_type(), &k_dtype)) ||
+      failed(ReadKvDtype(kOp, "v_pages", v_pages.element_type(), &v_dtype)) ||
       failed(CheckType(kOp, "k", k.element_type(), k_pages.element_type())) ||
       failed(CheckType(kOp, "v", v.element_type(), v_pages.element_type())) ||
       failed(CheckType(kOp, "k_pages result", k_result.element_type(), k_pages.element_type())) ||

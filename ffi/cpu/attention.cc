@@ -103,8 +103,9 @@ void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOption
   const PlanTotals totals = PlanCall(&options, rows, num_rows, plans);
 
   WorkerScratch layout;
+  const bool staged = IsEightBit(params.kv_dtype);
   const int64_t worker_floats = LayOutScratch(/*base=*/nullptr, params.head_dim, params.v_head_dim,
-                                              totals.has_prefill, &layout);
+                                              totals.has_prefill, staged, &layout);
   Carver size(nullptr);
   Workspace::Carve(&size, totals, options.num_workers, worker_floats);
   const Scratch memory(static_cast<size_t>(size.size()) + 1);
@@ -132,12 +133,12 @@ void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOption
   }
 
   const Kernels& kernels = ChosenKernels();
-  const int dtype = static_cast<int>(params.dtype);
+  const int dtype = static_cast<int>(staged ? Dtype::kFloat32 : params.dtype);
   const auto run = [&](int64_t index, int64_t worker) {
     const WorkItem& item = work.sorted[index];
     WorkerScratch scratch;
     LayOutScratch(work.workers + worker * work.worker_floats, params.head_dim, params.v_head_dim,
-                  totals.has_prefill, &scratch);
+                  totals.has_prefill, staged, &scratch);
     kernels.run_item[dtype](params, rows[item.row], item, scratch, work.partials);
     if (item.shared_unit < 0) return;
     // The last to finish folds, always in the order of the splits.
@@ -154,11 +155,13 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
                      ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
+                     ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                      std::string_view layout_name, bool causal, int64_t num_kv_splits,
                      int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
                      ffi::ResultBuffer<ffi::F32> lse) {
   AttentionShape shape;
-  const AttentionOptions given = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks)};
+  const AttentionOptions given = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
+                                  Shape(k_scale), Shape(v_scale)};
   const std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), given, layout_name,
@@ -182,9 +185,19 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.sinks = IsGiven(given.sinks) ? sinks.typed_data() : nullptr;
   params.sliding_window =
       IsGiven(given.sliding_window) ? Clamp(*sliding_window.typed_data(), 0, INT32_MAX) : 0;
+  const int32_t layer_index = *layer.typed_data();
+  const auto kv_scale = [&](const ffi::Buffer<ffi::F32>& scale, ShapeView given) -> KvScale {
+    if (!IsGiven(given)) return {nullptr, false};
+    if (given.rank == 1) return {scale.typed_data(), false};
+    const PoolShape& pool = shape.k_pool;
+    const int64_t layer_floats = pool.num_slots() * pool.num_kv_heads;
+    return {scale.typed_data() + Clamp(layer_index, 0, pool.num_layers - 1) * layer_floats, true};
+  };
+  params.k_scale = kv_scale(k_scale, given.k_scale);
+  params.v_scale = kv_scale(v_scale, given.v_scale);
+  params.kv_dtype = shape.kv_dtype;
   params.causal = causal;
   params.dtype = shape.dtype;
-  const int32_t layer_index = *layer.typed_data();
   if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {  // no page holds anything
     shape.k_pool.num_pages = 0;
   }
@@ -228,6 +241,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // sliding_window
                                   .Arg<ffi::Buffer<ffi::F32>>()  // alibi_slopes
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sinks
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")

@@ -13,7 +13,13 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
   const bool decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
   const int64_t padded_rows = decode ? DecodePaddedRows(num_rows) : RoundUp(num_rows, kGemmRows);
   const LogitScale scale(params);
-  LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
+  if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kBFloat16) {
+    LoadQueriesAs<BFloat16>(params, row, item, scale.sign, padded_rows, scratch);
+  } else if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kFloat16) {
+    LoadQueriesAs<Float16>(params, row, item, scale.sign, padded_rows, scratch);
+  } else {
+    LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
+  }
 
   const Partial part = {scratch.o, scratch.m, scratch.l, scratch.o_stride};
   const Partial total = {scratch.total_o, scratch.total_m, scratch.total_l, scratch.o_stride};

@@ -14,6 +14,11 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr int kHalf = 8;  // head_dim is a multiple of it
 
+template <typename A, typename B>
+constexpr bool kSameType = false;
+template <typename A>
+inline constexpr bool kSameType<A, A> = true;
+
 // The tokens [begin, end) of a row that lie in pages of the pool, in order. Tokens whose page id is
 // not one are left out: nothing of them is ever read.
 template <typename T>
@@ -190,10 +195,11 @@ inline void FoldPartial(const Partial& total, const Partial& part, int64_t rows,
   }
 }
 
-// Writes out and lse of a unit's packed rows.
-template <typename T>
-void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& item,
-                 const Partial& x) {
+// Writes out and lse of a unit's packed rows, whose o is ordered as kernels of T do, to out of type
+// O.
+template <typename T, typename O>
+void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem& item,
+                   const Partial& x) {
   constexpr double kLn2 = 0.69314718055994530942;
   for (int64_t r = 0; r < item.packed_end - item.packed_begin; ++r) {
     const int64_t head = QueryHead(params, row, item, item.packed_begin + r);
@@ -212,10 +218,10 @@ void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& 
     const bool nothing = m == -kInfinity;
     params.lse[head] = nothing ? -kInfinity : static_cast<float>(m * kLn2 + ::log(l));
     const Vec factor = Set1(empty ? 0.0f : numerator / static_cast<float>(l));
-    T* out = static_cast<T*>(params.out) + head * params.v_head_dim;
+    O* out = static_cast<O*>(params.out) + head * params.v_head_dim;
     const float* o = x.o + r * x.stride;
     int64_t d = 0;
-    for (; d + 2 * kWidth <= params.v_head_dim; d += 2 * kWidth) {
+    for (; kSameType<T, O> && d + 2 * kWidth <= params.v_head_dim; d += 2 * kWidth) {
       StorePair(out + d, {Mul(Load(o + d), factor), Mul(Load(o + d + kWidth), factor)});
     }
     for (; d < params.v_head_dim; d += kWidth) {
@@ -223,6 +229,17 @@ void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& 
       StoreTail(out + d, Mul(LoadTail(o + d, n), factor), n);
     }
   }
+}
+
+// The same where out has the type that the pages call for: T, or with 8-bit pages that of q.
+template <typename T>
+void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& item,
+                 const Partial& x) {
+  if constexpr (kSameType<T, float>) {
+    if (params.dtype == Dtype::kBFloat16) return WriteOutputAs<T, BFloat16>(params, row, item, x);
+    if (params.dtype == Dtype::kFloat16) return WriteOutputAs<T, Float16>(params, row, item, x);
+  }
+  WriteOutputAs<T, T>(params, row, item, x);
 }
 
 // The partial of split `split` of item's shared unit.

@@ -388,23 +388,35 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   float key_offset[kKeyBlock];
   int hidden[kDecodeMaxRows] = {};
   const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
+  const bool staged = IsEightBit(params.kv_dtype);
+  const int64_t element_bytes = staged ? 1 : int64_t{sizeof(T)};
   KeyBlock<T> blocks[2];
   int current = 0;
   GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
              &blocks[0]);
   for (int t = 0; t < blocks[0].count; ++t) {
-    PrefetchRow(blocks[0].k[t], params.head_dim * int64_t{sizeof(T)});
-    PrefetchRow(blocks[0].v[t], params.v_head_dim * int64_t{sizeof(T)});
+    PrefetchRow(blocks[0].k[t], params.head_dim * element_bytes);
+    PrefetchRow(blocks[0].v[t], params.v_head_dim * element_bytes);
   }
   for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
-    const KeyBlock<T>& block = blocks[current];
-    const KeyBlock<T>* next = &block;  // what to prefetch
+    const KeyBlock<T>& stored = blocks[current];
+    const KeyBlock<T>* next = &stored;  // what to prefetch
     if (token + block_tokens < end) {
       KeyBlock<T>* const following = &blocks[current ^ 1];
       GatherKeys(params, item.row, item.kv_head, token + block_tokens,
                  Clamp(token + 2 * block_tokens, begin, end), following);
       if (following->count > 0) next = following;
     }
+    const KeyBlock<T>* source = &stored;
+    KeyBlock<T> floats;
+    if constexpr (kSameType<T, float>) {
+      if (staged) {
+        StageKeys(params, item, stored, *next, Clamp(token + block_tokens, begin, end), scratch,
+                  &floats);
+        source = next = &floats;
+      }
+    }
+    const KeyBlock<T>& block = *source;
     int visible[kDecodeMaxRows];
     for (int r = 0; r < kDecodeMaxRows; ++r) visible[r] = block.Visible(limit[r]);
     if (params.sliding_window > 0) {

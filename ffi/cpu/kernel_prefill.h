@@ -250,11 +250,18 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
     limit[r] = VisibleKeys(row, packed / params.group_size, params.causal);
     top[r] = -kInfinity;
   }
-  KeyBlock<T> block;
+  KeyBlock<T> stored, floats;
   int hidden[kPrefillBlock], visible[kPrefillBlock];
   float alpha[kPrefillBlock], key_offset[kKeyBlock];
   for (int64_t token = begin; token < end; token += kKeyBlock) {
-    GatherKeys(params, item.row, item.kv_head, token, Clamp(token + kKeyBlock, token, end), &block);
+    const int64_t block_end = Clamp(token + kKeyBlock, token, end);
+    GatherKeys(params, item.row, item.kv_head, token, block_end, &stored);
+    const KeyBlock<T>& block = IsEightBit(params.kv_dtype) ? floats : stored;
+    if constexpr (kSameType<T, float>) {
+      if (&block == &floats) {
+        StageKeys(params, item, stored, stored, block_end, scratch, &floats);
+      }
+    }
     for (int64_t r = 0; r < padded_rows; ++r) {
       hidden[r] = block.Visible(first[r]);
       visible[r] = block.Visible(limit[r]);

@@ -21,11 +21,13 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
                      ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
+                     ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                      std::string_view layout_name, bool causal, int64_t num_kv_splits,
                      int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
                      ffi::ResultBuffer<ffi::F32> lse, ffi::ResultBuffer<ffi::S32> workspace) {
   AttentionCall call = {};
-  const AttentionOptions options = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks)};
+  const AttentionOptions options = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
+                                    Shape(k_scale), Shape(v_scale)};
   std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), options, layout_name,
@@ -35,7 +37,8 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
   for (const auto& [name, given] :
        {std::pair("sliding_window", IsGiven(options.sliding_window)),
         std::pair("alibi_slopes", IsGiven(options.alibi_slopes)),
-        std::pair("sinks", IsGiven(options.sinks)), std::pair("soft_cap", soft_cap > 0.0f)}) {
+        std::pair("sinks", IsGiven(options.sinks)), std::pair("soft_cap", soft_cap > 0.0f),
+        std::pair("8-bit K and V", IsEightBit(call.kv_dtype))}) {
     if (!given) continue;
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
                       std::string(kAttentionOp) + ": the CUDA kernels have no " + name);
@@ -88,6 +91,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // sliding_window
                                   .Arg<ffi::Buffer<ffi::F32>>()  // alibi_slopes
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sinks
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
