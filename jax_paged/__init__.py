@@ -11,6 +11,7 @@ from jax_paged.attention import paged_attention as paged_attention
 from jax_paged.attention import ragged_paged_attention as ragged_paged_attention
 from jax_paged.explain import explain as explain
 from jax_paged.kv import copy_pages as copy_pages
+from jax_paged.kv import kv_dtype as kv_dtype
 from jax_paged.kv import qkv_norm_rope_write as qkv_norm_rope_write
 from jax_paged.kv import write_kv as write_kv
 from jax_paged.layout import convert_pages as convert_pages

@@ -1,16 +1,21 @@
 """Attention over paged K and V: one query per row, or ragged batches of prefill and decode rows."""
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
 from jax_paged.layout import Layout, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.reference import head_scale
 from jax_paged.sharding import HeadAxes
-from jax_paged.validation import AttentionSpec, check_attention
+from jax_paged.validation import AttentionSpec, check_attention, is_eight_bit, is_per_token
 
 TARGET = "jax_paged.attention.v1"
 
@@ -24,6 +29,12 @@ def paged_attention(
     *,
     layer: Int[Array, ""] | int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
+    sliding_window: Int[Array, ""] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
     split_tokens: int | None = None,
@@ -32,22 +43,36 @@ def paged_attention(
 ):
     """Attends one query per row to that row's pages: the decode step.
 
-    out[i, h] = Σ_j softmax_j(sm_scale · q[i, h] · k[i, j, h // group]) · v[i, j, h // group] over
-    the seq_lens[i] tokens j that page_table[i] names, with group = num_q_heads / num_kv_heads.
+    out[i, h] = Σ_j softmax_j(logit[i, j, h]) · v[i, j, h // group] over the seq_lens[i] tokens j
+    that page_table[i] names, with group = num_q_heads / num_kv_heads and
+
+      logit[i, j, h] = cap(sm_scale · q[i, h] · k[i, j, h // group]) + alibi_slopes[h] · (j − p)
+      cap(x) = soft_cap · tanh(x / soft_cap)
+
+    where p is the query's position, seq_lens[i] − 1. Tokens that a mask hides take no part.
 
     Args:
       q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
         [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
         `jax_paged.layout`), optionally with a leading num_layers axis (then give `layer`). Same
-        dtype as q; v may have another head_dim.
+        dtype as q, or f8e4m3fn, f8e5m2 or int8; v may have another head_dim.
       page_table: page ids in token order. An id outside [0, num_pages), e.g. −1, is never read: its
         tokens are left out.
       seq_lens: KV length of each row, this step's token included. 0: the row's output is exactly 0
         and its lse −inf. Lengths are clamped to [0, pages_per_seq · page_size].
       layer: which layer of stacked pages; may be traced. Out of range: output 0.
       sm_scale: factor on the logits, default head_dim ** −0.5; may be traced.
-      return_lse: also return log Σ_j exp(logit_j), natural logarithm.
+      sliding_window: how many tokens a query sees, itself included: keys j > p − sliding_window.
+        None or ≤ 0: all. May be traced. Pages wholly left of a row's window are not read.
+      soft_cap: bound on the scaled logits, > 0; None: none.
+      alibi_slopes: [num_q_heads], bf16, f16 or f32: ALiBi, a slope per token of distance.
+      sinks: [num_q_heads], bf16, f16 or f32: one more logit per head, without a value: it enters
+        the denominator only. A row that sees no key gives 0 with lse = the sink.
+      k_scale, v_scale: what 8-bit K and V are multiplied with; None: 1. A scalar, [num_kv_heads],
+        or [num_pages, num_kv_heads, page_size] (one per token and head, as `write_kv` returns
+        them); for stacked pages each with a leading num_layers axis, or a scalar.
+      return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
       num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
         1 = not cut.
       split_tokens: cut at fixed multiples of this many tokens instead, so that the bits of a row do
@@ -60,12 +85,16 @@ def paged_attention(
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
-      NotImplementedError: the native kernels do not take this head_dim.
+      NotImplementedError: the native kernels do not take this head_dim; at lowering for CUDA: its
+        kernels have none of sliding_window, soft_cap, alibi_slopes, sinks and 8-bit K and V.
 
-    Differentiable in q, k_pages, v_pages and sm_scale by reverse mode (the backward pass is the
-    reference). vmap runs one call after another; the batch axis of the op itself is the fast one.
+    Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
+    backward pass is the reference). vmap runs one call after another; the batch axis of the op
+    itself is the fast one.
 
-    Split KV after Flash-Decoding (Dao et al. 2023) and vLLM's paged attention v2.
+    Split KV after Flash-Decoding (Dao et al. 2023) and vLLM's paged attention v2; windows as in
+    Longformer (Beltagy et al. 2020), soft caps as in Gemma 2, ALiBi after Press et al. 2022, sinks
+    as in gpt-oss.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((2, 1, 4, 8))  # two pages of four tokens, one KV head
@@ -74,12 +103,13 @@ def paged_attention(
     [3. 3.]
     """
     spec = AttentionSpec(
-        layout, True, num_kv_splits, split_tokens, one_query_per_row=True,
+        layout, True, num_kv_splits, split_tokens, soft_cap, one_query_per_row=True,
         implementation=implementation,
     )  # fmt: skip
     operands = check_attention(
-        q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale, spec
-    )
+        q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
+    )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
 
@@ -95,6 +125,12 @@ def ragged_paged_attention(
     *,
     layer: Int[Array, ""] | int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
+    sliding_window: Int[Array, ""] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -113,7 +149,8 @@ def ragged_paged_attention(
       q: [tokens, num_q_heads, head_dim], the rows' new tokens in row order, padding at the end.
       cu_q_lens: start of each row's tokens; clamped to be monotone and within [0, tokens].
       num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
-      causal: whether a query is kept from later keys.
+      causal: whether a query is kept from later keys. With causal=False a window has no right edge,
+        and ALiBi counts later keys upwards: slope · (key − query) as before.
       The other arguments are those of `paged_attention`.
 
     Returns:
@@ -134,21 +171,37 @@ def ragged_paged_attention(
     (3, 2, 8) 3.0
     """
     spec = AttentionSpec(
-        layout, causal, num_kv_splits, split_tokens, one_query_per_row=False,
+        layout, causal, num_kv_splits, split_tokens, soft_cap, one_query_per_row=False,
         implementation=implementation,
     )  # fmt: skip
     operands = check_attention(
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec
-    )
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
+    )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
 
 
+def _with_layers(scale: jax.Array | None, pages: jax.Array) -> jax.Array | None:
+    """A scale of one layer's heads as the public ops take it: stacked like the pages."""
+    if scale is None or scale.ndim != 1 or pages.ndim != 5:  # 8-bit pages are HND or NHD
+        return scale
+    return jnp.broadcast_to(scale[None], (pages.shape[0], *scale.shape))
+
+
 def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
-    cu_q_lens, num_seqs, layer, sm_scale = rest
+    cu_q_lens, num_seqs, layer, sm_scale, *given = rest
+    given = (None if x is None or not x.size else x for x in given)
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale = given
     options = {
         "layer": layer if is_stacked(k_pages, spec.layout) else None,
         "sm_scale": sm_scale,
+        "sliding_window": sliding_window,
+        "soft_cap": spec.soft_cap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "k_scale": _with_layers(k_scale, k_pages),
+        "v_scale": _with_layers(v_scale, v_pages),
         "return_lse": True,
         "layout": spec.layout,
     }
@@ -187,21 +240,65 @@ def _cuda_workspace_words(
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5
 
 
-def _head_axes(k_pages, v_pages, layout: Layout) -> HeadAxes:
-    of_pools = {
+def _head_axes(
+    layout: Layout, q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale,
+) -> HeadAxes:  # fmt: skip
+    def of_scale(scale):  # [num_kv_heads], or [..., num_pages, num_kv_heads, page_size]
+        return None if not scale.size else max(scale.ndim - 2, 0)
+
+    of_operands = {
+        "q": 1,
         "k_pages": kv_heads_axis(k_pages, layout, "k"),
         "v_pages": kv_heads_axis(v_pages, layout, "v"),
+        "page_table": None,
+        "seq_lens": None,
+        "cu_q_lens": None,
+        "num_seqs": None,
+        "layer": None,
+        "sm_scale": None,
+        "sliding_window": None,
+        "alibi_slopes": 0 if alibi_slopes.size else None,
+        "sinks": 0 if sinks.size else None,
+        "k_scale": of_scale(k_scale),
+        "v_scale": of_scale(v_scale),
     }
-    of_operands = (
-        {"q": 1}
-        | of_pools
-        | dict.fromkeys(("page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer", "sm_scale"))
-    )
     return HeadAxes(of_operands, results=(1, 1))
 
 
+def cuda_lacks(call: Mapping[str, Any]) -> str | None:
+    """Why CUDA cannot run a call with these options, or None when it can."""
+    options = ("sliding_window", "soft_cap", "alibi_slopes", "sinks")
+    names = [name for name in options if call[name] is not None]
+    names += ["8-bit K and V"] if is_eight_bit(call["k_pages"]) else []
+    if not names:
+        return None
+    return (
+        f"{TARGET}: the CUDA kernels do not offer {', '.join(names)}; they offer causal, sm_scale, "
+        "layer, return_lse, num_kv_splits and split_tokens; the CPU kernels and "
+        "implementation='reference' offer all"
+    )
+
+
 def _call(spec: AttentionSpec, *operands):
-    q, k_pages, v_pages, page_table, *_ = operands
+    q, _, v_pages, page_table, *_ = operands
+    *required, sliding_window, alibi_slopes, sinks, k_scale, v_scale = operands
+    given = {
+        "k_pages": v_pages,
+        "sliding_window": sliding_window,
+        "soft_cap": spec.soft_cap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    no_number = jnp.zeros(0, jnp.float32)
+    operands = (
+        *required,
+        jnp.zeros(0, jnp.int32) if sliding_window is None else jnp.reshape(sliding_window, (1,)),
+        no_number if alibi_slopes is None else alibi_slopes,
+        no_number if sinks is None else sinks,
+        no_number if k_scale is None else k_scale,
+        no_number if v_scale is None else v_scale,
+    )
     pages = pages_shape(v_pages, spec.layout, "v")
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
     words = _cuda_workspace_words(
@@ -216,9 +313,15 @@ def _call(spec: AttentionSpec, *operands):
         _ffi.ffi_call(
             TARGET,
             operands,
-            {"layout": spec.layout, "causal": spec.causal, **splits},
-            heads=_head_axes(k_pages, v_pages, spec.layout),
+            {
+                "layout": spec.layout,
+                "causal": spec.causal,
+                **splits,
+                "soft_cap": np.float32(spec.soft_cap or 0),
+            },
+            heads=_head_axes(spec.layout, *operands),
             cuda_workspace_words=words,
+            cuda_lacks=cuda_lacks(given),
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )
@@ -259,4 +362,17 @@ def _backward(spec: AttentionSpec, operands, cotangents):
 
 
 _differentiable.defvjp(_forward, _backward)
-_attention = jax.jit(_differentiable, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention(spec: AttentionSpec, *operands):
+    *rest, k_scale, v_scale = operands
+    k_pages, layer = operands[1], operands[7]
+    heads = pages_shape(k_pages, spec.layout).num_kv_heads
+
+    def of_layer(scale):
+        if scale is None or is_per_token(scale, k_pages):
+            return scale
+        return head_scale(scale, layer, heads, k_pages)
+
+    return _differentiable(spec, *rest, of_layer(k_scale), of_layer(v_scale))

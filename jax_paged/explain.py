@@ -28,7 +28,7 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
     Args:
       op: the name of an op ("paged_attention", "write_kv", …), or the function itself.
       args, options: as for the op. Arrays may be `jax.ShapeDtypeStruct`; the split of an attention
-        call is told only when seq_lens (and cu_q_lens) hold values.
+        call is told only when seq_lens (and cu_q_lens, sliding_window) hold values.
 
     Returns:
       A dict: `op`; `platform`; `implementation`, "native" or "reference"; `target`, the FFI target
@@ -54,12 +54,17 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
     bound = inspect.signature(function).bind(*args, **options)
     bound.apply_defaults()
     call = bound.arguments
-    arrays = {key: value for key, value in call.items() if hasattr(value, "shape")}
+    arrays = {
+        key: value
+        for key, value in call.items()
+        if hasattr(value, "shape") and not isinstance(value, np.generic)
+    }
     jax.eval_shape(  # the op's own checks, without running anything
         lambda given: function(**{**call, **given}), arrays
     )
     platform = jax.default_backend()
-    chosen = _ffi.implementation_on(platform, target, call["implementation"])
+    lacks = (attention if target == attention.TARGET else kv).cuda_lacks(call)
+    chosen = _ffi.implementation_on(platform, target, call["implementation"], lacks)
     plan: dict[str, Any] = {
         "op": name,
         "platform": platform,
@@ -74,7 +79,9 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
 def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
     cpu = _ffi.cpu_module()
     threads = max(len(os.sched_getaffinity(0)), jax.local_device_count())  # XLA's intra-op pool
-    lengths = [call["seq_lens"], call.get("cu_q_lens", call["seq_lens"])]
+    window = 0 if call["sliding_window"] is None else call["sliding_window"]
+    lengths = [call["seq_lens"], call.get("cu_q_lens", call["seq_lens"]), window]
+    lengths = [np.asarray(x) if isinstance(x, int) else x for x in lengths]
     if any(not hasattr(x, "__array__") or isinstance(x, Tracer) for x in lengths):
         return {"isa": cpu.isa(), "num_threads": threads}
     k_shape = pages_shape(call["k_pages"], call["layout"])
@@ -97,4 +104,5 @@ def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
         num_kv_splits=call["num_kv_splits"] or 0,
         split_tokens=call["split_tokens"] or 0,
         causal=call.get("causal", True),
+        sliding_window=int(np.clip(np.asarray(lengths[2]), 0, 2**31 - 1)),
     )

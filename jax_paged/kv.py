@@ -7,7 +7,8 @@ place when that function itself donates the pages; else XLA copies the pool once
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +24,34 @@ from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
     QkvSpec,
     as_index,
+    check_choice,
     check_pages,
     check_qkv,
     check_shape,
     check_write,
+    expect,
+    is_eight_bit,
 )
 
 TARGET = "jax_paged.write_kv.v1"
 QKV_TARGET = "jax_paged.qkv_norm_rope_write.v1"
+_KV_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e5m2": "float8_e5m2",
+    "int8": "int8",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "float32": "float32",
+}
 
 
 def write_kv(
@@ -41,29 +62,39 @@ def write_kv(
     slot_mapping: Int[Array, "tokens"],
     *,
     layer: Int[Array, ""] | int | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
     layout: Layout = "HND",
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Writes each token's K and V into its page slot; returns the updated pages.
 
     Args:
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or [num_pages,
         page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
-        `jax_paged.layout`), optionally with a leading num_layers axis; bf16, f16 or f32. Donated:
-        updated in place.
+        `jax_paged.layout`), optionally with a leading num_layers axis; bf16,
+        f16, f32, f8e4m3fn, f8e5m2 or int8 (not vllm5d). Donated: updated in place.
       k, v: [tokens, num_kv_heads, head_dim], bf16, f16 or f32; cast to the pages' dtype, round to
-        nearest even.
+        nearest even. Into 8-bit pages goes k / k_scale, clamped to ±448 (e4m3), ±57344 (e5m2) or
+        ±127 (int8); NaN stays NaN (in int8: 0).
       slot_mapping: page · page_size + offset of each token. Negative or out of range: the token is
         skipped. Of several tokens for one slot the last one wins, whole.
       layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
+      k_scale, v_scale: of 8-bit pages: stored × scale = real; None: 1. A scalar or [num_kv_heads],
+        for stacked pages also with a leading num_layers axis: a scale to use. Or [num_pages,
+        num_kv_heads, page_size], stacked with num_layers in front: pools of scales, one per token
+        and head; they are computed, max |k| / the largest stored value, and written. Then both are
+        such pools, and donated.
       implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
 
     Returns:
-      (k_pages, v_pages). Every later reader must use these, not the arrays passed in.
+      (k_pages, v_pages), and with scales per token also (k_scale, v_scale). Every later reader must
+      use these, not the arrays passed in.
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
-      NotImplementedError: under vmap and differentiation (implementation="reference" offers both).
+      NotImplementedError: under vmap and differentiation (implementation="reference" offers both);
+        8-bit pages at lowering for CUDA.
 
     The contract is that of vLLM's reshape_and_cache (slot −1 skips).
 
@@ -74,24 +105,60 @@ def write_kv(
     >>> print(k_pages[1, 0, :, 0], float(v_pages.sum()))
     [0. 1. 0. 0.] 16.0
     """
-    slot_mapping, index = check_write(
-        k_pages, v_pages, k, v, slot_mapping, layer, layout, implementation
+    slot_mapping, index, k_scale, v_scale = check_write(
+        k_pages, v_pages, k, v, slot_mapping, layer, k_scale, v_scale, layout, implementation
     )
-    return _write_kv(layout, implementation, k_pages, v_pages, k, v, slot_mapping, index)
+    scales, pools = (k_scale, v_scale), None
+    if is_per_token(k_scale, k_pages):
+        scales, pools = None, scales
+    operands = (k_pages, v_pages, pools, scales, k, v, slot_mapping, index)
+    return _write_kv(layout, implementation, *operands)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-def _write_kv(layout, implementation, k_pages, v_pages, k, v, slot_mapping, layer):
-    k, v = k.astype(k_pages.dtype), v.astype(v_pages.dtype)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3, 4))
+def _write_kv(
+    layout, implementation, k_pages, v_pages, scale_pools, scales, k, v, slot_mapping, layer
+):
+    k_scale, v_scale = scales if scale_pools is None else scale_pools
+    k, v, k_tokens, v_tokens = reference.quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale)
     operands = (k_pages, v_pages, k, v, slot_mapping, layer)
     if implementation == "reference":
-        return _write_reference(layout, *operands)
-    return _write_native(layout, implementation)(*operands)
+        written = _write_reference(layout, *operands)
+    else:
+        written = _write_native(layout, implementation)(*operands)
+    if scale_pools is None:
+        return written
+    layer = layer if k_pages.ndim == 5 else None
+    scales = reference.write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer)
+    return (*written, *scales)
 
 
 def _write_reference(layout, k_pages, v_pages, k, v, slot_mapping, layer):
     layer = layer if is_stacked(k_pages, layout) else None
-    return reference.write_kv(k_pages, v_pages, k, v, slot_mapping, layer=layer, layout=layout)
+    return reference.scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout)
+
+
+def kv_dtype(name: str, model_dtype: Any = None) -> jnp.dtype:
+    """The dtype of K and V pages by its usual name.
+
+    Args:
+      name: "auto" (model_dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "int8", "bf16" or "bfloat16",
+        "fp16", "half" or "float16", "fp32", "float" or "float32".
+      model_dtype: what "auto" stands for.
+
+    Raises:
+      ValueError: the name is none of these, or "auto" comes without model_dtype.
+
+    The names are those of vLLM's --kv-cache-dtype.
+
+    >>> print(kv_dtype("fp8"), kv_dtype("auto", "bfloat16"))
+    float8_e4m3fn bfloat16
+    """
+    check_choice("name", name, ("auto", *_KV_DTYPES))
+    if name == "auto":
+        expect(model_dtype is not None, "model_dtype", "a dtype for 'auto'", None)
+        return jnp.dtype(model_dtype)
+    return jnp.dtype(_KV_DTYPES[name])
 
 
 def _head_axes(k_pages, v_pages, layout: Layout) -> HeadAxes:
@@ -112,6 +179,7 @@ def _write_native(layout: Layout, implementation: Implementation):
                 {"layout": layout},
                 heads=_head_axes(operands[0], operands[1], layout),
                 aliases={0: 0, 1: 1},
+                cuda_lacks=cuda_lacks({"k_pages": operands[0]}),
                 implementation=implementation,
                 reference=functools.partial(_write_reference, layout),
             )
@@ -140,6 +208,16 @@ def _refusing_transforms(op: str, native: Callable[..., tuple[jax.Array, ...]]):
         raise NotImplementedError(f"{op}: not differentiable; implementation='reference' is")
 
     return write
+
+
+def cuda_lacks(call: Mapping[str, Any]) -> str | None:
+    """Why CUDA cannot run a write, or None when it can."""
+    if not is_eight_bit(call["k_pages"]):
+        return None
+    return (
+        f"{TARGET}: the CUDA kernels do not offer 8-bit K and V; they offer bf16, f16 and f32; the "
+        "CPU kernels and implementation='reference' offer all"
+    )
 
 
 def qkv_norm_rope_write(

@@ -5,17 +5,65 @@ oracle of the tests, the backward pass of the native reads, and the implementati
 without native kernels.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_rank, pages_shape, slots_first
 from jax_paged.rope import RopeStyle, apply_rope
 
+QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # largest stored value
+
+
+def head_scale(scale, layer, num_kv_heads: int, pages) -> jax.Array:
+    """A scale that is not per token, of one layer, as [num_kv_heads]."""
+    if scale.ndim and pages.ndim == 5:
+        scale = jnp.take(scale, layer, axis=0, mode="clip")
+    return jnp.broadcast_to(scale, (num_kv_heads,))
+
+
+def quantise(x, scale, dtype) -> jax.Array:
+    """x / scale as an 8-bit dtype: rounded to nearest even, clamped to ±QMAX; NaN stays NaN.
+
+    scale broadcasts against x; where it is 0, x is 0 too and so is the result. int8 has no NaN: 0.
+    """
+    limit = jnp.float32(QMAX[dtype.name])
+    x = x.astype(jnp.float32) / jnp.where(scale == 0, jnp.float32(1), scale)
+    x = jnp.clip(x, -limit, limit)
+    if dtype == jnp.int8:
+        x = jnp.where(jnp.isnan(x), jnp.float32(0), jnp.round(x))
+    return x.astype(dtype)
+
+
+def token_scale(x, dtype) -> jax.Array:
+    """The scale of each token and head: max |x| / QMAX, [tokens, num_kv_heads]."""
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / jnp.float32(QMAX[dtype.name])
+
 
 def _gather_rows(
-    pages, page_table, layer, layout: Layout, pool: Pool
+    pages, page_table, layer, layout: Layout, pool: Pool, scale=None
 ) -> tuple[jax.Array, jax.Array]:
     """Each row's tokens in order: ([rows, capacity, num_kv_heads, head_dim], is there a page)."""
+    if pages.dtype.name in QMAX:
+        tokens, has_page = _gather_rows_as_stored(pages, page_table, layer, layout, pool)
+        tokens = tokens.astype(jnp.float32)
+        if scale is None:
+            return tokens, has_page
+        if scale.ndim == pages.ndim - 1:  # per token: like pages with a head_dim of 1
+            scale = jnp.float32(scale)[..., None]
+            scales, _ = _gather_rows_as_stored(scale, page_table, layer, "HND", pool)
+        else:
+            scales = head_scale(jnp.float32(scale), layer, tokens.shape[2], pages)[
+                None, None, :, None
+            ]
+        return tokens * scales, has_page
+    return _gather_rows_as_stored(pages, page_table, layer, layout, pool)
+
+
+def _gather_rows_as_stored(
+    pages, page_table, layer, layout, pool: Pool
+) -> tuple[jax.Array, jax.Array]:
     shape = pages_shape(pages, layout, pool)
     has_page = (page_table >= 0) & (page_table < shape.num_pages)
     if shape.num_pages == 0 or shape.num_layers == 0:
@@ -35,8 +83,15 @@ def _gather_rows(
     return tokens, jnp.repeat(has_page, page_size, axis=1)
 
 
-def _softmax_attention(q, k, v, visible, sm_scale) -> tuple[jax.Array, jax.Array]:
-    """Dense attention of one row: q [t, Hq, D], k and v [l, Hkv, D], visible [t, l]."""
+def _in_window(distance, sliding_window):
+    """Whether a window lets keys at this distance (key − query) be seen."""
+    return (sliding_window <= 0) | (distance > -sliding_window)
+
+
+def _softmax_attention(
+    q, k, v, visible, distance, sm_scale, *, soft_cap=None, alibi_slopes=None, sinks=None
+) -> tuple[jax.Array, jax.Array]:
+    """Dense attention of one row: q [t, Hq, D], k, v [l, Hkv, D], visible and distance [t, l]."""
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     exact = jax.lax.Precision.HIGHEST
@@ -44,11 +99,22 @@ def _softmax_attention(q, k, v, visible, sm_scale) -> tuple[jax.Array, jax.Array
     logits = jnp.einsum(
         "thgd,lhd->thgl", grouped.astype(jnp.float32), k.astype(jnp.float32), precision=exact
     )
-    logits = jnp.where(visible[:, None, None, :], logits * sm_scale, -jnp.inf)
+    logits = logits * sm_scale
+    if soft_cap is not None:
+        logits = jnp.float32(soft_cap) * jnp.tanh(logits / jnp.float32(soft_cap))
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.reshape(1, num_kv_heads, -1, 1)
+        logits += slopes * distance.astype(jnp.float32)[:, None, None, :]
+    logits = jnp.where(visible[:, None, None, :], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    if sinks is not None:
+        sinks = sinks.reshape(1, num_kv_heads, -1, 1)
+        top = jnp.maximum(top, sinks)
     top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), jnp.float32(0), top))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total += jnp.exp(sinks - top)[..., 0]
     out = jnp.einsum("thgl,lhd->thgd", weights, v.astype(jnp.float32), precision=exact)
     empty = total == 0
     out = out / jnp.where(empty, jnp.float32(1), total)[..., None]
@@ -56,9 +122,17 @@ def _softmax_attention(q, k, v, visible, sm_scale) -> tuple[jax.Array, jax.Array
     return out.reshape(tokens, num_q_heads, v.shape[-1]), lse.reshape(tokens, num_q_heads)
 
 
+def _options(sliding_window, soft_cap, alibi_slopes, sinks) -> tuple[dict, jax.Array | None]:
+    """The options of `_softmax_attention`, and the window as a scalar."""
+    options = {"soft_cap": soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    window = None if sliding_window is None else jnp.reshape(jnp.int32(sliding_window), ())
+    return options, window
+
+
 def ragged_paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
-    layer=None, sm_scale=None, causal=True, return_lse=False, layout: Layout = "HND",
+    layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
+    k_scale=None, v_scale=None, causal=True, return_lse=False, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
     num_tokens, _, head_dim = q.shape
@@ -67,31 +141,42 @@ def ragged_paged_attention(
     sm_scale = jnp.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
     num_seqs = jnp.int32(rows) if num_seqs is None else jnp.reshape(num_seqs, ())
+    options, sliding_window = _options(sliding_window, soft_cap, alibi_slopes, sinks)
     bounds = jax.lax.cummax(jnp.clip(cu_q_lens, 0, num_tokens))
     token = jnp.arange(num_tokens, dtype=jnp.int32)
 
     def attend_row(carry, row):
         out, lse = carry
         index, table, seq_len, start, end = row
-        k, has_page = _gather_rows(k_pages, table[None], layer, layout, "k")
-        v, _ = _gather_rows(v_pages, table[None], layer, layout, "v")
+        k, has_page = _gather_rows(k_pages, table[None], layer, layout, "k", k_scale)
+        v, _ = _gather_rows(v_pages, table[None], layer, layout, "v", v_scale)
         position = jnp.arange(k.shape[1], dtype=jnp.int32)
         stored = has_page[0] & (position < seq_len)
+        query = token - end + jnp.clip(seq_len, 0, k.shape[1])
+        if sliding_window is not None:  # what the row's first query does not see may be NaN
+            first = start - end + jnp.clip(seq_len, 0, k.shape[1])
+            stored &= _in_window(position - first, sliding_window)
         k = jnp.where(stored[:, None, None], k[0], jnp.zeros((), k.dtype))
         v = jnp.where(stored[:, None, None], v[0], jnp.zeros((), v.dtype))
         visible = jnp.broadcast_to(stored[None], (num_tokens, k.shape[0]))
+        distance = position[None] - query[:, None]
         if causal:
-            visible &= position[None] <= (token - end + jnp.clip(seq_len, 0, k.shape[0]))[:, None]
+            visible &= distance <= 0
+        if sliding_window is not None:
+            visible &= _in_window(distance, sliding_window)
         mine = (token >= start) & (token < end) & (index < num_seqs)
         # The other queries may be NaN, which would reach the gradients of k and v as 0 · NaN.
         row_q = jnp.where(mine[:, None, None], q, jnp.zeros((), q.dtype))
-        row_out, row_lse = _softmax_attention(row_q, k, v, visible, sm_scale)
+        row_out, row_lse = _softmax_attention(row_q, k, v, visible, distance, sm_scale, **options)
         out = jnp.where(mine[:, None, None], row_out, out)
         return (out, jnp.where(mine[:, None], row_lse, lse)), None
 
     # A carry keeps its type, and inside shard_map the type says over which mesh axes a value
     # varies: so the empty result, too, must depend on the operands.
-    operands = (q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale)
+    operands = [q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale]
+    operands += [
+        x for x in (sliding_window, alibi_slopes, sinks, k_scale, v_scale) if x is not None
+    ]
     never = jnp.any(jnp.stack([jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands]))
     nothing = (
         jnp.where(never, jnp.nan, jnp.zeros((*q.shape[:2], v_head_dim), jnp.float32)),
@@ -107,26 +192,75 @@ def ragged_paged_attention(
 
 def paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, *,
-    layer=None, sm_scale=None, return_lse=False, layout: Layout = "HND",
+    layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
+    k_scale=None, v_scale=None, return_lse=False, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.paged_attention` in jax.numpy, all rows at once. Differentiable."""
     sm_scale = jnp.float32(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
-    k, has_page = _gather_rows(k_pages, page_table, layer, layout, "k")
-    v, _ = _gather_rows(v_pages, page_table, layer, layout, "v")
+    k, has_page = _gather_rows(k_pages, page_table, layer, layout, "k", k_scale)
+    v, _ = _gather_rows(v_pages, page_table, layer, layout, "v", v_scale)
     position = jnp.arange(k.shape[1], dtype=jnp.int32)
     stored = has_page & (position[None] < seq_lens[:, None])
+    options, sliding_window = _options(sliding_window, soft_cap, alibi_slopes, sinks)
+    query = jnp.clip(seq_lens, 0, k.shape[1]) - 1
+    distance = position[None] - query[:, None]
+    if sliding_window is not None:
+        stored &= _in_window(distance, sliding_window)
     k = jnp.where(stored[..., None, None], k, jnp.zeros((), k.dtype))
     v = jnp.where(stored[..., None, None], v, jnp.zeros((), v.dtype))
-    out, lse = jax.vmap(_softmax_attention, in_axes=(0, 0, 0, 0, None))(
-        q[:, None], k, v, stored[:, None], sm_scale
+    attend = functools.partial(_softmax_attention, **options)
+    out, lse = jax.vmap(attend, in_axes=(0, 0, 0, 0, 0, None))(
+        q[:, None], k, v, stored[:, None], distance[:, None], sm_scale
     )
     out, lse = out[:, 0].astype(q.dtype), lse[:, 0]
     return (out, lse) if return_lse else out
 
 
-def write_kv(k_pages, v_pages, k, v, slot_mapping, *, layer=None, layout: Layout = "HND"):
+def quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale):
+    """k and v in the dtype of the pages, and the scales of their tokens where those are stored.
+
+    Returns (k, v, scales [tokens, num_kv_heads] of k, of v), the latter None unless per token.
+    """
+    results, token_scales = [], []
+    for pages, x, scale in ((k_pages, k, k_scale), (v_pages, v, v_scale)):
+        per_token = scale is not None and scale.ndim == pages.ndim - 1
+        if pages.dtype.name not in QMAX:
+            x = x.astype(pages.dtype)
+        elif per_token:
+            scale = token_scale(x, pages.dtype)
+            x = quantise(x, scale[..., None], pages.dtype)
+        else:
+            one = jnp.ones((), jnp.float32) if scale is None else scale
+            x = quantise(x, head_scale(one, layer, x.shape[1], pages)[None, :, None], pages.dtype)
+        results.append(x)
+        token_scales.append(scale if per_token else None)
+    return (*results, *token_scales)
+
+
+def write_kv(
+    k_pages, v_pages, k, v, slot_mapping, *,
+    layer=None, k_scale=None, v_scale=None, layout: Layout = "HND",
+):  # fmt: skip
     """`jax_paged.write_kv` in jax.numpy: a scatter that drops what has no slot."""
+    index = jnp.int32(0 if layer is None else layer)
+    k, v, k_tokens, v_tokens = quantised(k_pages, v_pages, k, v, index, k_scale, v_scale)
+    written = scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout)
+    if k_tokens is None:
+        return written
+    return (*written, *write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer))
+
+
+def write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer):
+    """Writes the scales of tokens [tokens, num_kv_heads] to their slots."""
+    pools = (k_scale[..., None], v_scale[..., None])
+    new = (k_tokens[..., None], v_tokens[..., None])
+    written = scatter_tokens(*pools, *new, slot_mapping, layer, "HND")
+    return tuple(x[..., 0] for x in written)
+
+
+def scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout: Layout):
+    """Writes tokens that have the dtype of their pages."""
     shape = pages_shape(k_pages, layout)
     num_slots = shape.num_pages * shape.page_size
     layer = jnp.int32(0 if layer is None else layer)

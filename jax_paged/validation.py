@@ -17,6 +17,7 @@ from jax_paged.layout import LAYOUTS, Layout, PagesShape, check_axes, is_stacked
 from jax_paged.rope import ROPE_STYLES, RopeStyle
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
+EIGHT_BIT_DTYPES = tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
 MAX_HEAD_DIM = 512
 _I32_MAX = 2**31 - 1
 
@@ -29,6 +30,7 @@ class AttentionSpec:
     causal: bool
     num_kv_splits: int | None
     split_tokens: int | None
+    soft_cap: float | None
     one_query_per_row: bool
     implementation: Implementation
 
@@ -74,6 +76,36 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
     expect(x.dtype in allowed, name, "dtype " + " or ".join(d.name for d in allowed), x.dtype.name)
 
 
+def is_eight_bit(pages: jax.Array) -> bool:
+    """Whether pages hold 8-bit values, which may have scales."""
+    return pages.dtype in EIGHT_BIT_DTYPES
+
+
+def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -> Any:
+    """Checks a scale of 8-bit pages; returns it as f32, or None."""
+    if scale is None:
+        return None
+    expect(is_eight_bit(pages), name, f"None for pages of {pages.dtype.name}", "a scale")
+    if not hasattr(scale, "dtype"):
+        scale = np.asarray(scale, np.float32)
+    check_float(name, scale)
+    layers = () if shape.num_layers is None else (shape.num_layers,)
+    per_token = (*layers, shape.num_pages, shape.num_kv_heads, shape.page_size)
+    allowed = list(dict.fromkeys(((), layers, (*layers, shape.num_kv_heads), per_token)))
+    expect(
+        scale.shape in allowed,
+        name,
+        "shape " + " or ".join(map(_shape_text, allowed)),
+        _shape_text(scale.shape),
+    )
+    return scale if scale.dtype == np.float32 else scale.astype(np.float32)
+
+
+def is_per_token(scale: jax.Array | None, pages: jax.Array) -> bool:
+    """Whether a scale has one value for each token and head."""
+    return scale is not None and scale.ndim == len(pages.shape) - 1
+
+
 def as_index(name: str, x: Any) -> jax.Array:
     """Any integer array as i32. Values beyond i32 saturate, so that no cast makes a valid index.
 
@@ -106,8 +138,14 @@ def check_pages(
     check_choice("layout", layout, LAYOUTS)
     check_axes("k_pages", k_pages, layout, "k")
     check_axes("v_pages", v_pages, layout, "v")
-    check_float("k_pages", k_pages)
-    check_float("v_pages", v_pages)
+    allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
+    names = " or ".join(d.name for d in allowed)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        expect(pages.dtype in allowed, name, f"dtype {names}", pages.dtype.name)
+    if layout == "vllm5d" and k_pages.dtype in EIGHT_BIT_DTYPES:
+        raise NotImplementedError(
+            f"layout: expected 'HND' or 'NHD' for pages of {k_pages.dtype.name}, got 'vllm5d'"
+        )
     expect(
         is_stacked(k_pages, layout, "k") == (layer is not None),
         "layer",
@@ -122,7 +160,9 @@ def check_pages(
         f"the {sizes} of k_pages {_shape_text(k_pages.shape)}, head_dim aside",
         _shape_text(v_pages.shape),
     )
-    check_float("v_pages", v_pages, k_pages.dtype)
+    expect(
+        v_pages.dtype == k_pages.dtype, "v_pages", f"dtype {k_pages.dtype.name}", v_pages.dtype.name
+    )
     expect(k_shape.page_size >= 1, "k_pages", "page_size >= 1", k_shape.page_size)
     return k_shape, v_shape
 
@@ -137,9 +177,9 @@ def check_native(name: str, head_dim: int, implementation: Implementation) -> No
 
 
 def check_write(
-    k_pages, v_pages, k, v, slot_mapping, layer, layout, implementation
-) -> tuple[jax.Array, jax.Array]:
-    """Checks a page write; returns slot_mapping and layer as i32."""
+    k_pages, v_pages, k, v, slot_mapping, layer, k_scale, v_scale, layout, implementation
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Checks a page write; returns slot_mapping and layer as i32, the scales as f32 or None."""
     check_choice("implementation", implementation, (None, "native", "reference"))
     k_shape, v_shape = check_pages(k_pages, v_pages, layout, layer)
     slot_mapping = as_index("slot_mapping", slot_mapping)
@@ -154,7 +194,15 @@ def check_write(
         )
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
-    return slot_mapping, layer
+    k_scale = check_kv_scale("k_scale", k_scale, k_pages, k_shape)
+    v_scale = check_kv_scale("v_scale", v_scale, v_pages, v_shape)
+    expect(
+        is_per_token(k_scale, k_pages) == is_per_token(v_scale, v_pages),
+        "v_scale",
+        "a scale per token where k_scale is one, and only there",
+        "None" if v_scale is None else f"shape {_shape_text(v_scale.shape)}",
+    )
+    return slot_mapping, layer, k_scale, v_scale
 
 
 def check_qkv(
@@ -217,11 +265,12 @@ def check_qkv(
 
 
 def check_attention(
-    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec
-) -> tuple[jax.Array, ...]:
+    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """Checks an attention call at trace time; returns the operands in the order of the FFI target.
 
-    cu_q_lens None means one query per row.
+    cu_q_lens None means one query per row. The operands after sm_scale are None where not given.
     """
     check_choice("implementation", spec.implementation, (None, "native", "reference"))
     k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
@@ -235,7 +284,12 @@ def check_attention(
         "q", q, f"{'num_seqs' if tokens is not None else 'tokens'} num_q_heads head_dim",
         (tokens, None, k_shape.head_dim),
     )  # fmt: skip
-    check_float("k_pages", k_pages, q.dtype)
+    expect(
+        k_pages.dtype == q.dtype or is_eight_bit(k_pages),
+        "k_pages",
+        f"dtype {q.dtype.name} or 8-bit",
+        k_pages.dtype.name,
+    )
     num_q_heads = q.shape[1]
     expect(
         0 < k_shape.num_kv_heads <= num_q_heads and num_q_heads % k_shape.num_kv_heads == 0,
@@ -264,9 +318,32 @@ def check_attention(
         spec.split_tokens,
     )
     sm_scale = check_scale("sm_scale", k_shape.head_dim**-0.5 if sm_scale is None else sm_scale)
+    soft_cap = spec.soft_cap
+    ok = isinstance(soft_cap, (int, float, np.floating)) and soft_cap is not True
+    ok = ok and 0 < float(soft_cap) < math.inf
+    expect(soft_cap is None or ok, "soft_cap", "None or a finite number > 0", soft_cap)
+    if sliding_window is not None:
+        sliding_window = as_index("sliding_window", sliding_window)
+        check_shape("sliding_window", sliding_window, "", ())
+        if isinstance(sliding_window, np.ndarray) and sliding_window <= 0:
+            sliding_window = None
+    alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    sinks = _check_per_head("sinks", sinks, num_q_heads)
     return (
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
+        sliding_window, alibi_slopes, sinks,
+        check_kv_scale("k_scale", k_scale, k_pages, k_shape),
+        check_kv_scale("v_scale", v_scale, v_pages, v_shape),
     )  # fmt: skip
+
+
+def _check_per_head(name: str, x: jax.Array | None, num_q_heads: int) -> jax.Array | None:
+    """One number for each query head, as f32."""
+    if x is None:
+        return None
+    check_float(name, x)
+    check_shape(name, x, "num_q_heads", (num_q_heads,))
+    return x if x.dtype == np.float32 else x.astype(np.float32)
 
 
 def check_scale(name: str, value: Any) -> jax.Array:

@@ -64,7 +64,7 @@ ATTENTION = [
     ({"q": i32(6, 4, 16)}, "q: expected dtype bfloat16 or float16 or float32, got int32"),
     (
         {"q": f32(6, 4, 16).astype(jnp.bfloat16)},
-        "k_pages: expected dtype bfloat16, got float32",
+        "k_pages: expected dtype bfloat16 or 8-bit, got float32",
     ),
     (
         {"k_pages": f32(2, 5, 16)},
@@ -77,32 +77,27 @@ ATTENTION = [
         "leading num_layers, got [2, 5, 16]",
     ),
     (
-        {"k_pages": POOL, "layout": "vllm5d"},
-        "k_pages: expected rank 5, [num_pages, num_kv_heads, head_dim/x, page_size, x], or 6 with "
-        "a leading num_layers, got [9, 2, 5, 16]",
-    ),
-    (
-        {"k_pages": f32(9, 2, 2, 5, 8), "v_pages": f32(9, 2, 16, 5), "layout": "vllm5d"},
-        "k_pages: expected [num_pages, num_kv_heads, head_dim/x, page_size, x] with x=4 elements "
-        "of float32 in 16 bytes, got [9, 2, 2, 5, 8]",
-    ),
-    (
-        {"k_pages": f32(9, 2, 4, 5, 4), "v_pages": POOL, "layout": "vllm5d"},
-        "v_pages: expected the sizes of k_pages [9, 2, 4, 5, 4], head_dim aside, got [9, 2, 5, 16]",
-    ),
-    (
-        {"k_pages": f32(9, 2, 4, 5, 4), "v_pages": f32(2, 16, 5), "layout": "vllm5d"},
-        "v_pages: expected rank 4, [num_pages, num_kv_heads, head_dim, page_size], or 5 with a "
-        "leading num_layers, got [2, 16, 5]",
-    ),
-    (
-        {"k_pages": f32(3, 9, 2, 4, 5, 4), "v_pages": f32(3, 9, 2, 16, 5), "layout": "vllm5d"},
-        "layer: expected an i32 scalar for stacked pages, None for pages without a layer axis, "
-        "got None for k_pages of rank 6",
+        {"k_pages": POOL.astype(jnp.int16)},
+        "k_pages: expected dtype bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2 or "
+        "int8, got int16",
     ),
     (
         {"k_pages": POOL.astype(jnp.int8)},
-        "k_pages: expected dtype bfloat16 or float16 or float32, got int8",
+        "v_pages: expected dtype int8, got float32",
+    ),
+    ({"k_scale": 2.0}, "k_scale: expected None for pages of float32, got a scale"),
+    (
+        {"k_pages": POOL.astype(jnp.int8), "v_pages": POOL.astype(jnp.int8), "v_scale": f32(4)},
+        "v_scale: expected shape [] or [2] or [9, 2, 5], got [4]",
+    ),
+    (
+        {
+            "k_pages": POOL[None].astype(jnp.int8),
+            "v_pages": POOL[None].astype(jnp.int8),
+            "layer": 0,
+            "k_scale": f32(2),
+        },
+        "k_scale: expected shape [] or [1] or [1, 2] or [1, 9, 2, 5], got [2]",
     ),
     ({"v_pages": POOL.astype(jnp.float16)}, "v_pages: expected dtype float32, got float16"),
     (

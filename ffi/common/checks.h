@@ -46,6 +46,14 @@ inline std::string CheckShape(const char* op, const char* argument, ShapeView go
   return CheckSameShape(op, argument, got, {expected.begin(), expected.size()});
 }
 
+// An operand that may be absent: then it is [0].
+inline bool IsGiven(ShapeView x) { return x.rank != 1 || x[0] != 0; }
+
+inline std::string CheckOptional(const char* op, const char* argument, ShapeView got,
+                                 std::initializer_list<int64_t> expected) {
+  return IsGiven(got) ? CheckShape(op, argument, got, expected) : "";
+}
+
 inline std::string CheckRank(const char* op, const char* argument, ShapeView got, size_t rank) {
   if (got.rank == rank) return "";
   return Mismatch(op, argument, "rank " + std::to_string(rank), ShapeText(got.dims, got.rank));

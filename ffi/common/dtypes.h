@@ -10,8 +10,15 @@
 
 namespace jax_paged {
 
-enum class Dtype : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
-inline constexpr int kNumDtypes = 3;
+enum class Dtype : int {
+  kBFloat16 = 0,
+  kFloat16 = 1,
+  kFloat32 = 2,
+  kFloat8E4M3 = 3,  // the finite kind: no infinities, largest 448
+  kFloat8E5M2 = 4,
+  kInt8 = 5
+};
+inline constexpr int kNumDtypes = 3;  // that kernels compute in: the first ones
 
 struct BFloat16 {
   uint16_t bits;
@@ -20,7 +27,22 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline int64_t ByteWidth(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+// 8-bit storage of K and V.
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
+struct Int8 {
+  int8_t value;
+};
+
+inline bool IsEightBit(Dtype dtype) { return static_cast<int>(dtype) >= kNumDtypes; }
+
+inline int64_t ByteWidth(Dtype dtype) {
+  return IsEightBit(dtype) ? 1 : (dtype == Dtype::kFloat32 ? 4 : 2);
+}
 
 inline uint32_t FloatBits(float x) {
   uint32_t bits;
@@ -48,6 +70,17 @@ inline float ToFloat(Float16 x) {
   const float scaled = FloatFromBits(magnitude << 13) * 0x1p112f;
   return FloatFromBits(sign | FloatBits(scaled));
 }
+
+inline float ToFloat(Float8E5M2 x) { return ToFloat(Float16{static_cast<uint16_t>(x.bits << 8)}); }
+
+// A half with the same fields has its exponent 8 too low; NaN is the one pattern of all ones.
+inline float ToFloat(Float8E4M3 x) {
+  const uint32_t magnitude = x.bits & 0x7fu;
+  const uint32_t half = magnitude == 0x7fu ? 0x7fffu : magnitude << 7;
+  return ToFloat(Float16{static_cast<uint16_t>((x.bits & 0x80u) << 8 | half)}) * 256.0f;
+}
+
+inline float ToFloat(Int8 x) { return static_cast<float>(x.value); }
 
 inline void FromFloat(float x, float* out) { *out = x; }
 

@@ -4,6 +4,7 @@
 #ifndef JAX_PAGED_COMMON_FFI_CHECKS_H_
 #define JAX_PAGED_COMMON_FFI_CHECKS_H_
 
+#include <cmath>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -28,6 +29,12 @@ inline std::string TypeText(xla::ffi::DataType type) {
       return "float16";
     case xla::ffi::DataType::F32:
       return "float32";
+    case xla::ffi::DataType::F8E4M3FN:
+      return "float8_e4m3fn";
+    case xla::ffi::DataType::F8E5M2:
+      return "float8_e5m2";
+    case xla::ffi::DataType::S8:
+      return "int8";
     default:
       return "XLA element type " + std::to_string(static_cast<int>(type));
   }
@@ -50,18 +57,61 @@ inline std::string ReadDtype(const char* op, const char* argument, xla::ffi::Dat
   }
 }
 
+// The same for pages, which may be 8-bit.
+inline std::string ReadKvDtype(const char* op, const char* argument, xla::ffi::DataType type,
+                               Dtype* dtype) {
+  switch (type) {
+    case xla::ffi::DataType::F8E4M3FN:
+      *dtype = Dtype::kFloat8E4M3;
+      return "";
+    case xla::ffi::DataType::F8E5M2:
+      *dtype = Dtype::kFloat8E5M2;
+      return "";
+    case xla::ffi::DataType::S8:
+      *dtype = Dtype::kInt8;
+      return "";
+    default:
+      return ReadDtype(op, argument, type, dtype);
+  }
+}
+
 inline std::string CheckType(const char* op, const char* argument, xla::ffi::DataType got,
                              xla::ffi::DataType expected) {
   if (got == expected) return "";
   return Mismatch(op, argument, TypeText(expected), TypeText(got));
 }
 
+// The operands of jax_paged.attention that may be absent, and then are [0]. They follow sm_scale in
+// this order, on CPU and CUDA alike; attribute soft_cap is 0 where there is none.
+struct AttentionOptions {
+  ShapeView sliding_window;  // i32[1], tokens that a query sees, itself included; <= 0: off
+  ShapeView alibi_slopes;    // f32[num_q_heads]
+  ShapeView sinks;           // f32[num_q_heads]
+  ShapeView k_scale;         // f32[num_kv_heads], or per token: f32[(num_layers,) num_pages,
+  ShapeView v_scale;         //   num_kv_heads, page_size]; only with 8-bit pages
+};
+
+// Checks a scale of 8-bit pages.
+inline std::string CheckKvScale(const char* argument, ShapeView scale, const AttentionShape& call) {
+  if (!IsGiven(scale)) return "";
+  if (!IsEightBit(call.kv_dtype)) return Mismatch(kAttentionOp, argument, "[0]", "a scale");
+  const PoolShape& pool = call.k_pool;
+  if (scale.rank == 1) return CheckShape(kAttentionOp, argument, scale, {pool.num_kv_heads});
+  if (scale.rank == 3 && pool.num_layers == 1) {
+    return CheckShape(kAttentionOp, argument, scale,
+                      {pool.num_pages, pool.num_kv_heads, pool.page_size});
+  }
+  return CheckShape(kAttentionOp, argument, scale,
+                    {pool.num_layers, pool.num_pages, pool.num_kv_heads, pool.page_size});
+}
+
 // Checks the operands, attributes and results of jax_paged.attention, and reads its sizes.
 inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::AnyBuffer& k_pages,
                                  const xla::ffi::AnyBuffer& v_pages, ShapeView page_table,
                                  ShapeView seq_lens, ShapeView cu_q_lens, ShapeView num_seqs,
-                                 ShapeView layer, ShapeView sm_scale, std::string_view layout_name,
-                                 int64_t num_kv_splits, int64_t split_tokens,
+                                 ShapeView layer, ShapeView sm_scale,
+                                 const AttentionOptions& options, std::string_view layout_name,
+                                 int64_t num_kv_splits, int64_t split_tokens, float soft_cap,
                                  const xla::ffi::AnyBuffer& out, ShapeView lse,
                                  AttentionShape* shape) {
   constexpr auto kOp = kAttentionOp;
@@ -74,13 +124,20 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
   PoolShape& v_pool = shape->v_pool;
   Layout layout = Layout::kHnd;
   if (failed(ReadDtype(kOp, "q", q.element_type(), &shape->dtype)) ||
-      failed(CheckType(kOp, "k_pages", k_pages.element_type(), q.element_type())) ||
-      failed(CheckType(kOp, "v_pages", v_pages.element_type(), q.element_type())) ||
+      failed(ReadKvDtype(kOp, "k_pages", k_pages.element_type(), &shape->kv_dtype)) ||
+      failed(CheckType(kOp, "v_pages", v_pages.element_type(), k_pages.element_type())) ||
       failed(CheckType(kOp, "out", out.element_type(), q.element_type())) ||
       failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout))) {
     return error;
   }
-  const int64_t kv_bytes = ByteWidth(shape->dtype);
+  if (!IsEightBit(shape->kv_dtype) && shape->kv_dtype != shape->dtype) {
+    return Mismatch(kOp, "k_pages", TypeText(q.element_type()) + " or 8-bit",
+                    TypeText(k_pages.element_type()));
+  }
+  if (IsEightBit(shape->kv_dtype) && layout == Layout::kVllm5d) {
+    return Mismatch(kOp, "layout", "\"HND\" or \"NHD\" for 8-bit pages", "\"vllm5d\"");
+  }
+  const int64_t kv_bytes = ByteWidth(shape->kv_dtype);
   if (failed(
           ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, Pool::kKeys, kv_bytes, &k_pool)) ||
       failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, Pool::kValues, kv_bytes,
@@ -102,6 +159,11 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
       failed(CheckShape(kOp, "num_seqs", num_seqs, {1})) ||
       failed(CheckShape(kOp, "layer", layer, {})) ||
       failed(CheckShape(kOp, "sm_scale", sm_scale, {})) ||
+      failed(CheckOptional(kOp, "sliding_window", options.sliding_window, {1})) ||
+      failed(CheckOptional(kOp, "alibi_slopes", options.alibi_slopes, {num_q_heads})) ||
+      failed(CheckOptional(kOp, "sinks", options.sinks, {num_q_heads})) ||
+      failed(CheckKvScale("k_scale", options.k_scale, *shape)) ||
+      failed(CheckKvScale("v_scale", options.v_scale, *shape)) ||
       failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
     return error;
@@ -109,6 +171,9 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
   if (num_q_heads < 1 || num_q_heads % k_pool.num_kv_heads != 0) {
     return Mismatch(kOp, "q", "a multiple of " + std::to_string(k_pool.num_kv_heads) + " KV heads",
                     std::to_string(num_q_heads) + " heads");
+  }
+  if (!(soft_cap >= 0.0f && soft_cap < INFINITY)) {
+    return Mismatch(kOp, "soft_cap", "finite, 0 (off) or more", std::to_string(soft_cap));
   }
   if (num_kv_splits < 0 || split_tokens < 0 || (num_kv_splits > 0 && split_tokens > 0)) {
     return Mismatch(kOp, "num_kv_splits, split_tokens", "non-negative, at most one of them set",
@@ -159,8 +224,8 @@ inline std::string ReadWriteKv(const xla::ffi::AnyBuffer& k_pages,
   };
   Dtype k_dtype = Dtype::kFloat32, v_dtype = Dtype::kFloat32;
   Layout layout = Layout::kHnd;
-  if (failed(ReadDtype(kOp, "k_pages", k_pages.element_type(), &k_dtype)) ||
-      failed(ReadDtype(kOp, "v_pages", v_pages.element_type(), &v_dtype)) ||
+  if (failed(ReadKvDtype(kOp, "k_pages", k_pages.element_type(), &k_dtype)) ||
+      failed(ReadKvDtype(kOp, "v_pages", v_pages.element_type(), &v_dtype)) ||
       failed(CheckType(kOp, "k", k.element_type(), k_pages.element_type())) ||
       failed(CheckType(kOp, "v", v.element_type(), v_pages.element_type())) ||
       failed(CheckType(kOp, "k_pages result", k_result.element_type(), k_pages.element_type())) ||

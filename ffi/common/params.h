@@ -14,7 +14,8 @@ inline constexpr char kAttentionOp[] = "jax_paged.attention";  // of its error m
 
 // The sizes of one call, as its operands have them.
 struct AttentionShape {
-  Dtype dtype;  // of q, the pages and out
+  Dtype dtype;     // of q and out
+  Dtype kv_dtype;  // of the pages: the same, or 8-bit
   int64_t num_tokens;
   int64_t num_q_heads;
   int64_t max_seqs;
@@ -23,11 +24,18 @@ struct AttentionShape {
   PoolShape v_pool;
 };
 
+// What stored values are multiplied with: none (1), one per KV head, or one per token and KV head.
+struct KvScale {
+  const float*
+      data;  // null: none; [num_kv_heads] or the layer's [num_pages, num_kv_heads, page_size]
+  bool per_token;
+};
+
 struct AttentionParams {
   const void* q;              // [T, num_q_heads, head_dim], dtype
   void* out;                  // [T, num_q_heads, v_head_dim], dtype
   float* lse;                 // [T, num_q_heads], natural log
-  PageView k;                 // the layer's pages, dtype
+  PageView k;                 // the layer's pages, kv_dtype
   PageView v;                 // the same, v_head_dim wide
   const int32_t* page_table;  // [S, pages_per_seq]
   int64_t pages_per_seq;
@@ -37,9 +45,16 @@ struct AttentionParams {
   int32_t head_dim;
   int32_t v_head_dim;
   float sm_scale;
+  float soft_cap;             // 0: off
+  const float* alibi_slopes;  // [num_q_heads] or null
+  const float* sinks;         // [num_q_heads] or null
+  int64_t sliding_window;     // tokens that a query sees, itself included; 0: off
+  KvScale k_scale;            // of 8-bit pages
+  KvScale v_scale;
   bool causal;
   bool has_atoms;  // K and V rows are not contiguous in the pages (Layout::kVllm5d)
   Dtype dtype;
+  Dtype kv_dtype;
 };
 
 // One row of the batch with its lengths made safe: it owns tokens [q_begin, q_begin + q_len) of q.

@@ -5,10 +5,10 @@
 //          row.
 //   unit   (row, KV head, block of packed rows). A decode row is one block, a prefill row is cut
 //          into equal blocks of at most kPrefillBlock packed rows.
-//   split  a range of `split_tokens` KV tokens of a unit, at multiples of split_tokens from token
-//          0, so that all blocks of a row share their boundaries. A split yields a partial result
-//          (m, l, O); the partials of a unit are always folded in ascending order, whoever computed
-//          them.
+//   split  a range of `split_tokens` KV tokens of a unit, at multiples of split_tokens from the
+//          first token that the row sees (token 0, or the left edge of its window), so that all
+//          blocks of a row share their boundaries. A split yields a partial result (m, l, O); the
+//          partials of a unit are always folded in ascending order, whoever computed them.
 //   item   what a worker claims: consecutive splits of one unit. A unit that is one item folds its
 //          splits on the way and needs no memory for partials.
 //
@@ -45,6 +45,7 @@ struct ScheduleOptions {
   int32_t head_dim;
   int32_t v_head_dim;
   bool causal;
+  int64_t sliding_window;  // tokens that a query sees, itself included; 0: off
   int64_t num_workers;
   int64_t num_kv_splits;  // 0: automatic, n: that many per row
   int64_t split_tokens;   // 0: off, n: splits of n tokens, whatever the batch
@@ -58,6 +59,8 @@ struct RowPlan {
   int64_t block_rows;
   int64_t num_blocks;
   int64_t split_tokens;
+  int64_t first_key;  // KV tokens before it are seen by no query of the row
+  int64_t kv_splits;  // of the row's unit that has most
 };
 
 struct WorkItem {
@@ -68,8 +71,10 @@ struct WorkItem {
   int32_t split_begin;  // splits [split_begin, split_end) of the unit's num_splits
   int32_t split_end;
   int32_t num_splits;
-  int32_t shared_unit;   // counts units of several items, -1: the item is the whole unit
-  int64_t keys;          // KV tokens that the last packed row sees
+  int32_t shared_unit;  // counts units of several items, -1: the item is the whole unit
+  int64_t first_key;    // the unit sees KV tokens [first_key, keys)
+  int64_t keys;
+  int64_t split_origin;  // token that split 0 starts from, at most first_key
   int64_t split_tokens;  // of the row
   int64_t partials;      // shared unit: offset in floats of the partial of split 0
   int64_t cost;          // of the item
@@ -84,10 +89,22 @@ struct PlanTotals {
   bool has_prefill;
 };
 
-// Number of keys that query `query` of the row sees: tokens [0, n).
+// Where query `query` of the row stands among the row's tokens; negative when there are more
+// queries than tokens.
+inline int64_t QueryPosition(const Row& row, int64_t query) {
+  return int64_t{row.seq_len} - row.q_len + query;
+}
+
+// First key that query `query` of the row sees, if it sees any. Ascends with the query.
+inline int64_t FirstKey(const Row& row, int64_t query, int64_t sliding_window) {
+  if (sliding_window <= 0) return 0;
+  return Clamp(QueryPosition(row, query) - sliding_window + 1, 0, row.seq_len);
+}
+
+// End of the keys that query `query` of the row sees. Ascends with the query.
 inline int64_t VisibleKeys(const Row& row, int64_t query, bool causal) {
   if (!causal) return row.seq_len;
-  return Clamp(int64_t{row.seq_len} - row.q_len + query + 1, 0, row.seq_len);
+  return Clamp(QueryPosition(row, query) + 1, 0, row.seq_len);
 }
 
 // Reads lengths that nobody has checked: seq_lens into [0, capacity], cu_q_lens monotone in
@@ -113,11 +130,28 @@ inline int64_t BlockRows(const RowPlan& plan, int64_t block) {
   return rest < plan.block_rows ? rest : plan.block_rows;
 }
 
-// KV tokens that the last packed row of a block sees.
-inline int64_t BlockKeys(const Row& row, const RowPlan& plan, int64_t block,
-                         const ScheduleOptions& options) {
-  const int64_t last = block * plan.block_rows + BlockRows(plan, block) - 1;
-  return VisibleKeys(row, last / options.group_size, options.causal);
+// The KV tokens [first, end) that a block of packed rows sees, and how they are cut.
+struct BlockKeys {
+  int64_t first;
+  int64_t end;
+  int64_t split_origin;
+  int64_t splits;
+
+  int64_t count() const { return end - first; }
+};
+
+inline BlockKeys KeysOfBlock(const Row& row, const RowPlan& plan, int64_t block,
+                             const ScheduleOptions& options) {
+  const int64_t begin = block * plan.block_rows;
+  const int64_t last = begin + BlockRows(plan, block) - 1;
+  BlockKeys keys;
+  keys.end = VisibleKeys(row, last / options.group_size, options.causal);
+  keys.first =
+      Clamp(FirstKey(row, begin / options.group_size, options.sliding_window), 0, keys.end);
+  keys.split_origin =
+      plan.first_key + (keys.first - plan.first_key) / plan.split_tokens * plan.split_tokens;
+  keys.splits = keys.count() > 0 ? CeilDiv(keys.end - keys.split_origin, plan.split_tokens) : 0;
+  return keys;
 }
 
 // Multiply-adds of `rows` packed rows on `keys` tokens. One or two rows cost as much as four: they
@@ -127,8 +161,9 @@ inline int64_t WorkCost(int64_t rows, int64_t keys, const ScheduleOptions& optio
 }
 
 inline RowPlan ShapeRow(const Row& row, const ScheduleOptions& options) {
-  RowPlan plan = {RowKind::kEmpty, 0, 0, 0, kMaxSplitTokens};
+  RowPlan plan = {RowKind::kEmpty, 0, 0, 0, kMaxSplitTokens, 0, 0};
   if (row.q_len == 0 || row.seq_len == 0) return plan;
+  plan.first_key = FirstKey(row, /*query=*/0, options.sliding_window);
   plan.packed_rows = int64_t{row.q_len} * options.group_size;
   if (plan.packed_rows <= kDecodeMaxRows) {
     plan.kind = RowKind::kDecode;
@@ -141,11 +176,6 @@ inline RowPlan ShapeRow(const Row& row, const ScheduleOptions& options) {
     plan.num_blocks = CeilDiv(plan.packed_rows, plan.block_rows);
   }
   return plan;
-}
-
-// Splits of the row's longest unit.
-inline int64_t RowSplits(const Row& row, const RowPlan& plan) {
-  return plan.kind == RowKind::kEmpty ? 0 : CeilDiv(row.seq_len, plan.split_tokens);
 }
 
 // Items that a unit is cut into: as many as it takes to come near the target, one split at least
@@ -167,9 +197,8 @@ inline PlanTotals PlanRows(const ScheduleOptions& options, const Row* rows, int3
     plans[i] = ShapeRow(rows[i], options);
     totals.has_prefill |= plans[i].kind == RowKind::kPrefill;
     for (int64_t b = 0; b < plans[i].num_blocks; ++b) {
-      totals.cost +=
-          options.num_kv_heads *
-          WorkCost(BlockRows(plans[i], b), BlockKeys(rows[i], plans[i], b, options), options);
+      const int64_t keys = KeysOfBlock(rows[i], plans[i], b, options).count();
+      totals.cost += options.num_kv_heads * WorkCost(BlockRows(plans[i], b), keys, options);
     }
   }
   const int64_t wanted = options.num_workers > 1 ? options.num_workers * kItemsPerWorker : 1;
@@ -177,7 +206,10 @@ inline PlanTotals PlanRows(const ScheduleOptions& options, const Row* rows, int3
   for (int32_t i = 0; i < num_rows; ++i) {
     RowPlan& plan = plans[i];
     if (plan.kind == RowKind::kEmpty) continue;
-    const int64_t keys = rows[i].seq_len;
+    int64_t keys = 1;  // of the longest block
+    for (int64_t b = 0; b < plan.num_blocks; ++b) {
+      keys = Clamp(KeysOfBlock(rows[i], plan, b, options).count(), keys, INT32_MAX);
+    }
     if (options.split_tokens > 0) {
       plan.split_tokens = Clamp(options.split_tokens, 1, kMaxSplitTokens);
     } else if (options.num_kv_splits > 0) {
@@ -188,12 +220,14 @@ inline PlanTotals PlanRows(const ScheduleOptions& options, const Row* rows, int3
       if (pieces > 1) plan.split_tokens = RoundUp(CeilDiv(keys, pieces), kKeyBlock);
     }
     for (int64_t b = 0; b < plan.num_blocks; ++b) {
-      const int64_t block_keys = BlockKeys(rows[i], plan, b, options);
+      const BlockKeys block_keys = KeysOfBlock(rows[i], plan, b, options);
       const int64_t block_rows = BlockRows(plan, b);
-      const int64_t splits = CeilDiv(block_keys, plan.split_tokens);
-      const int64_t items = splits == 0 ? 1
-                                        : UnitItems(WorkCost(block_rows, block_keys, options),
-                                                    splits, totals.target_cost);
+      const int64_t splits = block_keys.splits;
+      plan.kv_splits = Clamp(splits, plan.kv_splits, INT64_MAX);
+      const int64_t items = splits == 0
+                                ? 1
+                                : UnitItems(WorkCost(block_rows, block_keys.count(), options),
+                                            splits, totals.target_cost);
       totals.items += items * options.num_kv_heads;
       if (items > 1) {
         totals.shared_units += options.num_kv_heads;
@@ -222,10 +256,10 @@ inline void FillItems(const ScheduleOptions& options, const Row* rows, int32_t n
   for (int32_t i = 0; i < num_rows; ++i) {
     const RowPlan& plan = plans[i];
     for (int64_t b = 0; b < plan.num_blocks; ++b) {
-      const int64_t keys = BlockKeys(rows[i], plan, b, options);
+      const BlockKeys keys = KeysOfBlock(rows[i], plan, b, options);
       const int64_t block_rows = BlockRows(plan, b);
-      const int64_t splits = CeilDiv(keys, plan.split_tokens);
-      const int64_t cost = WorkCost(block_rows, keys, options);
+      const int64_t splits = keys.splits;
+      const int64_t cost = WorkCost(block_rows, keys.count(), options);
       const int64_t pieces = splits == 0 ? 1 : UnitItems(cost, splits, totals.target_cost);
       for (int32_t head = 0; head < options.num_kv_heads; ++head) {
         WorkItem item;
@@ -235,7 +269,9 @@ inline void FillItems(const ScheduleOptions& options, const Row* rows, int32_t n
         item.packed_end = item.packed_begin + block_rows;
         item.num_splits = static_cast<int32_t>(splits);
         item.shared_unit = pieces > 1 ? shared_units++ : -1;
-        item.keys = keys;
+        item.first_key = keys.first;
+        item.keys = keys.end;
+        item.split_origin = keys.split_origin;
         item.split_tokens = plan.split_tokens;
         item.partials = partials;
         if (pieces > 1) partials += splits * PartialFloats(block_rows, options.v_head_dim);

@@ -63,15 +63,16 @@ struct Workspace {
   }
 };
 
-// out = 0 and lse = -inf for tokens [begin, end).
-void WriteEmpty(const AttentionParams& params, int64_t begin, int64_t end) {
+// The result of tokens [begin, end) that see no key: out = 0, and lse is the sink of their head or
+// -inf. Without `sinks`, that of padding.
+void WriteEmpty(const AttentionParams& params, int64_t begin, int64_t end, const float* sinks) {
   const int64_t heads = (end - begin) * params.num_q_heads;
   if (heads <= 0) return;
   const int64_t bytes = params.v_head_dim * ByteWidth(params.dtype);
   std::memset(static_cast<char*>(params.out) + begin * params.num_q_heads * bytes, 0,
               static_cast<size_t>(heads * bytes));
   float* lse = params.lse + begin * params.num_q_heads;
-  for (int64_t i = 0; i < heads; ++i) lse[i] = -INFINITY;
+  for (int64_t i = 0; i < heads; ++i) lse[i] = sinks ? sinks[i % params.num_q_heads] : -INFINITY;
 }
 
 // Longest items first: a stable counting sort by the power of two of their cost.
@@ -102,8 +103,10 @@ void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOption
   const PlanTotals totals = PlanCall(&options, rows, num_rows, plans);
 
   WorkerScratch layout;
-  const int64_t worker_floats = LayOutScratch(/*base=*/nullptr, params.head_dim, params.v_head_dim,
-                                              totals.has_prefill, params.has_atoms, &layout);
+  const bool staged = IsEightBit(params.kv_dtype);
+  const int64_t worker_floats =
+      LayOutScratch(/*base=*/nullptr, params.head_dim, params.v_head_dim, totals.has_prefill,
+                    params.has_atoms, staged, &layout);
   Carver size(nullptr);
   Workspace::Carve(&size, totals, options.num_workers, worker_floats);
   const Scratch memory(static_cast<size_t>(size.size()) + 1);
@@ -118,25 +121,25 @@ void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOption
   }
 
   if (num_rows == 0) {
-    WriteEmpty(params, 0, num_tokens);
+    WriteEmpty(params, 0, num_tokens, /*sinks=*/nullptr);
   } else {
     const Row& last = rows[num_rows - 1];
-    WriteEmpty(params, 0, rows[0].q_begin);
-    WriteEmpty(params, int64_t{last.q_begin} + last.q_len, num_tokens);
+    WriteEmpty(params, 0, rows[0].q_begin, /*sinks=*/nullptr);
+    WriteEmpty(params, int64_t{last.q_begin} + last.q_len, num_tokens, /*sinks=*/nullptr);
   }
   for (int32_t i = 0; i < num_rows; ++i) {
     if (plans[i].kind == RowKind::kEmpty) {
-      WriteEmpty(params, rows[i].q_begin, int64_t{rows[i].q_begin} + rows[i].q_len);
+      WriteEmpty(params, rows[i].q_begin, int64_t{rows[i].q_begin} + rows[i].q_len, params.sinks);
     }
   }
 
   const Kernels& kernels = ChosenKernels();
-  const int dtype = static_cast<int>(params.dtype);
+  const int dtype = static_cast<int>(staged ? Dtype::kFloat32 : params.dtype);
   const auto run = [&](int64_t index, int64_t worker) {
     const WorkItem& item = work.sorted[index];
     WorkerScratch scratch;
     LayOutScratch(work.workers + worker * work.worker_floats, params.head_dim, params.v_head_dim,
-                  totals.has_prefill, params.has_atoms, &scratch);
+                  totals.has_prefill, params.has_atoms, staged, &scratch);
     kernels.run_item[dtype](params, rows[item.row], item, scratch, work.partials);
     if (item.shared_unit < 0) return;
     // The last to finish folds, always in the order of the splits.
@@ -151,14 +154,19 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
                      ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> page_table,
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> cu_q_lens,
                      ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
-                     ffi::Buffer<ffi::F32> sm_scale, std::string_view layout_name, bool causal,
-                     int64_t num_kv_splits, int64_t split_tokens, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
+                     ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
+                     ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+                     std::string_view layout_name, bool causal, int64_t num_kv_splits,
+                     int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
                      ffi::ResultBuffer<ffi::F32> lse) {
   AttentionShape shape;
+  const AttentionOptions given = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
+                                  Shape(k_scale), Shape(v_scale)};
   const std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
-                    Shape(num_seqs), Shape(layer), Shape(sm_scale), layout_name, num_kv_splits,
-                    split_tokens, *out, Shape(*lse), &shape);
+                    Shape(num_seqs), Shape(layer), Shape(sm_scale), given, layout_name,
+                    num_kv_splits, split_tokens, soft_cap, *out, Shape(*lse), &shape);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
 
   AttentionParams params;
@@ -173,13 +181,27 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.head_dim = static_cast<int32_t>(shape.k_pool.head_dim);
   params.v_head_dim = static_cast<int32_t>(shape.v_pool.head_dim);
   params.sm_scale = *sm_scale.typed_data();
+  params.soft_cap = soft_cap;
+  params.alibi_slopes = IsGiven(given.alibi_slopes) ? alibi_slopes.typed_data() : nullptr;
+  params.sinks = IsGiven(given.sinks) ? sinks.typed_data() : nullptr;
+  params.sliding_window =
+      IsGiven(given.sliding_window) ? Clamp(*sliding_window.typed_data(), 0, INT32_MAX) : 0;
+  const int32_t layer_index = *layer.typed_data();
+  const auto kv_scale = [&](const ffi::Buffer<ffi::F32>& scale, ShapeView given) -> KvScale {
+    if (!IsGiven(given)) return {nullptr, false};
+    if (given.rank == 1) return {scale.typed_data(), false};
+    const PoolShape& pool = shape.k_pool;
+    const int64_t layer_floats = pool.num_slots() * pool.num_kv_heads;
+    return {scale.typed_data() + Clamp(layer_index, 0, pool.num_layers - 1) * layer_floats, true};
+  };
+  params.k_scale = kv_scale(k_scale, given.k_scale);
+  params.v_scale = kv_scale(v_scale, given.v_scale);
+  params.kv_dtype = shape.kv_dtype;
   params.causal = causal;
   params.has_atoms = shape.k_pool.layout == Layout::kVllm5d;
   params.dtype = shape.dtype;
-  const int32_t layer_index = *layer.typed_data();
-  if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {
-    WriteEmpty(params, 0, shape.num_tokens);
-    return ffi::Error::Success();
+  if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {  // no page holds anything
+    shape.k_pool.num_pages = 0;
   }
   params.k = MakePageView(k_pages.untyped_data(), shape.k_pool, layer_index);
   params.v = MakePageView(v_pages.untyped_data(), shape.v_pool, layer_index);
@@ -190,6 +212,7 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   options.head_dim = params.head_dim;
   options.v_head_dim = params.v_head_dim;
   options.causal = causal;
+  options.sliding_window = params.sliding_window;
   options.num_workers = Clamp(pool.num_threads(), 1, 1024);
   options.num_kv_splits = num_kv_splits;
   options.split_tokens = split_tokens;
@@ -217,10 +240,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // num_seqs
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // sliding_window
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // alibi_slopes
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sinks
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
                                   .Attr<int64_t>("split_tokens")
+                                  .Attr<float>("soft_cap")
                                   .Ret<ffi::AnyBuffer>()           // out
                                   .Ret<ffi::Buffer<ffi::F32>>());  // lse
 

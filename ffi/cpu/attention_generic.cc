@@ -18,6 +18,9 @@
 // clang-format off: in this order
 #include "cpu/vec_generic.h"
 #include "cpu/kernel_common.h"
+#include "cpu/kernel_dot.h"
+#include "cpu/kernel_logits.h"
+#include "cpu/kernel_stage.h"
 #include "cpu/kernel_decode.h"
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"

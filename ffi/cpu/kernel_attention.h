@@ -12,8 +12,14 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
   const int64_t num_rows = item.packed_end - item.packed_begin;
   const bool decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
   const int64_t padded_rows = decode ? DecodePaddedRows(num_rows) : RoundUp(num_rows, kGemmRows);
-  const LogitScale scale(params.sm_scale);
-  LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
+  const LogitScale scale(params);
+  if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kBFloat16) {
+    LoadQueriesAs<BFloat16>(params, row, item, scale.sign, padded_rows, scratch);
+  } else if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kFloat16) {
+    LoadQueriesAs<Float16>(params, row, item, scale.sign, padded_rows, scratch);
+  } else {
+    LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
+  }
 
   const Partial part = {scratch.o, scratch.m, scratch.l, scratch.o_stride};
   const Partial total = {scratch.total_o, scratch.total_m, scratch.total_l, scratch.o_stride};
@@ -23,12 +29,13 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
   ClearPartial(part, padded_rows, params.v_head_dim);
   for (int64_t split = item.split_begin; split < item.split_end; ++split) {
     if (split > item.split_begin) ClearPartial(part, padded_rows, params.v_head_dim);
-    const int64_t begin = split * item.split_tokens;
-    const int64_t end = Clamp(begin + item.split_tokens, begin, item.keys);
+    const int64_t origin = item.split_origin + split * item.split_tokens;
+    const int64_t end = Clamp(origin + item.split_tokens, origin, item.keys);
+    const int64_t begin = Clamp(origin, item.first_key, end);
     if (decode) {
-      DecodeSplit<T>(params, row, item, scale.scale, begin, end, scratch, part);
+      DecodeSplit<T>(params, row, item, scale, begin, end, scratch, part);
     } else {
-      PrefillSplit<T>(params, row, item, scale.scale, begin, end, scratch, part);
+      PrefillSplit<T>(params, row, item, scale, begin, end, scratch, part);
     }
     if (fold) {
       FoldPartial(total, part, num_rows, params.v_head_dim);

@@ -1,9 +1,10 @@
 // Kernel text shared by decode and prefill: loading queries, walking pages, folding partials,
 // output. Included by attention_<isa>.cc inside its target region (isa.h), after vec_<isa>.h.
 //
-// Logits are kept raw, s = q.k in f32; weights are 2^(s * scale - m) with scale = |sm_scale|
-// log2(e) (its sign goes into q) and m = the largest s so far, times scale, rounded once. The same
-// rounded m enters every weight and the log-sum-exp, so its rounding cancels.
+// Logits are kept raw, s = q.k in f32 (kernel_logits.h: unless they are edited); weights are 2^(s *
+// scale - m) with scale = |sm_scale| log2(e) (its sign goes into q) and m = the largest s so far,
+// times scale, rounded once. The same rounded m enters every weight and the log-sum-exp, so its
+// rounding cancels.
 
 #ifndef JAX_PAGED_CPU_KERNEL_COMMON_H_
 #define JAX_PAGED_CPU_KERNEL_COMMON_H_
@@ -12,6 +13,11 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr int kHalf = 8;  // head_dim is a multiple of it
+
+template <typename A, typename B>
+constexpr bool kSameType = false;
+template <typename A>
+inline constexpr bool kSameType<A, A> = true;
 
 // The tokens [begin, end) of a row that lie in pages of the pool, in order. Tokens whose page id is
 // not one are left out: nothing of them is ever read.
@@ -93,24 +99,6 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
     block->v[i] = block->v[count - 1];
   }
 }
-
-// Scale of the logits: s * scale is in units of log2. The sign of sm_scale goes into the queries.
-struct LogitScale {
-  float sign;
-  float scale;
-
-  explicit LogitScale(float sm_scale) {
-    constexpr float kLog2E = 1.44269504f;
-    constexpr float kSmallest = 1.17549435e-38f;
-    const float product = sm_scale * kLog2E;
-    sign = product < 0.0f ? -1.0f : 1.0f;
-    scale = product * sign;
-    if (scale < kSmallest) {  // all finite logits are 0; a masked one must stay -inf, not -inf * 0
-      sign = 0.0f;
-      scale = 1.0f;
-    }
-  }
-};
 
 // Where packed row `packed` of a unit lies in q and out, as (token, head) in row-major order.
 inline int64_t QueryHead(const AttentionParams& params, const Row& row, const WorkItem& item,
@@ -234,21 +222,33 @@ inline void FoldPartial(const Partial& total, const Partial& part, int64_t rows,
   }
 }
 
-// Writes out and lse of a unit's packed rows.
-template <typename T>
-void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& item,
-                 const Partial& x) {
+// Writes out and lse of a unit's packed rows, whose o is ordered as kernels of T do, to out of type
+// O.
+template <typename T, typename O>
+void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem& item,
+                   const Partial& x) {
   constexpr double kLn2 = 0.69314718055994530942;
   for (int64_t r = 0; r < item.packed_end - item.packed_begin; ++r) {
     const int64_t head = QueryHead(params, row, item, item.packed_begin + r);
     const bool empty = x.m[r] == -kInfinity;
-    params.lse[head] =
-        empty ? -kInfinity : static_cast<float>(x.m[r] * kLn2 + ::log(double{x.l[r]}));
-    const Vec factor = Set1(empty ? 0.0f : 1.0f / x.l[r]);
-    T* out = static_cast<T*>(params.out) + head * params.v_head_dim;
+    double m = x.m[r], l = x.l[r];
+    float numerator = 1.0f;  // o counts it times
+    if (params.sinks) {      // one more logit, without a value
+      const float sink = params.sinks[item.kv_head * params.group_size +
+                                      (item.packed_begin + r) % params.group_size];
+      const double logit = sink / kLn2;
+      const double top = m > logit ? m : logit;
+      numerator = empty ? 0.0f : static_cast<float>(::exp2(m - top));
+      l = (empty ? 0.0 : l * ::exp2(m - top)) + ::exp2(logit - top);
+      m = top;
+    }
+    const bool nothing = m == -kInfinity;
+    params.lse[head] = nothing ? -kInfinity : static_cast<float>(m * kLn2 + ::log(l));
+    const Vec factor = Set1(empty ? 0.0f : numerator / static_cast<float>(l));
+    O* out = static_cast<O*>(params.out) + head * params.v_head_dim;
     const float* o = x.o + r * x.stride;
     int64_t d = 0;
-    for (; d + 2 * kWidth <= params.v_head_dim; d += 2 * kWidth) {
+    for (; kSameType<T, O> && d + 2 * kWidth <= params.v_head_dim; d += 2 * kWidth) {
       StorePair(out + d, {Mul(Load(o + d), factor), Mul(Load(o + d + kWidth), factor)});
     }
     for (; d < params.v_head_dim; d += kWidth) {
@@ -256,6 +256,17 @@ void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& 
       StoreTail(out + d, Mul(LoadTail(o + d, n), factor), n);
     }
   }
+}
+
+// The same where out has the type that the pages call for: T, or with 8-bit pages that of q.
+template <typename T>
+void WriteOutput(const AttentionParams& params, const Row& row, const WorkItem& item,
+                 const Partial& x) {
+  if constexpr (kSameType<T, float>) {
+    if (params.dtype == Dtype::kBFloat16) return WriteOutputAs<T, BFloat16>(params, row, item, x);
+    if (params.dtype == Dtype::kFloat16) return WriteOutputAs<T, Float16>(params, row, item, x);
+  }
+  WriteOutputAs<T, T>(params, row, item, x);
 }
 
 // The partial of split `split` of item's shared unit.

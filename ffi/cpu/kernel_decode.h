@@ -6,6 +6,7 @@
 //   logits   kWidth accumulators = tile rows x (kWidth / rows) tokens run over head_dim; one
 //            transposing sum makes them one vector. Scores lie [token][row], so that all lanes
 //            work in softmax too
+//   edit     soft cap, ALiBi: on the scores, where the call has them
 //   weights  running maximum per row; 2^(s * scale - m), masked ones exactly 0
 //   values   rows x 2 or 4 vectors of accumulators run over the tokens, then o = o * alpha + sum
 //
@@ -27,116 +28,19 @@ struct DecodeState {
   int64_t o_stride;
   int32_t head_dim;
   int32_t v_head_dim;
-  float scale;
+  LogitScale scale;
+  float soft_cap;
+  const float* key_offset;              // edited logits: per listed token of the block
+  float slope[kDecodeMaxRows];          // edited logits: ALiBi
+  float distance[kDecodeMaxRows];       // edited logits: of the block's first token from the query
   float top[kDecodeMaxRows];            // largest logit so far, raw
-  float m[kDecodeMaxRows];              // top * scale
+  float m[kDecodeMaxRows];              // top * scale.scale
   float l[kDecodeMaxRows / 8][kWidth];  // per tile and lane, lanes of one row to be summed
 };
 
 inline void PrefetchRow(const void* row, int64_t bytes) {
   const char* p = static_cast<const char*>(row);
   for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
-}
-
-// Adds N vectors of dimensions, of ROWS queries x (kWidth / ROWS) keys, to the sums. What is used
-// most often stays in registers: keys or queries.
-template <typename T, int ROWS, int N, typename Keys>
-JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& keys, Vec* sum) {
-  constexpr int kTokens = kWidth / ROWS;
-  if constexpr (kTokens <= 2) {
-    Vec key[kTokens * N];
-    JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) keys.Get(t, key + t * N);
-    JAX_PAGED_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      JAX_PAGED_UNROLL
-      for (int j = 0; j < N; ++j) {
-        Vec query = Load(q + r * q_stride + j * kWidth);
-        if (kTokens > 1) Pin(query);
-        JAX_PAGED_UNROLL
-        for (int t = 0; t < kTokens; ++t) {
-          Vec& s = sum[t * ROWS + r];
-          s = MultiplyAdd<T>(query, key[t * N + j], s);
-        }
-      }
-    }
-  } else {
-    Vec query[ROWS * N];
-    JAX_PAGED_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      JAX_PAGED_UNROLL
-      for (int j = 0; j < N; ++j) {
-        query[r * N + j] = Load(q + r * q_stride + j * kWidth);
-        Pin(query[r * N + j]);
-      }
-    }
-    JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) {
-      Vec key[N];
-      keys.Get(t, key);
-      JAX_PAGED_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        Vec& s = sum[t * ROWS + r];
-        JAX_PAGED_UNROLL
-        for (int j = 0; j < N; ++j) s = MultiplyAdd<T>(query[r * N + j], key[j], s);
-      }
-    }
-  }
-}
-
-// Sources of keys for ScoreStep: dimensions from d on of token t.
-template <typename T>
-struct KeyPairs {
-  const T* const* k;
-  int64_t d;
-  JAX_PAGED_INLINE void Get(int t, Vec* key) const {
-    const Pair x = LoadPair(k[t] + d);
-    key[0] = x.a;
-    key[1] = x.b;
-  }
-};
-template <typename T, bool HALF>
-struct KeyVectors {
-  const T* const* k;
-  int64_t d;
-  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadPart<HALF>(k[t] + d); }
-};
-template <typename T>
-struct KeyWords {
-  const T* const* k;
-  int64_t d;
-  int64_t n;  // dimensions left
-  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
-};
-
-// ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
-template <typename T, int ROWS>
-JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
-                               int64_t head_dim) {
-  Vec sum[kWidth];
-  JAX_PAGED_UNROLL
-  for (int i = 0; i < kWidth; ++i) sum[i] = Zero();
-  int64_t d = 0;
-  if constexpr (kUsesDot<T>) {
-    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, 2 * kWidth}, sum);
-    }
-    if (d < head_dim) {
-      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, head_dim - d}, sum);
-    }
-  } else {
-    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-      ScoreStep<T, ROWS, 2>(q + d, q_stride, KeyPairs<T>{k, d}, sum);
-    }
-    if (d + kWidth <= head_dim) {
-      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/false>{k, d}, sum);
-      d += kWidth;
-    }
-    if (d < head_dim) {
-      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/true>{k, d}, sum);
-    }
-  }
-  return SumEach(sum);
 }
 
 // The weights of a tile: weights[token * token_stride + row] for tokens [begin, end).
@@ -212,31 +116,84 @@ void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_
   if (d < v_head_dim) ValueStep<T, ROWS, 1, /*HALF=*/true>(w, v, next, d, alpha, o, o_stride);
 }
 
-// One block for packed rows [row0, row0 + ROWS). visible[r] counts the block's tokens that row r
-// sees, ascending in r.
+// Turns products [begin, end) of a tile into logits.
+template <int ROWS>
+__attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int begin, int end,
+                                        float* scores) {
+  constexpr int kTokens = kWidth / ROWS;
+  float slopes[kWidth], distances[kWidth];
+  for (int i = 0; i < kWidth; ++i) {
+    slopes[i] = state.slope[row0 + i % ROWS];
+    distances[i] = state.distance[row0 + i % ROWS];
+  }
+  const Vec slope = Load(slopes), first = Load(distances);
+  for (int t = begin; t < end; t += kTokens) {
+    Vec offset = Set1(state.key_offset[t]);
+    if constexpr (ROWS == 1) {
+      offset = Load(state.key_offset + t);
+    } else {
+      JAX_PAGED_UNROLL
+      for (int i = 1; i < kTokens; ++i)
+        offset = KeepFirst(offset, i * ROWS, state.key_offset[t + i]);
+    }
+    float* s = scores + t * ROWS;
+    Store(s, EditedLogit(Load(s), state.scale.factor, state.soft_cap, slope, Add(first, offset)));
+  }
+}
+
+// Adds the values that not all ROWS rows of a tile see, row by row: a masked one must not be
+// touched, not even with weight 0. All rows have seen tokens [all, end). Out of line: few blocks
+// need it.
 template <typename T, int ROWS>
-void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* visible, int row0,
-                DecodeState* state) {
+__attribute__((noinline)) void AddEdges(const float* scores, const int* hidden, const int* visible,
+                                        int all, int end, const T* const* v, const T* const* next,
+                                        int64_t v_head_dim, float* o, int64_t o_stride) {
+  constexpr float kOne = 1.0f;
+  for (int i = 0; i < 2 * ROWS; ++i) {
+    const int r = i / 2;
+    const int begin = i % 2 == 0 ? hidden[r] : (hidden[r] > end ? hidden[r] : end);
+    const int limit = i % 2 == 0 && visible[r] > all ? all : visible[r];
+    if (begin >= limit) continue;
+    AddValues<T, 1>({scores + r, ROWS, begin, limit}, v, next, v_head_dim, &kOne, o + r * o_stride,
+                    o_stride);
+  }
+}
+
+// One block for packed rows [row0, row0 + ROWS). Row r sees the block's listed tokens [hidden[r],
+// visible[r]), both ascending in r.
+template <typename T, int ROWS>
+void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hidden,
+                const int* visible, int row0, DecodeState* state) {
   constexpr int kTokens = kWidth / ROWS;
   const float* q = state->q + row0 * state->q_stride;
   float* scores = state->scores + row0 * kKeyBlock;
+  const int start = hidden[0] / kTokens * kTokens;
   const int count = visible[ROWS - 1];
   const int padded = static_cast<int>(RoundUp(count, kTokens));
   const int64_t k_bytes = state->head_dim * int64_t{sizeof(T)};
 
   Vec top = Set1(-kInfinity);
-  for (int t = 0; t < padded; t += kTokens) {
+  for (int t = start; t < padded; t += kTokens) {
     const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
     Store(scores + t * ROWS, s);
     JAX_PAGED_UNROLL
     for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
   }
-  for (int t = visible[0]; t < padded; ++t) {
+  if (state->scale.edited) EditTile<ROWS>(*state, row0, start, padded, scores);
+  // Tokens [all, end) are seen by all rows of the tile.
+  const int all = hidden[ROWS - 1];
+  const int end = visible[0] > all ? visible[0] : all;
+  for (int t = start; t < all; ++t) {
     for (int r = 0; r < ROWS; ++r) {
-      if (t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
+      if (t < hidden[r] || t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
     }
   }
-  for (int t = 0; t < padded; t += kTokens) top = MaxSkipNan(top, Load(scores + t * ROWS));
+  for (int t = end; t < padded; ++t) {
+    for (int r = 0; r < ROWS; ++r) {
+      if (t < hidden[r] || t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
+    }
+  }
+  for (int t = start; t < padded; t += kTokens) top = MaxSkipNan(top, Load(scores + t * ROWS));
 
   float lanes[kWidth], shift[kWidth], alpha[kWidth];
   Store(lanes, top);
@@ -244,7 +201,7 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* vi
     float& row_top = state->top[row0 + r];
     float& m = state->m[row0 + r];
     for (int i = r; i < kWidth; i += ROWS) row_top = lanes[i] > row_top ? lanes[i] : row_top;
-    const float new_m = row_top == -kInfinity ? -kInfinity : row_top * state->scale;
+    const float new_m = row_top == -kInfinity ? -kInfinity : row_top * state->scale.scale;
     shift[r] = new_m == -kInfinity ? 0.0f : -new_m;
     alpha[r] = m == -kInfinity ? -kInfinity : m - new_m;
     m = new_m;
@@ -256,10 +213,10 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* vi
   const Vec keep = Exp2(Load(alpha));
   Store(alpha, keep);
 
-  const Vec scale = Set1(state->scale);
+  const Vec scale = Set1(state->scale.scale);
   const Vec minus_m = Load(shift);
   Vec sum = Zero();
-  for (int t = 0; t < padded; t += kTokens) {
+  for (int t = start; t < padded; t += kTokens) {
     const Vec weight = Exp2(Fma(Load(scores + t * ROWS), scale, minus_m));
     Store(scores + t * ROWS, weight);
     sum = Add(sum, weight);
@@ -267,15 +224,12 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* vi
   float* l = state->l[row0 / 8];
   Store(l, Fma(Load(l), keep, sum));
 
-  // A masked value must not be touched, not even with weight 0: tokens that only the later rows see
-  // are added row by row.
   float* o = state->o + row0 * state->o_stride;
-  AddValues<T, ROWS>({scores, ROWS, 0, visible[0]}, block.v, next.v, state->v_head_dim, alpha, o,
+  AddValues<T, ROWS>({scores, ROWS, all, end}, block.v, next.v, state->v_head_dim, alpha, o,
                      state->o_stride);
-  constexpr float kOne = 1.0f;
-  for (int r = 1; r < ROWS && visible[0] < count; ++r) {
-    AddValues<T, 1>({scores + r, ROWS, visible[0], visible[r]}, block.v, next.v, state->v_head_dim,
-                    &kOne, o + r * state->o_stride, state->o_stride);
+  if (hidden[0] < all || end < count) {
+    AddEdges<T, ROWS>(scores, hidden, visible, all, end, block.v, next.v, state->v_head_dim, o,
+                      state->o_stride);
   }
 }
 
@@ -299,10 +253,14 @@ inline int DecodeBlockTokens(int64_t token_bytes) {
 
 // KV tokens [begin, end) of a unit, into part.
 template <typename T>
-void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& item, float scale,
-                 int64_t begin, int64_t end, const WorkerScratch& scratch, const Partial& part) {
+void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
+                 const LogitScale& scale, int64_t begin, int64_t end, const WorkerScratch& scratch,
+                 const Partial& part) {
   const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
-  DecodeState state;
+  DecodeState state = {/*q=*/nullptr,
+                       /*o=*/nullptr,
+                       /*scores=*/nullptr,     0,  0,  0,  0,  scale, 0.0f,
+                       /*key_offset=*/nullptr, {}, {}, {}, {}, {}};
   state.q = scratch.q;
   state.o = part.o;
   state.scores = scratch.scores;
@@ -310,47 +268,78 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   state.o_stride = part.stride;
   state.head_dim = params.head_dim;
   state.v_head_dim = params.v_head_dim;
-  state.scale = scale;
+  state.soft_cap = params.soft_cap;
   for (int r = 0; r < kDecodeMaxRows; ++r) state.top[r] = state.m[r] = -kInfinity;
   for (auto& lanes : state.l) Store(lanes, Zero());
 
-  // Tokens seen, by packed row; padding rows see what the last one sees.
-  int64_t limit[kDecodeMaxRows];
+  // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
+  int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows], position[kDecodeMaxRows];
   for (int r = 0; r < kDecodeMaxRows; ++r) {
     const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
-    limit[r] = VisibleKeys(row, packed / params.group_size, params.causal);
+    const int64_t query = packed / params.group_size;
+    first[r] = FirstKey(row, query, params.sliding_window);
+    limit[r] = VisibleKeys(row, query, params.causal);
+    if (scale.edited) {
+      const EditedRow edited = EditedRowOf(params, row, item, packed);
+      state.slope[r] = edited.slope;
+      position[r] = edited.position;
+    }
   }
+  float key_offset[kKeyBlock];
+  int hidden[kDecodeMaxRows] = {};
   const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
+  const bool staged = IsEightBit(params.kv_dtype);
+  const int64_t element_bytes = staged ? 1 : int64_t{sizeof(T)};
   KeyBlock<T> blocks[2];
   int current = 0;
   GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
              scratch, /*half=*/0, &blocks[0]);
   for (int t = 0; t < blocks[0].count; ++t) {
-    PrefetchRow(blocks[0].k[t], params.head_dim * int64_t{sizeof(T)});
-    PrefetchRow(blocks[0].v[t], params.v_head_dim * int64_t{sizeof(T)});
+    PrefetchRow(blocks[0].k[t], params.head_dim * element_bytes);
+    PrefetchRow(blocks[0].v[t], params.v_head_dim * element_bytes);
   }
   for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
-    const KeyBlock<T>& block = blocks[current];
-    const KeyBlock<T>* next = &block;  // what to prefetch
+    const KeyBlock<T>& stored = blocks[current];
+    const KeyBlock<T>* next = &stored;  // what to prefetch
     if (token + block_tokens < end) {
       KeyBlock<T>* const following = &blocks[current ^ 1];
       GatherKeys(params, item.row, item.kv_head, token + block_tokens,
                  Clamp(token + 2 * block_tokens, begin, end), scratch, current ^ 1, following);
       if (following->count > 0) next = following;
     }
+    const KeyBlock<T>* source = &stored;
+    KeyBlock<T> floats;
+    if constexpr (kSameType<T, float>) {
+      if (staged) {
+        StageKeys(params, item, stored, *next, Clamp(token + block_tokens, begin, end), scratch,
+                  &floats);
+        source = next = &floats;
+      }
+    }
+    const KeyBlock<T>& block = *source;
     int visible[kDecodeMaxRows];
     for (int r = 0; r < kDecodeMaxRows; ++r) visible[r] = block.Visible(limit[r]);
+    if (params.sliding_window > 0) {
+      for (int r = 0; r < kDecodeMaxRows; ++r) hidden[r] = block.Visible(first[r]);
+    }
+    if (scale.edited) {
+      ListOffsets(block, key_offset);
+      state.key_offset = key_offset;
+      for (int r = 0; r < kDecodeMaxRows; ++r) {
+        state.distance[r] = static_cast<float>(token - position[r]);
+      }
+    }
     for (int r = 0; r < num_rows;) {
       const int tile = TileRows(num_rows, r);
-      if (visible[r + tile - 1] == 0) {  // nothing to see
+      if (visible[r + tile - 1] <= hidden[r]) {  // nothing to see
       } else if (tile == 8) {
-        DecodeTile<T, 8>(block, *next, visible + r, r, &state);
+        DecodeTile<T, 8>(block, *next, hidden + r, visible + r, r, &state);
       } else if (tile == 4) {
-        DecodeTile<T, 4>(block, *next, visible + r, r, &state);
+        DecodeTile<T, 4>(block, *next, hidden + r, visible + r, r, &state);
       } else if (tile == 2) {
-        DecodeTile<T, 2>(block, *next, visible + r, r, &state);
+        DecodeTile<T, 2>(block, *next, hidden + r, visible + r, r, &state);
       } else {
-        DecodeTile<T, 1>(block, *next, visible + r, r, &state);
+        DecodeTile<T, 1>(block, *next, hidden + r, visible + r, r, &state);
       }
       r += tile;
     }

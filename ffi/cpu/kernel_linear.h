@@ -1,5 +1,5 @@
 // out = x w^T, the dense projection of a few or of many rows. Included by linear_<isa>.cc inside
-// its target region (isa.h), after kernel_decode.h.
+// its target region (isa.h), after kernel_dot.h.
 //
 //   tile     1, 2, 4 or 8 rows of x times kWidth / rows rows of w, summed over a depth chunk in
 //            registers (ScoreTile: the same step as the logits of decode)

@@ -4,11 +4,13 @@
 //   pack     K of the key block transposed to panels [64 / panel][depth][panel], V to panels
 //            [v_head_dim / panel][64][panel]; a panel is two vectors wide
 //   scores   tiles of kGemmRows rows x one panel: s = q k^T, panel by panel so that it stays in L1
+//   edit     soft cap, ALiBi: on the scores, where the call has them
 //   weights  per row: running maximum, 2^(s * scale - m)
 //   values   the same tiles: o = o * alpha + weights v
 //
-// Causal: a row tile uses the keys that its last row sees and no more, so tiles above the diagonal
-// cost nothing. Bound by FMA: 2 loads of the panel and kGemmRows broadcasts feed 2 kGemmRows FMAs.
+// A row tile uses the keys that one of its rows sees and no more, so tiles above the diagonal, or
+// left of a window, cost nothing. Bound by FMA: 2 loads of the panel and kGemmRows broadcasts feed
+// 2 kGemmRows FMAs.
 
 #ifndef JAX_PAGED_CPU_KERNEL_PREFILL_H_
 #define JAX_PAGED_CPU_KERNEL_PREFILL_H_
@@ -129,13 +131,13 @@ JAX_PAGED_INLINE void AddTile(const Vec* sum, const float* alpha, float* o, int6
 
 // scores[row][token] for the tokens that each row tile sees.
 template <typename T>
-void ScoreRows(const WorkerScratch& scratch, const int* visible, int64_t padded_rows,
-               int64_t head_dim) {
+void ScoreRows(const WorkerScratch& scratch, const int* hidden, const int* visible,
+               int64_t padded_rows, int64_t head_dim) {
   const int64_t depth = KeyDepth<T>(head_dim);
-  for (int t = 0; t < visible[padded_rows - 1]; t += kPanel) {
+  for (int t = hidden[0] / kPanel * kPanel; t < visible[padded_rows - 1]; t += kPanel) {
     const float* panel = scratch.k_panels + t * depth;
     for (int64_t r = 0; r < padded_rows; r += kGemmRows) {
-      if (visible[r + kGemmRows - 1] <= t) continue;
+      if (visible[r + kGemmRows - 1] <= t || hidden[r] >= t + kPanel) continue;
       Vec sum[2 * kGemmRows];
       MultiplyTile<T, kGemmRows>(scratch.q + r * scratch.q_stride, scratch.q_stride, panel, depth,
                                  sum);
@@ -149,12 +151,26 @@ void ScoreRows(const WorkerScratch& scratch, const int* visible, int64_t padded_
   }
 }
 
-// Turns the first `visible` logits of a row into weights. Returns what o is to be scaled by.
-inline float WeighRow(float* scores, int visible, float scale, float* row_top, float* m, float* l) {
-  if (visible == 0) return 1.0f;
+// Turns products [hidden, visible) of a row into logits, and perhaps some before them. `distance`
+// is that of the block's first token from the query.
+__attribute__((noinline)) inline void EditRow(float* scores, int hidden, int visible,
+                                              const LogitScale& scale, float soft_cap, float slope,
+                                              float distance, const float* key_offset) {
+  for (int t = hidden / kWidth * kWidth; t < visible; t += kWidth) {
+    const Vec far = Add(Set1(distance), Load(key_offset + t));
+    Store(scores + t, EditedLogit(Load(scores + t), scale.factor, soft_cap, Set1(slope), far));
+  }
+}
+
+// Turns logits [hidden, visible) of a row into weights. Returns what o is to be scaled by.
+inline float WeighRow(float* scores, int hidden, int visible, float scale, float* row_top, float* m,
+                      float* l) {
+  if (visible <= hidden) return 1.0f;
+  const int start = hidden / kWidth * kWidth;
   const int whole = visible / kWidth * kWidth;
+  for (int t = start; t < hidden; ++t) scores[t] = -kInfinity;
   Vec top = Set1(-kInfinity);
-  for (int t = 0; t < whole; t += kWidth) top = MaxSkipNan(top, Load(scores + t));
+  for (int t = start; t < whole; t += kWidth) top = MaxSkipNan(top, Load(scores + t));
   if (whole < visible) {
     const Vec last = KeepFirst(Load(scores + whole), visible - whole, -kInfinity);
     Store(scores + whole, last);
@@ -166,7 +182,7 @@ inline float WeighRow(float* scores, int visible, float scale, float* row_top, f
   const Vec shift = Set1(new_m == -kInfinity ? 0.0f : -new_m);
   const Vec factor = Set1(scale);
   Vec sum = Zero();
-  for (int t = 0; t < visible; t += kWidth) {
+  for (int t = start; t < visible; t += kWidth) {
     const Vec weight = Exp2(Fma(Load(scores + t), factor, shift));
     Store(scores + t, weight);
     sum = Add(sum, weight);
@@ -177,28 +193,42 @@ inline float WeighRow(float* scores, int visible, float scale, float* row_top, f
   return alpha;
 }
 
+// o = o + weights v of one row and one panel, for tokens [begin, end).
+inline void AddValueRow(const float* weights, const float* panel, int begin, int end, float* o) {
+  if (begin >= end) return;
+  constexpr float kOne = 1.0f;
+  Vec sum[2];
+  MultiplyTile<float, 1>(weights + begin, kKeyBlock, panel + begin * kPanel, end - begin, sum);
+  AddTile<1>(sum, &kOne, o, /*o_stride=*/0);
+}
+
 // o = o * alpha + weights v.
-inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, const int* visible,
-                         const float* alpha, int64_t padded_rows, int64_t v_head_dim) {
+inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, const int* hidden,
+                         const int* visible, const float* alpha, int64_t padded_rows,
+                         int64_t v_head_dim) {
   for (int64_t d = 0; d < v_head_dim; d += kPanel) {
     const float* panel = scratch.v_panels + d * kKeyBlock;
     for (int64_t r = 0; r < padded_rows; r += kGemmRows) {
-      const int least = visible[r];
+      // All rows of the tile see tokens [all, end); some see more.
       const int most = visible[r + kGemmRows - 1];
-      if (most == 0) continue;
+      if (most <= hidden[r]) continue;
+      const int all = hidden[r + kGemmRows - 1];
+      const int end = visible[r] > all ? visible[r] : all;
       const float* weights = scratch.scores + r * kKeyBlock;
       float* o = part.o + r * part.stride + d;
       Vec sum[2 * kGemmRows];
-      MultiplyTile<float, kGemmRows>(weights, kKeyBlock, panel, least, sum);
+      MultiplyTile<float, kGemmRows>(weights + all, kKeyBlock, panel + all * kPanel, end - all,
+                                     sum);
       AddTile<kGemmRows>(sum, alpha + r, o, part.stride);
-      // A masked value must not be touched, not even with weight 0: keys that only the later rows
-      // see are added row by row.
-      constexpr float kOne = 1.0f;
-      for (int i = 0; i < kGemmRows && least < most; ++i) {
-        if (visible[r + i] == least) continue;
-        MultiplyTile<float, 1>(weights + i * kKeyBlock + least, kKeyBlock, panel + least * kPanel,
-                               visible[r + i] - least, sum);
-        AddTile<1>(sum, &kOne, o + i * part.stride, part.stride);
+      if (hidden[r] == all && end == most) continue;
+      // A masked value must not be touched, not even with weight 0: keys that only some rows see
+      // are added row by row.
+      for (int i = 0; i < kGemmRows; ++i) {
+        const int first = hidden[r + i], limit = visible[r + i];
+        AddValueRow(weights + i * kKeyBlock, panel, first, limit < all ? limit : all,
+                    o + i * part.stride);
+        AddValueRow(weights + i * kKeyBlock, panel, first > end ? first : end, limit,
+                    o + i * part.stride);
       }
     }
   }
@@ -206,33 +236,53 @@ inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, cons
 
 // KV tokens [begin, end) of a unit, into part.
 template <typename T>
-void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem& item, float scale,
-                  int64_t begin, int64_t end, const WorkerScratch& scratch, const Partial& part) {
+void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
+                  const LogitScale& scale, int64_t begin, int64_t end, const WorkerScratch& scratch,
+                  const Partial& part) {
   const int64_t num_rows = item.packed_end - item.packed_begin;
   const int64_t padded_rows = RoundUp(num_rows, kGemmRows);
-  int64_t limit[kPrefillBlock];  // tokens seen; padding rows see what the last row sees
+  // Tokens [first, limit) are seen; padding rows see what the last row sees.
+  int64_t first[kPrefillBlock], limit[kPrefillBlock];
   float top[kPrefillBlock];
   for (int64_t r = 0; r < padded_rows; ++r) {
     const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
+    first[r] = FirstKey(row, packed / params.group_size, params.sliding_window);
     limit[r] = VisibleKeys(row, packed / params.group_size, params.causal);
     top[r] = -kInfinity;
   }
-  KeyBlock<T> block;
-  int visible[kPrefillBlock];
-  float alpha[kPrefillBlock];
+  KeyBlock<T> stored, floats;
+  int hidden[kPrefillBlock], visible[kPrefillBlock];
+  float alpha[kPrefillBlock], key_offset[kKeyBlock];
   for (int64_t token = begin; token < end; token += kKeyBlock) {
-    GatherKeys(params, item.row, item.kv_head, token, Clamp(token + kKeyBlock, token, end), scratch,
-               /*half=*/0, &block);
-    for (int64_t r = 0; r < padded_rows; ++r) visible[r] = block.Visible(limit[r]);
-    if (visible[padded_rows - 1] == 0) continue;
+    const int64_t block_end = Clamp(token + kKeyBlock, token, end);
+    GatherKeys(params, item.row, item.kv_head, token, block_end, scratch, /*half=*/0, &stored);
+    const KeyBlock<T>& block = IsEightBit(params.kv_dtype) ? floats : stored;
+    if constexpr (kSameType<T, float>) {
+      if (&block == &floats) {
+        StageKeys(params, item, stored, stored, block_end, scratch, &floats);
+      }
+    }
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      hidden[r] = block.Visible(first[r]);
+      visible[r] = block.Visible(limit[r]);
+    }
+    if (visible[padded_rows - 1] <= hidden[0]) continue;
     PackKeys(block, params.head_dim, scratch.k_panels);
     PackValues(block, params.v_head_dim, scratch.v_panels);
-    ScoreRows<T>(scratch, visible, padded_rows, params.head_dim);
-    for (int64_t r = 0; r < padded_rows; ++r) {
-      alpha[r] = WeighRow(scratch.scores + r * kKeyBlock, visible[r], scale, &top[r], &part.m[r],
-                          &part.l[r]);
+    ScoreRows<T>(scratch, hidden, visible, padded_rows, params.head_dim);
+    if (scale.edited) {
+      ListOffsets(block, key_offset);
+      for (int64_t r = 0; r < num_rows; ++r) {
+        const EditedRow edited = EditedRowOf(params, row, item, item.packed_begin + r);
+        EditRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale, params.soft_cap,
+                edited.slope, static_cast<float>(token - edited.position), key_offset);
+      }
     }
-    AddValueRows(scratch, part, visible, alpha, padded_rows, params.v_head_dim);
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      alpha[r] = WeighRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale.scale,
+                          &top[r], &part.m[r], &part.l[r]);
+    }
+    AddValueRows(scratch, part, hidden, visible, alpha, padded_rows, params.v_head_dim);
   }
 }
 

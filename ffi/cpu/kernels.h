@@ -20,7 +20,8 @@ inline constexpr float kExp2[7] = {1.0f,         0.6931472f,    0.24022648f,   0
                                    0.009618437f, 0.0013398875f, 0.00015353362f};
 
 // Working memory of one worker, for units of up to `rows` packed rows. Each array starts at a cache
-// line. The prefill arrays are null when the call has no prefill rows.
+// line. The prefill arrays are null when the call has no prefill rows, the stages when K and V are
+// not 8-bit.
 struct WorkerScratch {
   float* q;         // [rows, q_stride] queries as floats
   float* o;         // [rows, o_stride] running sum of weight x value of a split
@@ -34,15 +35,17 @@ struct WorkerScratch {
   float* v_panels;  // prefill: values as floats
   // Pages whose rows are cut into atoms: two key blocks gathered to whole rows, of the pages'
   // dtype.
-  float* k_rows;  // [2, kKeyBlock, head_dim]
-  float* v_rows;  // [2, kKeyBlock, v_head_dim]
+  float* k_rows;   // [2, kKeyBlock, head_dim]
+  float* v_rows;   // [2, kKeyBlock, v_head_dim]
+  float* k_stage;  // 8-bit pages: [kKeyBlock, q_stride] keys of a block as floats
+  float* v_stage;  // 8-bit pages: [kKeyBlock, o_stride] values of a block as floats
   int64_t q_stride;
   int64_t o_stride;
 };
 
 // Lays a worker's arrays out from `base` (which may be null) and returns their size in floats.
 inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, bool has_prefill,
-                             bool has_atoms, WorkerScratch* scratch) {
+                             bool has_atoms, bool staged, WorkerScratch* scratch) {
   const int64_t rows = has_prefill ? kPrefillBlock : kDecodeMaxRows;
   int64_t size = 0;
   const auto take = [&](int64_t floats) {
@@ -64,6 +67,8 @@ inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, 
   scratch->v_panels = has_prefill ? take(kKeyBlock * scratch->o_stride) : nullptr;
   scratch->k_rows = has_atoms ? take(2 * kKeyBlock * head_dim) : nullptr;
   scratch->v_rows = has_atoms ? take(2 * kKeyBlock * v_head_dim) : nullptr;
+  scratch->k_stage = staged ? take(kKeyBlock * scratch->q_stride) : nullptr;
+  scratch->v_stage = staged ? take(kKeyBlock * scratch->o_stride) : nullptr;
   return size;
 }
 

@@ -21,7 +21,7 @@ JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 // clang-format off: in this order
 #include "cpu/vec_avx2.h"
 #include "cpu/kernel_common.h"
-#include "cpu/kernel_decode.h"
+#include "cpu/kernel_dot.h"
 #include "cpu/kernel_linear.h"
 // clang-format on
 namespace jax_paged::cpu::avx2 {

@@ -25,7 +25,7 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 // clang-format off: in this order
 #include "cpu/vec_avx512.h"
 #include "cpu/kernel_common.h"
-#include "cpu/kernel_decode.h"
+#include "cpu/kernel_dot.h"
 #include "cpu/kernel_linear.h"
 // clang-format on
 namespace jax_paged::cpu::avx512 {

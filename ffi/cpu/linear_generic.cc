@@ -19,7 +19,7 @@
 // clang-format off: in this order
 #include "cpu/vec_generic.h"
 #include "cpu/kernel_common.h"
-#include "cpu/kernel_decode.h"
+#include "cpu/kernel_dot.h"
 #include "cpu/kernel_linear.h"
 // clang-format on
 namespace jax_paged::cpu::generic {

@@ -64,7 +64,7 @@ const Kernels& ChooseKernels() {
 nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int64_t>& seq_lens,
                        int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
                        int32_t v_head_dim, int64_t num_threads, int64_t num_kv_splits,
-                       int64_t split_tokens, bool causal) {
+                       int64_t split_tokens, bool causal, int64_t sliding_window) {
   if (q_lens.size() != seq_lens.size()) {
     throw std::invalid_argument(
         "attention_plan: q_lens and seq_lens expected the same length, got " +
@@ -81,6 +81,7 @@ nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int
   options.head_dim = head_dim;
   options.v_head_dim = v_head_dim;
   options.causal = causal;
+  options.sliding_window = sliding_window;
   options.num_workers = num_threads;
   options.num_kv_splits = num_kv_splits;
   options.split_tokens = split_tokens;
@@ -98,7 +99,7 @@ nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int
   for (size_t i = 0; i < rows.size(); ++i) {
     const char* names[] = {"empty", "decode", "prefill"};
     kernels.append(names[static_cast<int>(plans[i].kind)]);
-    splits.append(RowSplits(rows[i], plans[i]));
+    splits.append(plans[i].kv_splits);
   }
   nb::dict plan;
   plan["isa"] = ChosenKernels().isa;
@@ -157,7 +158,7 @@ NB_MODULE(_cpu, module) {
       "attention_plan", &cpu::AttentionPlan, nb::kw_only(), nb::arg("q_lens"), nb::arg("seq_lens"),
       nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("v_head_dim"),
       nb::arg("num_threads"), nb::arg("num_kv_splits"), nb::arg("split_tokens"),
-      nb::arg("causal") = true,
+      nb::arg("causal") = true, nb::arg("sliding_window") = 0,
       "What attention would do on num_threads threads with rows of these lengths: a dict of\n"
       "isa, num_threads (1 when the work is too small to share), work_items and, per row,\n"
       "kernels (decode, prefill or empty) and kv_splits.");

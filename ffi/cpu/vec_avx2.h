@@ -55,6 +55,30 @@ JAX_PAGED_INLINE void Store(Float16* p, Vec x) {
                    _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+// The halves that 8-bit codes stand for; those of E4M3 are 2^8 too small.
+JAX_PAGED_INLINE __m128i HalvesOf(__m128i codes, const Float8E5M2*) {
+  return _mm_slli_epi16(codes, 8);
+}
+JAX_PAGED_INLINE __m128i HalvesOf(__m128i codes, const Float8E4M3*) {
+  const __m128i ones = _mm_set1_epi16(0x7f);
+  const __m128i magnitude = _mm_and_si128(codes, ones);
+  const __m128i sign = _mm_slli_epi16(_mm_xor_si128(codes, magnitude), 8);
+  const __m128i nan = _mm_cmpeq_epi16(magnitude, ones);
+  return _mm_or_si128(sign, _mm_or_si128(_mm_slli_epi16(magnitude, 7), _mm_srli_epi16(nan, 1)));
+}
+JAX_PAGED_INLINE __m128i EightBytes(const void* p) {
+  return _mm_loadl_epi64(static_cast<const __m128i*>(p));
+}
+JAX_PAGED_INLINE Vec LoadBytes(const Float8E5M2* p) {
+  return _mm256_cvtph_ps(HalvesOf(_mm_cvtepu8_epi16(EightBytes(p)), p));
+}
+JAX_PAGED_INLINE Vec LoadBytes(const Float8E4M3* p) {
+  return Mul(_mm256_cvtph_ps(HalvesOf(_mm_cvtepu8_epi16(EightBytes(p)), p)), Set1(256.0f));
+}
+JAX_PAGED_INLINE Vec LoadBytes(const Int8* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(EightBytes(p)));
+}
+
 template <typename T>
 JAX_PAGED_INLINE Pair LoadPair(const T* p) {
   return {Load(p), Load(p + kWidth)};

@@ -72,6 +72,36 @@ JAX_PAGED_INLINE void StoreHalf(Float16* p, Vec x) {
       _mm256_cvtps_ph(_mm512_castps512_ps256(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+// The halves that 8-bit codes stand for; those of E4M3 are 2^8 too small.
+JAX_PAGED_INLINE __m256i HalvesOf(__m256i codes, const Float8E5M2*) {
+  return _mm256_slli_epi16(codes, 8);
+}
+JAX_PAGED_INLINE __m256i HalvesOf(__m256i codes, const Float8E4M3*) {
+  const __m256i ones = _mm256_set1_epi16(0x7f);
+  const __m256i magnitude = _mm256_and_si256(codes, ones);
+  const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(codes, magnitude), 8);
+  const __m256i nan = _mm256_cmpeq_epi16(magnitude, ones);
+  const __m256i half = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), _mm256_srli_epi16(nan, 1));
+  return _mm256_or_si256(sign, half);
+}
+JAX_PAGED_INLINE Vec OfBytes(__m128i bytes, const Float8E5M2* p) {
+  return _mm512_cvtph_ps(HalvesOf(_mm256_cvtepu8_epi16(bytes), p));
+}
+JAX_PAGED_INLINE Vec OfBytes(__m128i bytes, const Float8E4M3* p) {
+  return Mul(_mm512_cvtph_ps(HalvesOf(_mm256_cvtepu8_epi16(bytes), p)), Set1(256.0f));
+}
+JAX_PAGED_INLINE Vec OfBytes(__m128i bytes, const Int8*) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+template <typename T>
+JAX_PAGED_INLINE Vec LoadBytes(const T* p) {
+  return OfBytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), p);
+}
+template <typename T>
+JAX_PAGED_INLINE Vec LoadHalfBytes(const T* p) {
+  return OfBytes(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), p);
+}
+
 template <typename T>
 JAX_PAGED_INLINE Pair LoadPair(const T* p) {
   return {Load(p), Load(p + kWidth)};

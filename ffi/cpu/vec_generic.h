@@ -68,6 +68,12 @@ JAX_PAGED_INLINE void Store(T* p, Vec x) {
   for (int i = 0; i < kWidth; ++i) FromFloat(y.lane[i], p + i);
 }
 
+// Loads kWidth 8-bit elements as floats. Vectors of 16 also have LoadHalfBytes for 8.
+template <typename T>
+JAX_PAGED_INLINE Vec LoadBytes(const T* p) {
+  return Load(p);
+}
+
 // Loads and stores 2 kWidth elements, distributed over a and b as it suits the type: only StorePair
 // knows which is where.
 template <typename T>

@@ -3,6 +3,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "common/ffi_checks.h"
 #include "cuda/attention/launch.h"
@@ -18,15 +19,30 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
                      ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> page_table,
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> cu_q_lens,
                      ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
-                     ffi::Buffer<ffi::F32> sm_scale, std::string_view layout_name, bool causal,
-                     int64_t num_kv_splits, int64_t split_tokens, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
+                     ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
+                     ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+                     std::string_view layout_name, bool causal, int64_t num_kv_splits,
+                     int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
                      ffi::ResultBuffer<ffi::F32> lse, ffi::ResultBuffer<ffi::S32> workspace) {
   AttentionCall call = {};
+  const AttentionOptions options = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
+                                    Shape(k_scale), Shape(v_scale)};
   std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
-                    Shape(num_seqs), Shape(layer), Shape(sm_scale), layout_name, num_kv_splits,
-                    split_tokens, *out, Shape(*lse), &call);
+                    Shape(num_seqs), Shape(layer), Shape(sm_scale), options, layout_name,
+                    num_kv_splits, split_tokens, soft_cap, *out, Shape(*lse), &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  // The kernels have none of the options; jax_paged.attention refuses them at lowering.
+  for (const auto& [name, given] :
+       {std::pair("sliding_window", IsGiven(options.sliding_window)),
+        std::pair("alibi_slopes", IsGiven(options.alibi_slopes)),
+        std::pair("sinks", IsGiven(options.sinks)), std::pair("soft_cap", soft_cap > 0.0f),
+        std::pair("8-bit K and V", IsEightBit(call.kv_dtype))}) {
+    if (!given) continue;
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      std::string(kAttentionOp) + ": the CUDA kernels have no " + name);
+  }
   call.q = q.untyped_data();
   call.k_pages = k_pages.untyped_data();
   call.v_pages = v_pages.untyped_data();
@@ -72,10 +88,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // num_seqs
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // sliding_window
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // alibi_slopes
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sinks
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
                                   .Attr<int64_t>("split_tokens")
+                                  .Attr<float>("soft_cap")
                                   .Ret<ffi::AnyBuffer>()          // out
                                   .Ret<ffi::Buffer<ffi::F32>>()   // lse
                                   .Ret<ffi::Buffer<ffi::S32>>(),  // workspace

@@ -1,0 +1,104 @@
+// 8-bit K and V: a block's tokens are converted to floats times their scale in the worker's
+// scratch, and the kernels of float run on them. Included by attention_<isa>.cc inside its target
+// region (isa.h), after kernel_logits.h.
+//
+// The float kernels then serve every dtype of q with 8-bit pages: no instance of their own. A
+// block's floats stay in L1 or L2; while one is converted, the codes of the next are prefetched.
+
+#ifndef JAX_PAGED_CPU_KERNEL_STAGE_H_
+#define JAX_PAGED_CPU_KERNEL_STAGE_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// to[0, dim) = codes * scale.
+template <typename C>
+JAX_PAGED_INLINE void StageToken(const void* codes, int64_t dim, float scale, float* to) {
+  const C* from = static_cast<const C*>(codes);
+  const Vec factor = Set1(scale);
+  int64_t d = 0;
+  for (; d + kWidth <= dim; d += kWidth) Store(to + d, Mul(LoadBytes(from + d), factor));
+  if constexpr (kWidth > kHalf) {
+    if (d < dim) Store(to + d, Mul(LoadHalfBytes(from + d), factor));
+  }
+}
+
+template <typename C>
+void StageTokens(const float* const* tokens, const float* const* next, int count, int64_t dim,
+                 const float* scales, float* stage, int64_t stride) {
+  for (int t = 0; t < count; ++t) {
+    for (int64_t i = 0; i < dim; i += 64) Prefetch(reinterpret_cast<const char*>(next[t]) + i);
+    StageToken<C>(tokens[t], dim, scales[t], stage + t * stride);
+  }
+}
+
+// scales[i] of the block's listed tokens [begin, end) of a row.
+inline void ListScales(const KvScale& scale, const AttentionParams& params, int32_t row,
+                       int32_t kv_head, int64_t begin, int64_t end, float* scales) {
+  if (!scale.per_token) {
+    const float all = scale.data ? scale.data[kv_head] : 1.0f;
+    for (int i = 0; i < kKeyBlock; ++i) scales[i] = all;
+    return;
+  }
+  const int32_t* pages = params.page_table + row * params.pages_per_seq;
+  const int64_t page_size = params.k.page_size;
+  int listed = 0;
+  for (int64_t token = begin; token < end; ++token) {
+    const int32_t page = pages[token / page_size];
+    if (!params.k.IsPage(page)) continue;
+    scales[listed++] =
+        scale.data[(page * int64_t{params.num_kv_heads} + kv_head) * page_size + token % page_size];
+  }
+}
+
+// `staged`: the listed tokens of `codes`, whose k and v point at 8-bit elements, as floats in
+// scratch. `next` is prefetched.
+inline void StageKeys(const AttentionParams& params, const WorkItem& item,
+                      const KeyBlock<float>& codes, const KeyBlock<float>& next, int64_t end,
+                      const WorkerScratch& scratch, KeyBlock<float>* staged) {
+  float k_scales[kKeyBlock], v_scales[kKeyBlock];
+  ListScales(params.k_scale, params, item.row, item.kv_head, codes.begin, end, k_scales);
+  ListScales(params.v_scale, params, item.row, item.kv_head, codes.begin, end, v_scales);
+  const int count = codes.count;
+  const int64_t k_dim = params.head_dim, v_dim = params.v_head_dim;
+  const int64_t k_stride = scratch.q_stride, v_stride = scratch.o_stride;
+  if (params.kv_dtype == Dtype::kInt8) {
+    StageTokens<Int8>(codes.k, next.k, count, k_dim, k_scales, scratch.k_stage, k_stride);
+    StageTokens<Int8>(codes.v, next.v, count, v_dim, v_scales, scratch.v_stage, v_stride);
+  } else if (params.kv_dtype == Dtype::kFloat8E4M3) {
+    StageTokens<Float8E4M3>(codes.k, next.k, count, k_dim, k_scales, scratch.k_stage, k_stride);
+    StageTokens<Float8E4M3>(codes.v, next.v, count, v_dim, v_scales, scratch.v_stage, v_stride);
+  } else {
+    StageTokens<Float8E5M2>(codes.k, next.k, count, k_dim, k_scales, scratch.k_stage, k_stride);
+    StageTokens<Float8E5M2>(codes.v, next.v, count, v_dim, v_scales, scratch.v_stage, v_stride);
+  }
+  staged->begin = codes.begin;
+  staged->count = count;
+  __builtin_memcpy(staged->count_before, codes.count_before, sizeof(codes.count_before));
+  for (int t = 0; t < kKeyBlock; ++t) {
+    const int listed = t < count ? t : (count > 0 ? count - 1 : 0);
+    staged->k[t] = scratch.k_stage + listed * k_stride;
+    staged->v[t] = scratch.v_stage + listed * v_stride;
+  }
+}
+
+// Queries of any dtype for the float kernels; see LoadQueries.
+template <typename Q>
+void LoadQueriesAs(const AttentionParams& params, const Row& row, const WorkItem& item, float sign,
+                   int64_t padded_rows, const WorkerScratch& scratch) {
+  const int64_t num_rows = item.packed_end - item.packed_begin;
+  const Vec factor = Set1(sign);
+  for (int64_t r = 0; r < padded_rows; ++r) {
+    float* q = scratch.q + r * scratch.q_stride;
+    for (int64_t d = 0; d < scratch.q_stride; d += kWidth) Store(q + d, Zero());
+    if (r >= num_rows) continue;
+    const Q* source = static_cast<const Q*>(params.q) +
+                      QueryHead(params, row, item, item.packed_begin + r) * params.head_dim;
+    for (int64_t d = 0; d < params.head_dim; d += kWidth) {
+      Store(q + d, Mul(factor, LoadTail(source + d, params.head_dim - d)));
+    }
+  }
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_KERNEL_STAGE_H_

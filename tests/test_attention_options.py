@@ -1,0 +1,444 @@
+"""Windows, soft caps, ALiBi, sinks, 8-bit K and V: all pairs of options against float64 softmax.
+
+A seeded table covers every pair of values of FACTORS, and random rows fill it up: 300 cases, or
+3,000 with JAX_PAGED_LONG=1. Pools, padding and whatever lies left of a window are NaN.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import _ffi, explain, paged_attention, ragged_paged_attention
+from jax_paged.testing import (
+    WILD_PAGE,
+    Batch,
+    Case,
+    assert_attention_close,
+    dense_oracle,
+    make_batch,
+)
+
+LONG = os.environ.get("JAX_PAGED_LONG") == "1"
+NUM_CASES = 3000 if LONG else 300
+REFERENCE_CASES = range(0, NUM_CASES, 7)  # a sample: the reference compiles and runs slowly
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None, 1, 7, 64, 150, 2**31 - 1, -1),
+    "soft_cap": (None, 0.7, 30.0),
+    "alibi": (False, True),
+    "sinks": (None, "moderate", "large", "none"),
+    "causal": (True, False),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "kv": (None, None, "float8_e4m3fn", "float8_e5m2", "int8"),
+    "scale": (None, "scalar", "head", "token"),
+    "layout": ("HND", "NHD"),
+    "page_size": (1, 5, 16, 32),
+    "group": (1, 2, 4, 5, 8, 24),
+    "head_dim": ((64, None), (40, 128), (128, 72)),
+    "split": ((), ("num_kv_splits", 1), ("num_kv_splits", 3), ("split_tokens", 48)),
+    "rows": ("decode", "short", "prefill", "mixed"),
+    "sm_scale": (None, 0.0, -0.3),
+    "stacked": (False, True),
+    "holes": (False, False, True),
+}
+
+
+@functools.cache
+def table() -> tuple[dict[str, Any], ...]:
+    """NUM_CASES rows: first those that cover the pairs, greedily, then random ones."""
+    rng = np.random.default_rng(4)
+
+    def draw():
+        return {name: int(rng.integers(len(values))) for name, values in FACTORS.items()}
+
+    def pairs(row):
+        return {(a, row[a], b, row[b]) for a, b in itertools.combinations(FACTORS, 2)}
+
+    missing = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(FACTORS, 2)
+        for i in range(len(FACTORS[a]))
+        for j in range(len(FACTORS[b]))
+    }
+    rows = []
+    while missing:
+        a, i, b, j = min(missing)
+        best = max(
+            (draw() | {a: i, b: j} for _ in range(12)), key=lambda row: len(pairs(row) & missing)
+        )
+        missing -= pairs(best)
+        rows.append(best)
+    rows += [draw() for _ in range(NUM_CASES - len(rows))]
+    return tuple({name: FACTORS[name][i] for name, i in row.items()} for row in rows)
+
+
+def lengths(kind: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Query and KV lengths of a batch: of one token per row, of a few, of many, or of all kinds."""
+    if kind == "decode":
+        return [1, 1, 1, 1], [int(rng.integers(1, 400)), 0, 64, 1]
+    if kind == "short":
+        return [3, 2, 4], [int(rng.integers(4, 300)), 2, 1]
+    if kind == "prefill":
+        return [40, 7], [40, 130]
+    return [1, 33, 0, 2, 5], [200, int(rng.integers(33, 150)), 17, 0, 3]
+
+
+def left_of_window(batch: Batch, window: int) -> np.ndarray:
+    """bool[S, pages_per_seq]: pages that no query of their row sees, for the window's sake."""
+    page = batch.case.page_size
+    q_lens = np.diff(batch.cu_q_lens)
+    capacity = batch.page_table.shape[1] * page
+    first = np.clip(batch.seq_lens, 0, capacity).astype(np.int64) - q_lens - window + 1
+    return (np.arange(batch.page_table.shape[1]) + 1) * page <= first[:, None]
+
+
+def poison(batch: Batch, window: int | None) -> Batch:
+    """Writes NaN into every page that lies wholly left of its row's window."""
+    if window is None or window <= 0:
+        return batch
+    ids = batch.page_table[left_of_window(batch, window)]
+    ids = ids[(ids >= 0) & (ids < batch.k_pages.shape[-4])]
+    k_pages, v_pages = batch.k_pages.copy(), batch.v_pages.copy()
+    for pages in (k_pages, v_pages):
+        (pages if batch.layer is None else pages[batch.layer])[ids] = np.nan
+    return dataclasses.replace(batch, k_pages=k_pages, v_pages=v_pages)
+
+
+def eight_bit(batch: Batch, kv: str, kind: str | None, rng: np.random.Generator):
+    """A batch stored in 8 bits: (as the op gets it, with what that means for the oracle, scales).
+
+    NaN stays NaN in fp8; int8 has none, so there the unused slots hold garbage, with NaN as their
+    scale where each token has its own.
+    """
+    case, num_layers = batch.case, batch.case.num_layers
+    layers = () if num_layers is None else (num_layers,)
+    size = {"float8_e4m3fn": 0.1, "float8_e5m2": 0.1, "int8": 0.03}[kv]
+    shape = {
+        None: (), "scalar": layers, "head": (*layers, case.num_kv_heads),
+        "token": (*layers, batch.k_pages.shape[-4], case.num_kv_heads, case.page_size),
+    }[kind]  # fmt: skip
+    stored, real, scales = {}, {}, {}
+    for name in ("k", "v"):
+        pages = getattr(batch, f"{name}_pages").astype(np.float64)
+        scale = np.float32(rng.uniform(0.7, 1.4, shape) * size) if kind else np.float32(1)
+        # The scale of each value: [layers, pages, heads, slots, 1], in the layout of the pages.
+        wide = {
+            None: lambda x: x, "token": lambda x: x[..., None],
+            "scalar": lambda x: x.reshape(*layers, 1, 1, 1, 1),
+            "head": lambda x: x.reshape(*layers, 1, case.num_kv_heads, 1, 1),
+        }[kind](scale)  # fmt: skip
+        if case.layout == "NHD" and kind in ("head", "token"):
+            wide = np.swapaxes(wide, -3, -2)
+        limit = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127}[kv]
+        codes = np.clip(pages / wide, -limit, limit)
+        if kv == "int8":
+            codes = np.nan_to_num(np.rint(codes), nan=-97)
+            if kind == "token":
+                unused = np.isnan(pages).all(-1)
+                scale[np.swapaxes(unused, -2, -1) if case.layout == "NHD" else unused] = np.nan
+        codes = codes.astype(jnp.dtype(kv))
+        stored[f"{name}_pages"] = codes
+        real[f"{name}_pages"] = np.where(np.isnan(pages), np.nan, codes.astype(np.float64) * wide)
+        scales[f"{name}_scale"] = scale
+    if kind is None:
+        scales = {}
+    return dataclasses.replace(batch, **stored), dataclasses.replace(batch, **real), scales
+
+
+def build(index: int) -> tuple[Batch, Batch, dict[str, Any], dict[str, Any]]:
+    """A row of the table: the op's batch, the oracle's, options of both, and of the op alone."""
+    row, rng = table()[index], np.random.default_rng([index, 9])
+    num_kv_heads = 1 if row["group"] == 24 else 2
+    head_dim, v_head_dim = row["head_dim"]
+    num_q_heads = num_kv_heads * row["group"]
+    case = Case(
+        "pairwise", num_q_heads, num_kv_heads, head_dim, row["page_size"], v_head_dim,
+        row["layout"], 2 if row["stacked"] else None, row["causal"] or row["rows"] == "decode",
+    )  # fmt: skip
+    q_lens, seq_lens = lengths(row["rows"], rng)
+    batch = make_batch(
+        case, jnp.dtype(row["dtype"]), q_lens, seq_lens, num_tokens=sum(q_lens) + 2, seed=index
+    )
+    if row["sm_scale"] is not None:
+        batch = dataclasses.replace(batch, sm_scale=row["sm_scale"])
+    if row["holes"]:
+        holes = rng.random(batch.page_table.shape) < 0.3
+        wild = rng.choice(np.array([-1, WILD_PAGE], np.int32), holes.shape)
+        batch = dataclasses.replace(batch, page_table=np.where(holes, wild, batch.page_table))
+    batch = poison(batch, row["sliding_window"])
+    options: dict[str, Any] = {name: row[name] for name in ("sliding_window", "soft_cap")}
+    if row["alibi"]:
+        options["alibi_slopes"] = np.float32(2.0 ** -np.linspace(1, 8, num_q_heads))
+    if row["sinks"]:
+        sinks = {"moderate": 1.0, "large": 4.0, "none": -np.inf}[row["sinks"]]
+        sinks = sinks + (rng.standard_normal(num_q_heads) if np.isfinite(sinks) else 0)
+        options["sinks"] = np.broadcast_to(np.float32(sinks), (num_q_heads,))
+    split = dict([row["split"]]) if row["split"] else {}
+    if row["kv"] is None:
+        return batch, batch, options, split
+    stored, real, scales = eight_bit(batch, row["kv"], row["scale"], rng)
+    return stored, real, options, split | scales
+
+
+def attend(batch: Batch, options: dict[str, Any], **more):
+    """The op on a batch: `paged_attention` where each row has one query and nothing is padded."""
+    arguments, defaults = batch.ragged()
+    given = {
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+    }
+    call: dict[str, Any] = defaults | given | more | {"return_lse": True}
+    one_each = (np.diff(batch.cu_q_lens) == 1).all() and len(batch.q) == len(batch.seq_lens)
+    if one_each and batch.num_seqs == len(batch.seq_lens) and call.pop("causal"):
+        return paged_attention(*arguments[:5], **call)
+    return ragged_paged_attention(*arguments, **call)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "index"),
+    [("native", i) for i in range(NUM_CASES)] + [("reference", i) for i in REFERENCE_CASES],
+)
+def test_all_pairs_of_options_match_float64_softmax(implementation, index):
+    batch, real, options, more = build(index)
+    out, lse = attend(batch, options | more, implementation=implementation)
+    try:
+        assert_attention_close(out, lse, *dense_oracle(real, **options))
+    except AssertionError as error:
+        raise AssertionError(f"{table()[index]}: {error}") from None
+
+
+def test_the_table_covers_every_pair():
+    seen = [set(itertools.combinations(map(repr, row.items()), 2)) for row in table()]
+    covered = set().union(*seen)
+    for a, b in itertools.combinations(FACTORS, 2):
+        for x, y in itertools.product(FACTORS[a], FACTORS[b]):
+            assert (repr((a, x)), repr((b, y))) in covered, (a, x, b, y)
+    assert len(table()) == NUM_CASES
+
+
+SMALL = Case("small", 8, 2, 64, page_size=8)
+
+
+def small_batch(dtype: Any = jnp.float32, **changes) -> Batch:
+    case = dataclasses.replace(SMALL, **changes)
+    return make_batch(case, dtype, [1, 5, 30, 1], [90, 40, 30, 0], num_tokens=40, seed=3)
+
+
+def slopes_and_sinks(num_q_heads: int = 8) -> dict[str, Any]:
+    rng = np.random.default_rng(5)
+    return {
+        "alibi_slopes": np.float32(2.0 ** -np.linspace(1, 8, num_q_heads)),
+        "sinks": rng.standard_normal(num_q_heads, "f4"),
+    }
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "soft_cap", "alibi_slopes", "sinks"])
+def test_each_option_changes_the_result(name, implementation):
+    options = slopes_and_sinks() | {"sliding_window": 9, "soft_cap": 0.5}
+    batch = small_batch()
+    plain, _ = attend(batch, {}, implementation=implementation)
+    out, _ = attend(batch, {name: options[name]}, implementation=implementation)
+    assert np.abs(np.asarray(out) - np.asarray(plain))[:30].max() > 1e-3
+
+
+@pytest.mark.parametrize("window", [1, 8, 9, 20])
+@pytest.mark.parametrize("causal", [True, False])
+def test_pages_left_of_the_window_may_hold_anything_or_be_gone(window, causal, implementation):
+    batch = small_batch(causal=causal)
+    out, lse = attend(batch, {"sliding_window": window}, implementation=implementation)
+    assert_attention_close(out, lse, *dense_oracle(batch, sliding_window=window))
+    gone = left_of_window(batch, window)
+    assert gone.any()
+    poisoned = poison(batch, window)
+    wild = dataclasses.replace(batch, page_table=np.where(gone, WILD_PAGE, batch.page_table))
+    for changed in (poisoned, wild):
+        got = attend(changed, {"sliding_window": window}, implementation=implementation)
+        for x, y in zip(got, (out, lse), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_window_may_be_traced_and_is_off_at_zero_and_below(implementation):
+    batch = small_batch()
+    call = jax.jit(
+        lambda window: attend(batch, {"sliding_window": window}, implementation=implementation)
+    )
+    plain = attend(batch, {}, implementation=implementation)
+    for window in (0, -1, -(2**31), 2**31 - 1):
+        for x, y in zip(call(jnp.int32(window)), plain, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    for window in (1, 13):
+        out, lse = call(jnp.int32(window))
+        assert_attention_close(out, lse, *dense_oracle(batch, sliding_window=window))
+    assert call._cache_size() == 1
+
+
+@pytest.mark.parametrize("option", [{"num_kv_splits": 1}, {"split_tokens": 16}], ids=str)
+def test_a_window_of_one_is_the_value_itself(option, implementation):
+    batch = make_batch(SMALL, jnp.float32, [1, 1], [50, 9], seed=1)
+    out, _ = attend(batch, {"sliding_window": 1}, **option, implementation=implementation)
+    for row, length in enumerate((50, 9)):
+        page, slot = divmod(length - 1, SMALL.page_size)
+        value = batch.v_pages[batch.page_table[row, page], :, slot]
+        np.testing.assert_allclose(out[row], np.repeat(value, 4, axis=0), rtol=1e-6)
+
+
+def test_rows_without_a_key_give_zero_and_their_sink(implementation):
+    sinks = slopes_and_sinks()["sinks"]
+    batch = make_batch(
+        dataclasses.replace(SMALL, num_layers=2), jnp.float32, [1, 3, 20, 2], [0, 1, 0, 12],
+        num_tokens=30,
+    )  # fmt: skip
+    batch = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, -1))
+    for changed in (batch, dataclasses.replace(batch, layer=5)):
+        out, lse = attend(changed, {"sinks": sinks}, implementation=implementation)
+        assert not np.asarray(out).any()
+        np.testing.assert_array_equal(lse[:26], np.broadcast_to(sinks, (26, 8)))
+        assert np.isneginf(np.asarray(lse[26:])).all(), "padding has no sink"
+
+
+@pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0, 1000.0])
+def test_a_sink_far_from_the_logits_neither_overflows_nor_is_lost(sink, implementation):
+    batch = small_batch()
+    options = {"sinks": np.full(8, sink, np.float32)}
+    out, lse = attend(batch, options, implementation=implementation)
+    expected, expected_lse = dense_oracle(batch, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    live = np.isfinite(expected_lse)
+    np.testing.assert_allclose(np.asarray(lse)[live], expected_lse[live], rtol=1e-6, atol=1e-5)
+
+
+def test_slopes_and_sinks_of_other_float_dtypes_are_cast(implementation):
+    batch = small_batch()
+    given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in slopes_and_sinks().items()}
+    cast = {name: np.asarray(x.astype(jnp.float32)) for name, x in given.items()}
+    out, lse = attend(batch, given, implementation=implementation)
+    assert_attention_close(out, lse, *dense_oracle(batch, **cast))
+
+
+def test_fixed_splits_give_a_row_the_same_bits_in_any_batch():
+    batch = make_batch(SMALL, jnp.float32, [1, 1, 1], [300, 77, 500], seed=6)
+    options = slopes_and_sinks() | {"sliding_window": 100, "soft_cap": 5.0}
+    together, _ = attend(batch, options, split_tokens=32, implementation="native")
+    for row in range(3):
+        alone = dataclasses.replace(
+            batch, q=batch.q[row : row + 1], page_table=batch.page_table[row : row + 1],
+            seq_lens=batch.seq_lens[row : row + 1], cu_q_lens=np.array([0, 1], np.int32),
+            num_seqs=1,
+        )  # fmt: skip
+        out, _ = attend(alone, options, split_tokens=32, implementation="native")
+        np.testing.assert_array_equal(out[0], together[row])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_match_float64_finite_differences(causal, implementation):
+    case = Case("small", 4, 2, 16, page_size=4, num_layers=2, causal=causal)
+    batch = make_batch(case, jnp.float32, [1, 6, 2], [9, 13, 0], num_tokens=10, seed=1)
+    rng = np.random.default_rng(0)
+    fixed = {"sliding_window": 5, "soft_cap": 2.0}
+    weight = rng.standard_normal((10, 4, 16), "f4")
+    arguments, options = batch.ragged()
+    operands = (*arguments[:3], jnp.float32(0.7))
+    operands += tuple(jnp.asarray(x) for x in slopes_and_sinks(4).values())
+    live = np.s_[:9]
+
+    def loss(q, k_pages, v_pages, sm_scale, slopes, sinks):
+        given = options | {"sm_scale": sm_scale, "alibi_slopes": slopes, "sinks": sinks} | fixed
+        out, lse = ragged_paged_attention(
+            q, k_pages, v_pages, *arguments[3:], **given, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return jnp.sum(out * weight) + jnp.sum(jnp.sin(lse[live]))
+
+    def exact_loss(q, k_pages, v_pages, sm_scale, slopes, sinks):
+        changed = dataclasses.replace(
+            batch, q=q, k_pages=k_pages, v_pages=v_pages, sm_scale=float(sm_scale)
+        )
+        out, lse = dense_oracle(changed, alibi_slopes=slopes, sinks=sinks, **fixed)
+        return np.sum(out * weight) + np.sum(np.sin(lse[live]))
+
+    gradients = jax.grad(loss, argnums=tuple(range(6)))(*operands)
+    exact = [np.asarray(x).astype(np.float64) for x in operands]
+    for index, gradient in enumerate(gradients):
+        gradient = np.asarray(gradient).astype(np.float64)
+        assert np.isfinite(gradient).all(), "the gradient of an unused slot is 0, never NaN"
+        direction = rng.standard_normal(gradient.shape)
+        step = 1e-5
+
+        def along(t, index=index, direction=direction):
+            moved = list(exact)
+            moved[index] = exact[index] + t * direction
+            return exact_loss(*moved)
+
+        expected = (along(step) - along(-step)) / (2 * step)
+        np.testing.assert_allclose(np.sum(gradient * direction), expected, rtol=3e-4)
+
+
+def test_vmap_over_options_equals_the_loop(implementation):
+    batch = small_batch()
+    windows = jnp.array([3, 0, 40], jnp.int32)
+    sinks = jnp.asarray(np.stack([slopes_and_sinks()["sinks"] * f for f in (1, -1, 3)]))
+
+    def call(window, sinks):
+        options = {"sliding_window": window, "sinks": sinks}
+        return attend(batch, options, implementation=implementation)[0]
+
+    batched = jax.vmap(call)(windows, sinks)
+    for i in range(3):
+        np.testing.assert_allclose(batched[i], call(windows[i], sinks[i]), rtol=1e-6, atol=1e-6)
+
+
+WRONG = [
+    ({"sliding_window": 2.5}, "sliding_window: expected an integer dtype, got dtype"),
+    ({"sliding_window": np.zeros(4, np.int32)}, "sliding_window: expected shape [], got [4]"),
+    ({"soft_cap": 0.0}, "soft_cap: expected None or a finite number > 0, got 0.0"),
+    ({"soft_cap": -30.0}, "soft_cap: expected None or a finite number > 0, got -30.0"),
+    ({"soft_cap": float("inf")}, "soft_cap: expected None or a finite number > 0, got inf"),
+    ({"soft_cap": "30"}, "soft_cap: expected None or a finite number > 0, got 30"),
+    ({"alibi_slopes": np.zeros(4, np.float32)}, "alibi_slopes: expected shape [num_q_heads=8]"),
+    ({"alibi_slopes": np.zeros(8, np.int32)}, "alibi_slopes: expected dtype bfloat16 or float16"),
+    ({"sinks": np.zeros((8, 1), np.float32)}, "sinks: expected shape [num_q_heads=8], got [8, 1]"),
+    ({"sinks": np.zeros(8, np.int32)}, "sinks: expected dtype bfloat16 or float16 or float32"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[w[1][:50] for w in WRONG])
+def test_a_wrong_option_is_told_in_one_line(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        attend(small_batch(), options)
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "soft_cap", "alibi_slopes", "sinks"])
+def test_cuda_refuses_an_option_by_name_at_lowering(name, monkeypatch):
+    option = (slopes_and_sinks() | {"sliding_window": 3, "soft_cap": 2.0})[name]
+    jax.clear_caches()
+    monkeypatch.setattr(_ffi, "_targets", lambda _: ("jax_paged.attention.v1",))  # as if built
+    traced = jax.jit(lambda: attend(small_batch(), {name: option})[0]).trace()
+    traced.lower(lowering_platforms=("cpu",))
+    message = f"jax_paged.attention.v1: the CUDA kernels do not offer {name}; they offer causal"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        traced.lower(lowering_platforms=("cuda",))
+    jax.jit(lambda: attend(small_batch(), {})[0]).trace().lower(lowering_platforms=("cuda",))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_explain_counts_what_a_window_leaves():
+    batch = make_batch(SMALL, jnp.float32, [1, 200], [4000, 4000])
+    arguments, options = batch.ragged()
+    plan = functools.partial(explain, "ragged_paged_attention", *arguments, **options)
+    assert plan(split_tokens=100)["kv_splits"] == [40, 40]
+    assert plan(split_tokens=100, sliding_window=350)["kv_splits"][0] == 4
+    assert plan(split_tokens=100, sliding_window=jnp.int32(350))["kv_splits"][0] == 4
+    assert 4 <= plan(split_tokens=100, sliding_window=350)["kv_splits"][1] <= 7
+    assert plan(split_tokens=100, sliding_window=-1)["kv_splits"] == [40, 40]
+    decode = make_batch(SMALL, jnp.float32, [1, 1], [4000, 4000]).operands()
+    whole, cut = (explain("paged_attention", *decode, sliding_window=w) for w in (None, 8))
+    assert (whole["num_threads"] > 1) == (whole["work_items"] > cut["work_items"])
+    assert cut["work_items"] == 4, "two rows of two KV heads, not split"
+    assert plan(**slopes_and_sinks(), soft_cap=np.float32(3))["implementation"] == "native"
