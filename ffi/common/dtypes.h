@@ -66,9 +66,10 @@ inline float ToFloat(Float16 x) {
   if (magnitude >= 0x7c00u) {  // inf, NaN: keep the payload
     return FloatFromBits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // Scaling by 2^112 moves the exponent bias from 15 to 127 and normalises subnormals exactly.
-  const float scaled = FloatFromBits(magnitude << 13) * 0x1p112f;
-  return FloatFromBits(sign | FloatBits(scaled));
+  // No subnormal floats on the way: XLA's threads treat them as 0.
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  return FloatFromBits(sign | (magnitude < 0x400u ? FloatBits(subnormal) : normal));
 }
 
 inline float ToFloat(Float8E5M2 x) { return ToFloat(Float16{static_cast<uint16_t>(x.bits << 8)}); }

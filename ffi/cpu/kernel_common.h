@@ -29,9 +29,6 @@ struct KeyBlock {
   const T* k[kKeyBlock];
   const T* v[kKeyBlock];
   uint8_t count_before[kKeyBlock + 1];  // listed tokens among the first i
-
-  // How many of the listed tokens lie before token `limit` of the row.
-  int Visible(int64_t limit) const { return count_before[Clamp(limit - begin, 0, kKeyBlock)]; }
 };
 
 // Copies `run` tokens, the first of which is at `from`, from atoms to whole rows.

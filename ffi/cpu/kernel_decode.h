@@ -28,13 +28,13 @@ struct DecodeState {
   int64_t o_stride;
   int32_t head_dim;
   int32_t v_head_dim;
-  LogitScale scale;
+  const LogitScale* scale;
   float soft_cap;
   const float* key_offset;              // edited logits: per listed token of the block
   float slope[kDecodeMaxRows];          // edited logits: ALiBi
   float distance[kDecodeMaxRows];       // edited logits: of the block's first token from the query
   float top[kDecodeMaxRows];            // largest logit so far, raw
-  float m[kDecodeMaxRows];              // top * scale.scale
+  float m[kDecodeMaxRows];              // top * scale->scale
   float l[kDecodeMaxRows / 8][kWidth];  // per tile and lane, lanes of one row to be summed
 };
 
@@ -137,7 +137,7 @@ __attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int 
         offset = KeepFirst(offset, i * ROWS, state.key_offset[t + i]);
     }
     float* s = scores + t * ROWS;
-    Store(s, EditedLogit(Load(s), state.scale.factor, state.soft_cap, slope, Add(first, offset)));
+    Store(s, EditedLogit(Load(s), state.scale->factor, state.soft_cap, slope, Add(first, offset)));
   }
 }
 
@@ -179,7 +179,7 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
     JAX_PAGED_UNROLL
     for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
   }
-  if (state->scale.edited) EditTile<ROWS>(*state, row0, start, padded, scores);
+  if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
   // Tokens [all, end) are seen by all rows of the tile.
   const int all = hidden[ROWS - 1];
   const int end = visible[0] > all ? visible[0] : all;
@@ -201,7 +201,7 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
     float& row_top = state->top[row0 + r];
     float& m = state->m[row0 + r];
     for (int i = r; i < kWidth; i += ROWS) row_top = lanes[i] > row_top ? lanes[i] : row_top;
-    const float new_m = row_top == -kInfinity ? -kInfinity : row_top * state->scale.scale;
+    const float new_m = row_top == -kInfinity ? -kInfinity : row_top * state->scale->scale;
     shift[r] = new_m == -kInfinity ? 0.0f : -new_m;
     alpha[r] = m == -kInfinity ? -kInfinity : m - new_m;
     m = new_m;
@@ -213,7 +213,7 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
   const Vec keep = Exp2(Load(alpha));
   Store(alpha, keep);
 
-  const Vec scale = Set1(state->scale.scale);
+  const Vec scale = Set1(state->scale->scale);
   const Vec minus_m = Load(shift);
   Vec sum = Zero();
   for (int t = start; t < padded; t += kTokens) {
@@ -257,10 +257,8 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
                  const LogitScale& scale, int64_t begin, int64_t end, const WorkerScratch& scratch,
                  const Partial& part) {
   const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
-  DecodeState state = {/*q=*/nullptr,
-                       /*o=*/nullptr,
-                       /*scores=*/nullptr,     0,  0,  0,  0,  scale, 0.0f,
-                       /*key_offset=*/nullptr, {}, {}, {}, {}, {}};
+  const int padded = static_cast<int>(DecodePaddedRows(num_rows));
+  DecodeState state;
   state.q = scratch.q;
   state.o = part.o;
   state.scores = scratch.scores;
@@ -268,23 +266,15 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   state.o_stride = part.stride;
   state.head_dim = params.head_dim;
   state.v_head_dim = params.v_head_dim;
+  state.scale = &scale;
   state.soft_cap = params.soft_cap;
-  for (int r = 0; r < kDecodeMaxRows; ++r) state.top[r] = state.m[r] = -kInfinity;
+  for (int r = 0; r < padded; ++r) state.top[r] = state.m[r] = -kInfinity;
   for (auto& lanes : state.l) Store(lanes, Zero());
 
   // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
-  int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows], position[kDecodeMaxRows];
-  for (int r = 0; r < kDecodeMaxRows; ++r) {
-    const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
-    const int64_t query = packed / params.group_size;
-    first[r] = FirstKey(row, query, params.sliding_window);
-    limit[r] = VisibleKeys(row, query, params.causal);
-    if (scale.edited) {
-      const EditedRow edited = EditedRowOf(params, row, item, packed);
-      state.slope[r] = edited.slope;
-      position[r] = edited.position;
-    }
-  }
+  int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
+  EditedRow edited[kDecodeMaxRows];
+  SetRows(params, row, item, num_rows, padded, first, limit, scale.edited ? edited : nullptr);
   float key_offset[kKeyBlock];
   int hidden[kDecodeMaxRows] = {};
   const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
@@ -318,15 +308,16 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
     }
     const KeyBlock<T>& block = *source;
     int visible[kDecodeMaxRows];
-    for (int r = 0; r < kDecodeMaxRows; ++r) visible[r] = block.Visible(limit[r]);
+    CountBefore(block.count_before, block.begin, limit, padded, visible);
     if (params.sliding_window > 0) {
-      for (int r = 0; r < kDecodeMaxRows; ++r) hidden[r] = block.Visible(first[r]);
+      CountBefore(block.count_before, block.begin, first, padded, hidden);
     }
     if (scale.edited) {
       ListOffsets(block, key_offset);
       state.key_offset = key_offset;
-      for (int r = 0; r < kDecodeMaxRows; ++r) {
-        state.distance[r] = static_cast<float>(token - position[r]);
+      for (int r = 0; r < padded; ++r) {
+        state.slope[r] = edited[r].slope;
+        state.distance[r] = static_cast<float>(token - edited[r].position);
       }
     }
     for (int r = 0; r < num_rows;) {

@@ -71,11 +71,29 @@ struct EditedRow {
   int64_t position;  // of its query
 };
 
-inline EditedRow EditedRowOf(const AttentionParams& params, const Row& row, const WorkItem& item,
-                             int64_t packed) {
-  const int64_t head = int64_t{item.kv_head} * params.group_size + packed % params.group_size;
-  return {params.alibi_slopes ? params.alibi_slopes[head] : 0.0f,
-          QueryPosition(row, packed / params.group_size)};
+// Packed row r of an item sees tokens [first[r], limit[r]) of its row. Rows from num_rows to padded
+// are like the last one. `edited` may be null. Out of line, as is CountBefore: once for all dtypes.
+__attribute__((noinline)) inline void SetRows(const AttentionParams& params, const Row& row,
+                                              const WorkItem& item, int num_rows, int padded,
+                                              int64_t* first, int64_t* limit, EditedRow* edited) {
+  for (int r = 0; r < padded; ++r) {
+    const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
+    const int64_t query = packed / params.group_size;
+    first[r] = FirstKey(row, query, params.sliding_window);
+    limit[r] = VisibleKeys(row, query, params.causal);
+    if (!edited) continue;
+    const int64_t head = int64_t{item.kv_head} * params.group_size + packed % params.group_size;
+    edited[r] = {params.alibi_slopes ? params.alibi_slopes[head] : 0.0f, QueryPosition(row, query)};
+  }
+}
+
+// counts[r] = how many of a block's listed tokens lie before token limits[r] of the row; see
+// KeyBlock.
+__attribute__((noinline)) inline void CountBefore(const uint8_t* count_before, int64_t begin,
+                                                  const int64_t* limits, int rows, int* counts) {
+  for (int r = 0; r < rows; ++r) {
+    counts[r] = count_before[Clamp(limits[r] - begin, 0, kKeyBlock)];
+  }
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

@@ -239,17 +239,14 @@ template <typename T>
 void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
                   const LogitScale& scale, int64_t begin, int64_t end, const WorkerScratch& scratch,
                   const Partial& part) {
-  const int64_t num_rows = item.packed_end - item.packed_begin;
-  const int64_t padded_rows = RoundUp(num_rows, kGemmRows);
+  const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
+  const int padded_rows = static_cast<int>(RoundUp(num_rows, kGemmRows));
   // Tokens [first, limit) are seen; padding rows see what the last row sees.
   int64_t first[kPrefillBlock], limit[kPrefillBlock];
+  EditedRow edited[kPrefillBlock];
   float top[kPrefillBlock];
-  for (int64_t r = 0; r < padded_rows; ++r) {
-    const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
-    first[r] = FirstKey(row, packed / params.group_size, params.sliding_window);
-    limit[r] = VisibleKeys(row, packed / params.group_size, params.causal);
-    top[r] = -kInfinity;
-  }
+  SetRows(params, row, item, num_rows, padded_rows, first, limit, scale.edited ? edited : nullptr);
+  for (int r = 0; r < padded_rows; ++r) top[r] = -kInfinity;
   KeyBlock<T> stored, floats;
   int hidden[kPrefillBlock], visible[kPrefillBlock];
   float alpha[kPrefillBlock], key_offset[kKeyBlock];
@@ -262,20 +259,17 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
         StageKeys(params, item, stored, stored, block_end, scratch, &floats);
       }
     }
-    for (int64_t r = 0; r < padded_rows; ++r) {
-      hidden[r] = block.Visible(first[r]);
-      visible[r] = block.Visible(limit[r]);
-    }
+    CountBefore(block.count_before, block.begin, first, padded_rows, hidden);
+    CountBefore(block.count_before, block.begin, limit, padded_rows, visible);
     if (visible[padded_rows - 1] <= hidden[0]) continue;
     PackKeys(block, params.head_dim, scratch.k_panels);
     PackValues(block, params.v_head_dim, scratch.v_panels);
     ScoreRows<T>(scratch, hidden, visible, padded_rows, params.head_dim);
     if (scale.edited) {
       ListOffsets(block, key_offset);
-      for (int64_t r = 0; r < num_rows; ++r) {
-        const EditedRow edited = EditedRowOf(params, row, item, item.packed_begin + r);
+      for (int r = 0; r < num_rows; ++r) {
         EditRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale, params.soft_cap,
-                edited.slope, static_cast<float>(token - edited.position), key_offset);
+                edited[r].slope, static_cast<float>(token - edited[r].position), key_offset);
       }
     }
     for (int64_t r = 0; r < padded_rows; ++r) {

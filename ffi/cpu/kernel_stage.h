@@ -52,9 +52,11 @@ inline void ListScales(const KvScale& scale, const AttentionParams& params, int3
 
 // `staged`: the listed tokens of `codes`, whose k and v point at 8-bit elements, as floats in
 // scratch. `next` is prefetched.
-inline void StageKeys(const AttentionParams& params, const WorkItem& item,
-                      const KeyBlock<float>& codes, const KeyBlock<float>& next, int64_t end,
-                      const WorkerScratch& scratch, KeyBlock<float>* staged) {
+__attribute__((noinline)) inline void StageKeys(const AttentionParams& params, const WorkItem& item,
+                                                const KeyBlock<float>& codes,
+                                                const KeyBlock<float>& next, int64_t end,
+                                                const WorkerScratch& scratch,
+                                                KeyBlock<float>* staged) {
   float k_scales[kKeyBlock], v_scales[kKeyBlock];
   ListScales(params.k_scale, params, item.row, item.kv_head, codes.begin, end, k_scales);
   ListScales(params.v_scale, params, item.row, item.kv_head, codes.begin, end, v_scales);
