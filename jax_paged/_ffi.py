@@ -230,15 +230,17 @@ def ffi_call(
 
     def call(*operands):
         return _local_call(
-            target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
-        )
+            target, operands, attributes, aliases, cuda_workspace_words, cuda_lacks,
+            implementation, reference,
+        )  # fmt: skip
 
     return over_heads(target, call, heads, operands)
 
 
 def _local_call(
-    target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
-):
+    target, operands, attributes, aliases, cuda_workspace_words, cuda_lacks, implementation,
+    reference,
+):  # fmt: skip
     """`ffi_call` for the operands of one device."""
 
     def workspace_like(result):  # varies over the mesh axes that the result varies over

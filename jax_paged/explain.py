@@ -63,7 +63,8 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         lambda given: function(**{**call, **given}), arrays
     )
     platform = jax.default_backend()
-    lacks = (attention if target == attention.TARGET else kv).cuda_lacks(call)
+    of_target = {attention.TARGET: attention.cuda_lacks, kv.TARGET: kv.cuda_lacks}
+    lacks = of_target[target](call) if target in of_target else None
     chosen = _ffi.implementation_on(platform, target, call["implementation"], lacks)
     plan: dict[str, Any] = {
         "op": name,
