@@ -234,7 +234,7 @@ QKVS = [
     ({"eps": float("inf")}, "eps: expected a finite number >= 0, got inf"),
     ({"q_norm": f32(64)}, "q_norm: expected shape [head_dim=16], got [64]"),
     ({"k_norm": i32(16)}, "k_norm: expected dtype bfloat16 or float16 or float32, got int32"),
-    ({"layout": "NDH"}, "layout: expected 'HND' or 'NHD', got 'NDH'"),
+    ({"layout": "NDH"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'NDH'"),
     (
         {"implementation": "c++"},
         "implementation: expected None or 'native' or 'reference', got 'c++'",
