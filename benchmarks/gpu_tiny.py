@@ -2,27 +2,38 @@
 
     compute-sanitizer --tool memcheck python benchmarks/gpu_tiny.py --rows FILE [--dry]
 
-The results are compared with the float64 oracle too. Inputs come from the host as they are, so
-that initcheck knows what was written.
+The results are compared too, with float64 or with the reference. Inputs come from the host as they
+are, so that initcheck knows what was written.
 """
 
 import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_timing import Report
 
-from jax_paged import ragged_paged_attention, write_kv
+from jax_paged import (
+    merge_attention_states,
+    qkv_norm_rope_write,
+    ragged_paged_attention,
+    reference,
+    write_kv,
+)
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
 # (case, dtype, q_lens, seq_lens, options): the tensor-core kernel with whole pages and with pages
-# that a warp's tokens cross, queries in shared memory, wide groups, splits; the kernel for f32.
+# that a warp's tokens cross, queries in shared memory, wide groups, splits, vllm5d pages; prefill
+# rows; the kernel for f32 and for vllm5d pages of odd sizes.
 CASES: tuple[tuple[Case, Any, Any, Any, Any], ...] = (
     (Case("d64", 8, 2, 64), "bfloat16", [1, 0, 3, 1], [70, 5, 33, 0], {}),
     (Case("d128_page5", 4, 1, 128, page_size=5), "float16", [1, 2], [131, 64], {}),
     (Case("d192", 4, 2, 192), "bfloat16", [1], [40], {}),
+    (Case("vllm5d", 4, 2, 64, layout="vllm5d"), "bfloat16", [1, 2], [70, 21], {}),
+    (Case("vllm5d_page5", 4, 2, 64, page_size=5, layout="vllm5d"), "float16", [1, 2], [70, 21], {}),
+    (Case("prefill", 8, 2, 128), "bfloat16", [40, 1, 7], [90, 33, 7], {}),
     (Case("wide", 20, 1, 64), "bfloat16", [1, 9], [100, 9], {"split_tokens": 64}),
     (Case("f32", 4, 2, 40, v_head_dim=24), "float32", [1, 5], [90, 20], {"num_kv_splits": 3}),
 )
@@ -54,10 +65,60 @@ def write() -> None:
         np.testing.assert_array_equal(out, expected)
 
 
+def project(dtype: str, style: Any) -> None:
+    """qkv_norm_rope_write of five tokens against the reference: one skipped, one beaten by a later.
+
+    The pages start as NaN bits, and what no token writes must stay so.
+    """
+    rng = np.random.default_rng(0)
+    heads, kv_heads, dim, tokens = 6, 2, 64, 5
+    pool = np.full((2, 3, kv_heads, 4, dim), np.nan, "f4").astype(jnp.dtype(dtype))
+    qkv = rng.standard_normal((tokens, (heads + 2 * kv_heads) * dim), "f4").astype(pool.dtype)
+    positions, slots = np.array([0, 5, 2, 6, 1], np.int32), np.array([3, -1, 11, 3, 0], np.int32)
+    angles = rng.uniform(0, 7, (7, dim // 2))
+    tables = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
+    norms = (rng.uniform(0.5, 2, dim).astype("f4") for _ in "qk")
+    options: dict[str, Any] = dict(zip(("q_norm", "k_norm"), map(jnp.array, norms), strict=True))
+    options |= {"num_q_heads": heads, "style": style, "layer": 1}
+    operands = (qkv, pool, pool, positions, slots, *tables)
+    results = qkv_norm_rope_write(*map(jnp.array, operands), **options, implementation="native")
+    check = jax.jit(functools.partial(reference.qkv_norm_rope_write, **options))
+    expected = check(*map(jnp.array, operands))
+    tolerance = 1e-5 if dtype == "float32" else 2.0**-7  # one rounding may fall the other way
+    for got, wanted in zip(results, expected, strict=True):
+        got, wanted = (np.asarray(x).astype("f4") for x in (got, wanted))
+        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def merge(dtype: str) -> None:
+    """merge_attention_states against float64; one head has an empty part, one has two."""
+    rng = np.random.default_rng(0)
+    shape = (5, 3, 80)
+    outs = [rng.standard_normal(shape, "f4").astype(jnp.dtype(dtype)) for _ in "ab"]
+    lses = [rng.uniform(-9, 9, shape[:2]).astype("f4") for _ in "ab"]
+    lses[0][1, 1] = lses[0][2, 0] = lses[1][2, 0] = -np.inf
+    out, lse = merge_attention_states(
+        *map(jnp.array, (outs[0], lses[0], outs[1], lses[1])), implementation="native"
+    )
+    exact = np.logaddexp(*(x.astype("f8") for x in lses))
+    top = np.where(np.isneginf(exact), 0, exact)  # empty twice: both weights are exp(-inf) = 0
+    weighted = (
+        np.exp(x - top)[..., None] * part.astype("f8") for x, part in zip(lses, outs, strict=True)
+    )
+    assert_attention_close(out, lse, sum(weighted), exact)
+
+
 def main() -> None:
     report, args = Report.from_args("Every kernel once.", **{"--label": {}})
     blocks = {case.name: functools.partial(attend, case, *rest) for case, *rest in CASES}
-    for name, block in (blocks | {"write_kv": write}).items():
+    blocks |= {
+        "write_kv": write,
+        "qkv_half": functools.partial(project, "bfloat16", "half"),
+        "qkv_interleaved": functools.partial(project, "float32", "interleaved"),
+        "merge_bf16": functools.partial(merge, "bfloat16"),
+        "merge_f32": functools.partial(merge, "float32"),
+    }
+    for name, block in blocks.items():
         what = {"kind": "tiny", "label": args.label, "case": name}
 
         def run(block=block, what=what):

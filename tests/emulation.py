@@ -38,7 +38,11 @@ _SIZES = (
     "num_kv_heads", "page_size", "head_dim", "v_head_dim", "num_kv_splits", "split_tokens",
     "workspace_words",
 )  # fmt: skip
-_OPTIONS = ("dtype", "layout", "causal", "num_workers", "stages", "plan_ctas")
+_OPTIONS = (
+    "dtype", "layout", "causal", "num_workers", "stages", "plan_ctas", "shared_bytes_per_cta",
+    "shared_bytes_per_multiprocessor",
+)  # fmt: skip
+CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows")
 
 
 class EmulatedCall(ctypes.Structure):
@@ -49,6 +53,7 @@ class EmulatedCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_int32) for name in _OPTIONS),
         ("seed", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in CHOICE),
     )
 
 
@@ -136,13 +141,16 @@ def poisoned(shape, dtype) -> np.ndarray:
 class Device:
     """The part of a launch that a device decides, and the emulator's seed.
 
-    The seed's remainder by 3 says when cp.async copies (late, early, by chance), by 4 how many CTAs
-    run at a time; CTAs, warps and lanes run in an order drawn from it.
+    Stages are those of the rings where the decode kernel serves; the shared memory decides whether
+    it does. The seed's remainder by 3 says when cp.async copies (late, early, by chance), by 4 how
+    many CTAs run at a time; CTAs, warps and lanes run in an order drawn from it.
     """
 
     num_workers: int = 5
     stages: int = 3
     plan_ctas: int = 2
+    shared_bytes_per_cta: int = 227 * 1024
+    shared_bytes_per_multiprocessor: int = 228 * 1024
     seed: int = 1
 
 
@@ -152,7 +160,8 @@ def emulate(
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
-    `buffers`: a dict that receives all operands and results, the workspace among them.
+    `buffers`: a dict that receives all operands and results, the workspace among them, and what
+    select.h chose (`CHOICE`).
     """
     loaded = library() if loaded is None else loaded
     case = batch.case
@@ -204,9 +213,13 @@ def emulate(
         num_workers=device.num_workers,
         stages=device.stages,
         plan_ctas=device.plan_ctas,
+        shared_bytes_per_cta=device.shared_bytes_per_cta,
+        shared_bytes_per_multiprocessor=device.shared_bytes_per_multiprocessor,
         seed=device.seed,
     )
     error = loaded.emulate_attention(ctypes.byref(call)).decode()
     if error:
         raise EmulationError(error)
+    if buffers is not None:
+        buffers.update((name, getattr(call, name)) for name in CHOICE)
     return arrays["out"], arrays["lse"]

@@ -111,6 +111,50 @@ def test_other_head_dims_run_without_tensor_cores(head_dim, v_head_dim, dtype, l
     check(make_batch(case, jnp.dtype(dtype), [1, 7, 1], [66, 9, 1], num_tokens=11, seed=4))
 
 
+def limits(kib: int) -> dict[str, int]:
+    """Shared memory of a device with so many KiB per multiprocessor, one less per CTA."""
+    return {
+        "shared_bytes_per_cta": (kib - 1) * 1024,
+        "shared_bytes_per_multiprocessor": kib * 1024,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kib", "shapes"),  # (stages, CTAs per multiprocessor) for each of HEAD_DIMS
+    [
+        (228, [(4, 2), (4, 2), (3, 2), (3, 2), (3, 2), (4, 1), (3, 1)]),  # sm_90, 100
+        (164, [(4, 2), (3, 2), (4, 1), (4, 1), (4, 1), (3, 1), (2, 1)]),  # sm_80
+        (100, [(4, 1), (3, 1), (3, 1), (2, 1), (2, 1), (0, 0), (0, 0)]),  # sm_120
+    ],
+)
+def test_the_shared_memory_of_a_device_decides_the_launch(kib, shapes):
+    for head_dim, shape in zip(HEAD_DIMS, shapes, strict=True):
+        batch = make_batch(Case("limits", 8, 2, head_dim), jnp.bfloat16, [1, 8], [3, 8])
+        chosen = {}
+        emulate(batch, Device(**limits(kib)), buffers=chosen)
+        assert (chosen["chosen_stages"], chosen["chosen_ctas"]) == shape, head_dim
+        assert chosen["chosen_prefill_rows"] == (128 if head_dim <= 128 else 64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kib", "head_dim", "decodes", "prefills"),
+    [
+        (100, 192, False, True), (100, 256, False, True), (90, 128, True, False),
+        (60, 128, False, False),
+    ],
+)  # fmt: skip
+def test_kernels_that_do_not_fit_leave_their_rows_to_others(
+    kib, head_dim, decodes, prefills, layout
+):
+    case = Case("small device", 6, 2, head_dim, page_size=8, layout=layout)
+    batch = make_batch(case, jnp.bfloat16, [1, 0, 30, 3, 1], [150, 4, 90, 70, 1], seed=head_dim)
+    chosen = {}
+    check(batch, Device(**limits(kib)), buffers=chosen)
+    assert (chosen["chosen_stages"] > 0) == decodes
+    assert (chosen["chosen_prefill_rows"] > 0) == (prefills and layout != "vllm5d")
+
+
 @pytest.mark.parametrize(
     "options",
     [

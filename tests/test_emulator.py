@@ -160,13 +160,18 @@ KERNELS = """
 #include "cuda/attention/prefill.cuh"
 #include "emu/attention/kernels.h"
 namespace jax_paged::emu {
-AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args) {
-  return {{args.layout == Layout::kVllm5d ? cuda::DecodeCta<BFloat16, 64, true>
-                                          : cuda::DecodeCta<BFloat16, 64>,
+AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
+                                 const cuda::DeviceLimits& limits) {
+  return {cuda::ChooseKernels(args, limits, cuda::DecodeTraits<64>::SharedBytes,
+                              cuda::PrefillTraits<64>::kSharedBytes),
+          {args.layout == Layout::kVllm5d ? cuda::DecodeCta<BFloat16, 64, true>
+                                           : cuda::DecodeCta<BFloat16, 64>,
            cuda::DecodeTraits<64>::SharedBytes(args.stages)},
           {cuda::PrefillCta<BFloat16, 64>, cuda::PrefillTraits<64>::kSharedBytes}};
 }
-AttentionKernels Float16Kernels(const cuda::AttentionArgs&) { return {}; }
+AttentionKernels Float16Kernels(const cuda::AttentionArgs&, const cuda::DeviceLimits&) {
+  return {};
+}
 AttentionKernels Float32Kernels(const cuda::AttentionArgs&) { return {}; }
 }  // namespace jax_paged::emu
 #include "emu/attention/library.cc"

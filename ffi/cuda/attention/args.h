@@ -15,6 +15,8 @@ inline constexpr int32_t kTileTokens = 64;   // KV tokens that a CTA takes at on
 inline constexpr int32_t kTileRows = 16;     // packed rows of a unit
 inline constexpr int32_t kMaxWorkers = 384;  // CTAs of an attention launch; bounds the workspace
 inline constexpr int32_t kAttentionThreads = 128;
+inline constexpr int32_t kMinStages = 2;  // of the decode kernel's rings
+inline constexpr int32_t kMaxStages = 4;
 
 // n / divisor for 0 <= n < 2^31 by a multiplication.
 struct FastDivide {

@@ -3,6 +3,8 @@
 
 #include "cuda/attention/launch.h"
 #include "cuda/attention/plan.cuh"
+#include "cuda/attention/prefill.cuh"
+#include "cuda/attention/traits.h"
 
 namespace jax_paged::cuda {
 namespace {
@@ -16,15 +18,22 @@ template <typename T>
 cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   cudaError_t error = cudaSuccess;
   const auto launch = [&](auto head_dim) {
-    args.prefill_rows = MayPrefill(args) ? PrefillRows(head_dim.value) : 0;
-    error = args.layout == Layout::kVllm5d
-                ? LaunchDecode<T, head_dim.value, /*VLLM5D=*/true>(stream, limits, args)
-                : LaunchDecode<T, head_dim.value>(stream, limits, args);
+    const KernelChoice choice =
+        ChooseKernels(args, limits, DecodeTraits<head_dim.value>::SharedBytes,
+                      PrefillTraits<head_dim.value>::kSharedBytes);
+    args.prefill_rows = choice.prefill_rows;
+    if (choice.decode.stages == 0) {
+      error = LaunchSimt<T>(stream, limits, args);
+    } else if (args.layout == Layout::kVllm5d) {
+      error = LaunchDecode<T, head_dim.value, /*VLLM5D=*/true>(stream, limits, args);
+    } else {
+      error = LaunchDecode<T, head_dim.value>(stream, limits, args);
+    }
     if (error == cudaSuccess && args.prefill_rows > 0) {
       error = LaunchPrefill<T, head_dim.value>(stream, limits, args);
     }
   };
-  if (!HasTensorCorePages(args) || !WithDecodeHeadDim(args.head_dim, args.v_head_dim, launch)) {
+  if (!WithDecodeHeadDim(args.head_dim, args.v_head_dim, launch)) {
     error = LaunchSimt<T>(stream, limits, args);
   }
   return error;

@@ -24,7 +24,7 @@ cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
 template <typename T, int HEAD_DIM, bool VLLM5D = false>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
-// After LaunchDecode of the same args, whose planner has listed the prefill units.
+// After LaunchDecode or LaunchSimt of the same args, whose planner has listed the prefill units.
 template <typename T, int HEAD_DIM>
 cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 template <typename T>

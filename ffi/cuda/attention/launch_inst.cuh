@@ -45,7 +45,7 @@ template <typename T, int HEAD_DIM, bool VLLM5D>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   using Traits = DecodeTraits<HEAD_DIM>;
   static std::atomic<uint64_t> allowed{0};
-  const DecodeShape shape = ShapeDecode(limits, Traits::SharedBytes, kMinStages, kMaxStages);
+  const DecodeShape shape = ShapeDecode(limits, Traits::SharedBytes);
   if (shape.stages == 0) return cudaErrorInvalidConfiguration;
   args.stages = shape.stages;
   args.num_workers = NumWorkers(limits, shape.ctas_per_multiprocessor);

@@ -82,24 +82,45 @@ inline int32_t PrefillCtasPerMultiprocessor(const DeviceLimits& limits, int32_t 
 }
 
 struct DecodeShape {
-  int32_t stages;
-  int32_t ctas_per_multiprocessor;  // 0: the device is too small
+  int32_t stages;  // 0: the device is too small
+  int32_t ctas_per_multiprocessor;
 };
 
 // Two CTAs per multiprocessor with as many stages as fit, else one.
-inline DecodeShape ShapeDecode(const DeviceLimits& limits, int32_t (*shared_bytes)(int32_t stages),
-                               int32_t min_stages, int32_t max_stages) {
+inline DecodeShape ShapeDecode(const DeviceLimits& limits,
+                               int32_t (*shared_bytes)(int32_t stages)) {
   for (int32_t ctas = 2; ctas >= 1; --ctas) {
-    for (int32_t stages = max_stages; stages >= min_stages; --stages) {
+    for (int32_t stages = kMaxStages; stages >= kMinStages; --stages) {
       const int32_t bytes = shared_bytes(stages);
       if (bytes <= limits.shared_bytes_per_cta &&
           ctas * (bytes + kReservedBytes) <= limits.shared_bytes_per_multiprocessor &&
-          (ctas == 1 || stages > min_stages)) {
+          (ctas == 1 || stages > kMinStages)) {
         return {stages, ctas};
       }
     }
   }
   return {0, 0};
+}
+
+// Which kernels serve a call.
+struct KernelChoice {
+  DecodeShape decode;  // no stages: simt.cuh takes the place of the decode kernel
+  int32_t
+      prefill_rows;  // packed rows of a prefill unit; 0: no prefill kernel, the other serves all
+};
+
+// For a head_dim with tensor-core kernels, given the shared memory that they need: both, or what of
+// them the pages and the device allow. Of 99 KiB (sm_86, 89 and 120) the decode kernel does not get
+// enough above head_dim 128.
+inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
+                                  int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes) {
+  KernelChoice choice = {};
+  if (!HasTensorCorePages(args)) return choice;
+  choice.decode = ShapeDecode(limits, decode_bytes);
+  if (MayPrefill(args) && PrefillCtasPerMultiprocessor(limits, prefill_bytes) > 0) {
+    choice.prefill_rows = PrefillRows(args.head_dim);
+  }
+  return choice;
 }
 
 }  // namespace jax_paged::cuda

@@ -1,5 +1,6 @@
 // Attention without tensor cores: f32, any head_dim or v_head_dim that decode.cuh has no kernel
-// for, and vllm5d pages of odd sizes. Right rather than fast.
+// for, vllm5d pages of odd sizes, and devices with too little shared memory for decode.cuh
+// (select.h). Right rather than fast.
 //
 // Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
 // packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between

@@ -12,8 +12,6 @@ namespace jax_paged::cuda {
 
 inline constexpr int32_t kWarps = kAttentionThreads / kWarpLanes;
 inline constexpr int32_t kWarpTokens = kTileTokens / kWarps;  // of a tile, one warp's
-inline constexpr int32_t kMinStages = 2;
-inline constexpr int32_t kMaxStages = 4;
 static_assert(kWarpTokens == 16, "a warp's tokens are one k-step of mma.m16n8k16");
 
 // After the rings: what the warps tell each other.

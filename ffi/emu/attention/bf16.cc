@@ -6,18 +6,22 @@
 
 namespace jax_paged::emu {
 
-AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args) {
+AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
+                                 const cuda::DeviceLimits& limits) {
   AttentionKernels kernels = {};
   kernels.decode = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<BFloat16>(a).Run(); },
                     cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
-  if (!cuda::HasTensorCorePages(args)) return kernels;
   cuda::WithDecodeHeadDim(args.head_dim, args.v_head_dim, [&](auto head_dim) {
-    kernels.decode = {args.layout == Layout::kVllm5d
-                          ? cuda::DecodeCta<BFloat16, head_dim.value, true>
-                          : cuda::DecodeCta<BFloat16, head_dim.value>,
-                      cuda::DecodeTraits<head_dim.value>::SharedBytes(args.stages)};
-    kernels.prefill = {cuda::PrefillCta<BFloat16, head_dim.value>,
-                       cuda::PrefillTraits<head_dim.value>::kSharedBytes};
+    using Decode = cuda::DecodeTraits<head_dim.value>;
+    using Prefill = cuda::PrefillTraits<head_dim.value>;
+    kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes);
+    if (kernels.choice.decode.stages > 0) {
+      kernels.decode = {args.layout == Layout::kVllm5d
+                            ? cuda::DecodeCta<BFloat16, head_dim.value, true>
+                            : cuda::DecodeCta<BFloat16, head_dim.value>,
+                        Decode::SharedBytes(args.stages)};
+    }
+    kernels.prefill = {cuda::PrefillCta<BFloat16, head_dim.value>, Prefill::kSharedBytes};
   });
   return kernels;
 }

@@ -5,6 +5,7 @@
 #define JAX_PAGED_EMU_ATTENTION_KERNELS_H_
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/select.h"
 
 namespace jax_paged::emu {
 
@@ -14,14 +15,15 @@ struct AttentionKernel {
   int32_t shared_bytes;
 };
 
-// What serves a call after the planner. Without a prefill kernel the first one serves all rows.
+// What serves a call after the planner, as on a device with `limits`.
 struct AttentionKernels {
+  cuda::KernelChoice choice;
   AttentionKernel decode;
-  AttentionKernel prefill;
+  AttentionKernel prefill;  // runs if choice.prefill_rows > 0
 };
 
-AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args);
-AttentionKernels Float16Kernels(const cuda::AttentionArgs& args);
+AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args, const cuda::DeviceLimits& limits);
+AttentionKernels Float16Kernels(const cuda::AttentionArgs& args, const cuda::DeviceLimits& limits);
 AttentionKernels Float32Kernels(const cuda::AttentionArgs& args);
 
 }  // namespace jax_paged::emu

@@ -59,11 +59,17 @@ struct EmulatedCall {
   int32_t num_workers;
   int32_t stages;
   int32_t plan_ctas;
+  int32_t shared_bytes_per_cta;
+  int32_t shared_bytes_per_multiprocessor;
   uint32_t seed;
+  // Results: what ChooseKernels said.
+  int32_t chosen_stages;
+  int32_t chosen_ctas;
+  int32_t chosen_prefill_rows;
 };
 
-// Runs planner, decode and, where launch.cu would, prefill. Returns "" or what went wrong.
-const char* emulate_attention(const EmulatedCall* in) {
+// Runs planner, decode and prefill where launch.cu would. Returns "" or what went wrong.
+const char* emulate_attention(EmulatedCall* in) {
   namespace emu = jax_paged::emu;
   namespace cuda = jax_paged::cuda;
   const Dtype dtype = static_cast<Dtype>(in->dtype);
@@ -122,13 +128,16 @@ const char* emulate_attention(const EmulatedCall* in) {
   if (!error.empty()) return Keep(error);
   args.num_workers = in->num_workers;
   args.stages = in->stages;
+  const cuda::DeviceLimits limits = {in->num_workers, in->shared_bytes_per_cta,
+                                     in->shared_bytes_per_multiprocessor};
   const emu::AttentionKernels kernels =
-      dtype == Dtype::kBFloat16
-          ? emu::BFloat16Kernels(args)
-          : (dtype == Dtype::kFloat16 ? emu::Float16Kernels(args) : emu::Float32Kernels(args));
-  if (kernels.prefill.run != nullptr && cuda::MayPrefill(args)) {
-    args.prefill_rows = cuda::PrefillRows(args.head_dim);
-  }
+      dtype == Dtype::kBFloat16 ? emu::BFloat16Kernels(args, limits)
+                                : (dtype == Dtype::kFloat16 ? emu::Float16Kernels(args, limits)
+                                                            : emu::Float32Kernels(args));
+  args.prefill_rows = kernels.choice.prefill_rows;
+  in->chosen_stages = kernels.choice.decode.stages;
+  in->chosen_ctas = kernels.choice.decode.ctas_per_multiprocessor;
+  in->chosen_prefill_rows = kernels.choice.prefill_rows;
   error = emu::Launch({in->plan_ctas, cuda::kPlanThreads, sizeof(cuda::PlanShared), in->seed},
                       [&] { cuda::PlanCta(args); });
   const auto run = [&](const emu::AttentionKernel& kernel, int64_t num_ctas) {
