@@ -1,7 +1,7 @@
 """Attention over paged K and V: one query per row, or ragged batches of prefill and decode rows."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -240,10 +240,9 @@ def _cuda_workspace_words(
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5
 
 
-def _head_axes(
-    layout: Layout, q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale,
-) -> HeadAxes:  # fmt: skip
+def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
+    _, k_pages, v_pages, *_, alibi_slopes, sinks, k_scale, v_scale = operands
+
     def of_scale(scale):  # [num_kv_heads], or [..., num_pages, num_kv_heads, page_size]
         return None if not scale.size else max(scale.ndim - 2, 0)
 
@@ -319,7 +318,7 @@ def _call(spec: AttentionSpec, *operands):
                 **splits,
                 "soft_cap": np.float32(spec.soft_cap or 0),
             },
-            heads=_head_axes(spec.layout, *operands),
+            heads=_head_axes(spec.layout, operands),
             cuda_workspace_words=words,
             cuda_lacks=cuda_lacks(given),
             implementation=spec.implementation,

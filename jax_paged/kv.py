@@ -31,6 +31,7 @@ from jax_paged.validation import (
     check_write,
     expect,
     is_eight_bit,
+    is_per_token,
 )
 
 TARGET = "jax_paged.write_kv.v1"
