@@ -6,7 +6,6 @@ place when that function itself donates the pages; else XLA copies the pool once
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,8 +22,8 @@ from jax_paged.validation import (
     check_pages,
     check_shape,
     check_write,
+    cuda_lacks,
     expect,
-    is_eight_bit,
     is_per_token,
 )
 
@@ -166,7 +165,7 @@ def _write_native(layout: Layout, implementation: Implementation):
                 operands,
                 {"layout": layout},
                 aliases={0: 0, 1: 1},
-                cuda_lacks=cuda_lacks({"k_pages": operands[0]}),
+                cuda_lacks=cuda_lacks(TARGET, {"k_pages": operands[0]}),
                 implementation=implementation,
                 reference=functools.partial(_write_reference, layout),
             )
@@ -188,16 +187,6 @@ def _write_native(layout: Layout, implementation: Implementation):
         raise NotImplementedError("write_kv: not differentiable; implementation='reference' is")
 
     return write
-
-
-def cuda_lacks(call: Mapping[str, Any]) -> str | None:
-    """Why CUDA cannot run a write, or None when it can."""
-    if not is_eight_bit(call["k_pages"]):
-        return None
-    return (
-        f"{TARGET}: the CUDA kernels do not offer 8-bit K and V; they offer bf16, f16 and f32; the "
-        "CPU kernels and implementation='reference' offer all"
-    )
 
 
 def copy_pages(
