@@ -1,8 +1,7 @@
 """Attention over paged K and V: one query per row, or ragged batches of prefill and decode rows."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax_paged._ffi import Implementation
 from jax_paged.layout import Layout, is_stacked, kv_heads_axis, pages_shape
 from jax_paged.reference import head_scale
 from jax_paged.sharding import HeadAxes
-from jax_paged.validation import AttentionSpec, check_attention, is_eight_bit, is_per_token
+from jax_paged.validation import AttentionSpec, check_attention, cuda_lacks, is_per_token
 
 TARGET = "jax_paged.attention.v1"
 
@@ -265,20 +264,6 @@ def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
     return HeadAxes(of_operands, results=(1, 1))
 
 
-def cuda_lacks(call: Mapping[str, Any]) -> str | None:
-    """Why CUDA cannot run a call with these options, or None when it can."""
-    options = ("sliding_window", "soft_cap", "alibi_slopes", "sinks")
-    names = [name for name in options if call[name] is not None]
-    names += ["8-bit K and V"] if is_eight_bit(call["k_pages"]) else []
-    if not names:
-        return None
-    return (
-        f"{TARGET}: the CUDA kernels do not offer {', '.join(names)}; they offer causal, sm_scale, "
-        "layer, return_lse, num_kv_splits and split_tokens; the CPU kernels and "
-        "implementation='reference' offer all"
-    )
-
-
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
     *required, sliding_window, alibi_slopes, sinks, k_scale, v_scale = operands
@@ -320,7 +305,7 @@ def _call(spec: AttentionSpec, *operands):
             },
             heads=_head_axes(spec.layout, operands),
             cuda_workspace_words=words,
-            cuda_lacks=cuda_lacks(given),
+            cuda_lacks=cuda_lacks(TARGET, given),
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jax_paged import _ffi, attention, kv, merge
 from jax_paged.layout import pages_shape
-from jax_paged.validation import expect
+from jax_paged.validation import cuda_lacks, expect
 
 _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
@@ -63,8 +63,7 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         lambda given: function(**{**call, **given}), arrays
     )
     platform = jax.default_backend()
-    of_target = {attention.TARGET: attention.cuda_lacks, kv.TARGET: kv.cuda_lacks}
-    lacks = of_target[target](call) if target in of_target else None
+    lacks = cuda_lacks(target, call)
     chosen = _ffi.implementation_on(platform, target, call["implementation"], lacks)
     plan: dict[str, Any] = {
         "op": name,

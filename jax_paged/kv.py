@@ -7,7 +7,7 @@ place when that function itself donates the pages; else XLA copies the pool once
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,8 +29,8 @@ from jax_paged.validation import (
     check_qkv,
     check_shape,
     check_write,
+    cuda_lacks,
     expect,
-    is_eight_bit,
     is_per_token,
 )
 
@@ -180,7 +180,7 @@ def _write_native(layout: Layout, implementation: Implementation):
                 {"layout": layout},
                 heads=_head_axes(operands[0], operands[1], layout),
                 aliases={0: 0, 1: 1},
-                cuda_lacks=cuda_lacks({"k_pages": operands[0]}),
+                cuda_lacks=cuda_lacks(TARGET, {"k_pages": operands[0]}),
                 implementation=implementation,
                 reference=functools.partial(_write_reference, layout),
             )
@@ -209,16 +209,6 @@ def _refusing_transforms(op: str, native: Callable[..., tuple[jax.Array, ...]]):
         raise NotImplementedError(f"{op}: not differentiable; implementation='reference' is")
 
     return write
-
-
-def cuda_lacks(call: Mapping[str, Any]) -> str | None:
-    """Why CUDA cannot run a write, or None when it can."""
-    if not is_eight_bit(call["k_pages"]):
-        return None
-    return (
-        f"{TARGET}: the CUDA kernels do not offer 8-bit K and V; they offer bf16, f16 and f32; the "
-        "CPU kernels and implementation='reference' offer all"
-    )
 
 
 def qkv_norm_rope_write(

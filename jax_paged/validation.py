@@ -6,6 +6,7 @@ NotImplementedError that says who can. Each message is one line: argument, expec
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -79,6 +80,20 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
 def is_eight_bit(pages: jax.Array) -> bool:
     """Whether pages hold 8-bit values, which may have scales."""
     return pages.dtype in EIGHT_BIT_DTYPES
+
+
+def cuda_lacks(target: str, call: Mapping[str, Any]) -> str | None:
+    """Why CUDA cannot run a call with these arguments, or None when it can."""
+    options = ("sliding_window", "soft_cap", "alibi_slopes", "sinks")
+    names = [name for name in options if call.get(name) is not None]
+    names += ["8-bit K and V"] if "k_pages" in call and is_eight_bit(call["k_pages"]) else []
+    if not names:
+        return None
+    return (
+        f"{target}: the CUDA kernels do not offer {', '.join(names)}; they offer causal, sm_scale, "
+        "layer, return_lse, num_kv_splits and split_tokens, with K and V in bf16, f16 and f32; the "
+        "CPU kernels and implementation='reference' offer all"
+    )
 
 
 def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -> Any:
