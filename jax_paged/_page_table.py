@@ -35,7 +35,8 @@ class PageTable:
     seq_lens: jax.Array  # i32[max_seqs], tokens in the row
     pages_held: jax.Array  # i32[max_seqs], pages of the row, at least pages_for(seq_len, page_size)
     is_live: jax.Array  # bool[max_seqs], False = the row is free
-    ref_counts: jax.Array  # i32[num_pages], rows that hold the page
+    ref_counts: jax.Array  # i32[num_pages], rows that hold the page, and its holds
+    hold_counts: jax.Array  # i32[num_pages], the references that `hold` took, rows aside
     free_stack: jax.Array  # i32[num_pages], the first num_free entries are free pages, top last
     num_free: jax.Array  # i32[]
     peak_pages: jax.Array  # i32[], most pages held after any verb
@@ -151,6 +152,7 @@ def make_table(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int
         pages_held=jnp.zeros(max_seqs, jnp.int32),
         is_live=jnp.zeros(max_seqs, jnp.bool_),
         ref_counts=jnp.zeros(num_pages, jnp.int32),
+        hold_counts=jnp.zeros(num_pages, jnp.int32),
         free_stack=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.full((), num_pages, jnp.int32),
         peak_pages=jnp.zeros((), jnp.int32),

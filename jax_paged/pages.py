@@ -1,5 +1,7 @@
 """The verbs of the page table: reserve, step_batch, release, fork, truncate, reset, and queries.
 
+`hold`, `unhold` and `adopt` let pages outlive their rows, for a prefix cache.
+
 A verb takes a `PageTable` and returns a new one, together with a status per row. It works eagerly,
 under `jax.jit` and inside `lax.while_loop`, and never talks to the host. Rules for all of them:
 
@@ -14,9 +16,9 @@ under `jax.jit` and inside `lax.while_loop`, and never talks to the host. Rules 
 - Integers of any width are taken. What does not fit i32 is clamped, so it never turns into a valid
   id.
 
-Rows share a page only where every holder has it filled to the end: `fork` and `truncate` see to it
-(`PageCopies`). The slots at and behind a row's length are its own, so no write reaches a shared
-page.
+Rows share a page only where every holder has it filled to the end: `fork`, `truncate` and `hold`
+see to it (`PageCopies`). The slots at and behind a row's length are its own, so no write reaches a
+shared page.
 """
 
 import functools
@@ -26,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged._page_holds import adopt, hold, unhold
 from jax_paged._page_table import (
     INT32_MAX,
     PageCopies,
@@ -51,8 +54,10 @@ __all__ = [
     "PageTable",
     "Status",
     "StepBatch",
+    "adopt",
     "fork",
     "free_rows",
+    "hold",
     "is_empty",
     "num_free_pages",
     "pages_for",
@@ -63,6 +68,7 @@ __all__ = [
     "step_batch",
     "total_tokens",
     "truncate",
+    "unhold",
 ]
 
 Integers = jax.Array | np.ndarray | np.integer | int | Sequence[int]
@@ -398,7 +404,7 @@ def free_rows(table: PageTable) -> jax.Array:
 
 
 def num_free_pages(table: PageTable) -> jax.Array:
-    """i32[]: pages that no row holds."""
+    """i32[]: pages that no row holds and that are not on hold."""
     return table.num_free
 
 

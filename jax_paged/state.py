@@ -133,6 +133,24 @@ def truncate(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVSt
     return _with_copies(state, table, copies), status
 
 
+def hold(state: KVState, rows: Integers, columns: Integers) -> tuple[KVState, jax.Array, jax.Array]:
+    """Keeps full pages of rows beyond their release: `pages.hold`."""
+    table, page_ids, status = pages.hold(state.table, rows, columns)
+    return dataclasses.replace(state, table=table), page_ids, status
+
+
+def unhold(state: KVState, page_ids: Integers) -> tuple[KVState, jax.Array]:
+    """Gives back references that `hold` took: `pages.unhold`."""
+    table, status = pages.unhold(state.table, page_ids)
+    return dataclasses.replace(state, table=table), status
+
+
+def adopt(state: KVState, rows: Integers, page_ids: Any) -> tuple[KVState, jax.Array]:
+    """Starts free rows with pages on hold: `pages.adopt`."""
+    table, status = pages.adopt(state.table, rows, page_ids)
+    return dataclasses.replace(state, table=table), status
+
+
 def reset(state: KVState) -> KVState:
     """Frees all rows: `pages.reset`. What the pages hold stays until it is overwritten."""
     return dataclasses.replace(state, table=pages.reset(state.table))
