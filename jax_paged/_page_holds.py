@@ -6,13 +6,13 @@ held, so what is shared is never written: truncating a row into such a page copi
 rules are those of `pages`: a status per entry, all or nothing, -1 takes no part.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_paged._page_table import (
+    Integers,
     PageTable,
     Status,
     all_ok,
@@ -22,8 +22,6 @@ from jax_paged._page_table import (
     replace,
 )
 from jax_paged.validation import as_index, check_shape, expect
-
-Integers = jax.Array | np.ndarray | Sequence[int]
 
 
 def hold(
@@ -126,9 +124,7 @@ def _unhold(table, page_ids):
     return table, status
 
 
-def adopt(
-    table: PageTable, rows: Integers, page_ids: jax.Array | np.ndarray
-) -> tuple[PageTable, jax.Array]:
+def adopt(table: PageTable, rows: Integers, page_ids: Any) -> tuple[PageTable, jax.Array]:
     """Starts the free row rows[i] with the pages page_ids[i], shared, all of them full.
 
     Args:

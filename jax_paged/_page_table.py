@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import numpy as np
 from jax_paged.validation import expect
 
 INT32_MAX = 2**31 - 1
+
+Integers = jax.Array | np.ndarray | np.integer | int | Sequence[int]
 
 
 class Status(enum.IntEnum):

@@ -22,7 +22,6 @@ shared page.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ import numpy as np
 from jax_paged._page_holds import adopt, hold, unhold
 from jax_paged._page_table import (
     INT32_MAX,
+    Integers,
     PageCopies,
     PageTable,
     Status,
@@ -50,6 +50,7 @@ from jax_paged._page_table import (
 from jax_paged.validation import as_index, check_shape, expect
 
 __all__ = [
+    "Integers",
     "PageCopies",
     "PageTable",
     "Status",
@@ -70,8 +71,6 @@ __all__ = [
     "truncate",
     "unhold",
 ]
-
-Integers = jax.Array | np.ndarray | np.integer | int | Sequence[int]
 
 
 def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[PageTable, jax.Array]:

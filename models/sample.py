@@ -109,6 +109,61 @@ class Sampler:
         return logits, ids
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSamplers:
+    """A `Sampler` per row, in one program: each row draws what its own sampler draws for it.
+
+    Leaves may be numpy arrays. Sorting is skipped while no row asks for top_k or top_p, and drawing
+    while all rows are greedy.
+    """
+
+    seed: Any  # u32[rows]
+    place: Any  # i32[rows], the row number that is folded into the seed
+    temperature: Any  # f32[rows], 0 = greedy
+    top_k: Any  # i32[rows], 0 = all
+    top_p: Any  # f32[rows], in (0, 1]
+
+    def __call__(
+        self, logits: Float[Array, "rows vocab_size"], positions: Int[Array, "rows"]
+    ) -> Int[Array, "rows"]:
+        """Draws one token per row: i32[rows]."""
+        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        greedy = self.temperature <= 0
+        drawn = jax.lax.cond(
+            jnp.all(greedy), lambda *_: likeliest, self._draw, logits.astype(jnp.float32), positions
+        )
+        return jnp.where(greedy, likeliest, drawn)
+
+    def _draw(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
+        tiny = jnp.finfo(jnp.float32).tiny
+        logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+        logits = logits / jnp.maximum(self.temperature, tiny)[:, None]
+        keys = jax.vmap(lambda *row: _fold(jax.random.key(row[0]), *row[1:]))(
+            self.seed, self.place, positions
+        )
+        cut = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
+        free = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        return jax.lax.cond(jnp.any(cut), self._draw_cut, lambda *_: free, logits, keys, cut, free)
+
+    def _draw_cut(
+        self, logits: jax.Array, keys: jax.Array, cut: jax.Array, free: jax.Array
+    ) -> jax.Array:
+        size = logits.shape[-1]
+        logits, ids = jax.lax.top_k(logits, size)
+        order = jnp.arange(size, dtype=jnp.int32)[None, :]
+        top_k = jnp.where(self.top_k > 0, self.top_k, size)
+        logits = jnp.where(order < top_k[:, None], logits, -jnp.inf)
+        weights = jax.nn.softmax(logits, axis=-1)
+        before = jnp.cumsum(weights, axis=-1, dtype=jnp.float32) - weights
+        nucleus = (before < self.top_p[:, None]) | (order == 0) | (self.top_p >= 1)[:, None]
+        logits = jnp.where(nucleus, logits, -jnp.inf)
+        # The noise of a candidate depends on its place in the order, not on how many there are.
+        choice = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        drawn = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
+        return jnp.where(cut, drawn, free)
+
+
 def _fold(key: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, row), position)
 

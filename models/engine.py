@@ -1,0 +1,377 @@
+"""Continuous batching: many requests at once, each getting what it gets alone.
+
+    engine = Engine(model, num_pages=512, max_seqs=16)
+    requests = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
+    engine.run()
+    requests[0].tokens, requests[0].reason
+
+One program serves every step: decode rows and chunks of prompts side by side, in one of a few
+compiled sizes. The host plans a step (`scheduler`), the device runs it (`engine_step`), and the
+host reads back the tokens that were drawn, nothing else, one step behind: while it plans and reads,
+the device works. docs/serving.md tells what is guaranteed.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from jax_paged.validation import expect
+
+from .decoder import Decoder
+from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
+from .generate import PAGE_SIZE, as_tokens, check_count, create_state, uninterrupted
+from .prefix_cache import CacheCounts, PrefixCache
+from .request import OnTokens, Request, Sampling
+from .sample import Sampler
+from .scheduler import Feed, Scheduler
+from .speculate import look_up
+from .steps import chunk_size
+
+__all__ = ["Engine", "Request"]
+
+
+class Engine:
+    """Serves requests on a model, from a pool of pages of its own.
+
+    Args:
+      model: a `Decoder`.
+      num_pages: pages in the pool.
+      max_seqs: most requests that run at once.
+      pages_per_seq: most pages of a request; None = what the model's context needs, or num_pages.
+      page_size: tokens in a page.
+      max_tokens: most tokens of a step, at least max_seqs · (1 + max_drafts): prompts are fed in
+        chunks that fill a step up.
+      prefix_cache: whether full pages are kept and found again by requests that start alike.
+      max_drafts: guesses per row and step, looked up in the request's own text (`speculate`); the
+        engine then waits for each step, because it guesses from the tokens that came out of it.
+      ahead: steps that are dispatched before the oldest is read back; None = 1, without drafts.
+      progress: whether to show a bar on stderr while compiling, if it is a terminal.
+
+    Raises:
+      ValueError: a size is no integer or out of range.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        num_pages: int,
+        max_seqs: int = 8,
+        pages_per_seq: int | None = None,
+        page_size: int = PAGE_SIZE,
+        max_tokens: int = 256,
+        prefix_cache: bool = True,
+        max_drafts: int = 0,
+        ahead: int | None = None,
+        progress: bool = True,
+    ):
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            check_count(name, value, 1)
+        check_count("max_seqs", max_seqs, 1)
+        check_count("max_drafts", max_drafts, 0)
+        check_count("max_tokens", max_tokens, max_seqs * (1 + max_drafts))
+        ahead = int(max_drafts == 0) if ahead is None else ahead
+        check_count("ahead", ahead, 0)
+        expect(not (ahead and max_drafts), "ahead", "0 with max_drafts", ahead)
+        if pages_per_seq is None:
+            pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
+        self.config, self.max_drafts, self.ahead = model.config, max_drafts, ahead
+        self._graph, self._params = nnx.split(model)
+        state = create_state(
+            model, num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
+            page_size=page_size,
+        )  # fmt: skip
+        table = state.table
+        self._device = Device.create(state)
+        salt = repr((model.config, np.dtype(model.dtype).name, state.layout))
+        self._cache = PrefixCache(num_pages, page_size, salt) if prefix_cache else None
+        self._scheduler = Scheduler(
+            num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
+            page_size=page_size, max_tokens=max_tokens, cache=self._cache,
+        )  # fmt: skip
+        self._sizes = _step_sizes(max_seqs * (1 + max_drafts), max_tokens)
+        self._num_holds = max_seqs + -(-max_tokens // page_size)
+        self._nothing = Keeping.create(table, self._num_holds)
+        self._flying: deque[tuple[jax.Array, list[Feed]]] = deque()
+        self._untold: deque[Request] = deque()
+        self._num_requests = self.num_steps = self.num_fed = 0
+        self.num_drafted = self.num_accepted = 0
+        self.compile_seconds = 0.0
+        self._compile(max_seqs, progress)
+
+    # Requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        place: int = 0,
+        stop_tokens: Sequence[int] = (),
+        priority: int = 0,
+        on_tokens: OnTokens | None = None,
+    ) -> Request:
+        """Adds a request; `step`, `run` and `stream` serve it.
+
+        Args:
+          prompt: token ids, at least one.
+          max_new_tokens, temperature, top_k, top_p, seed, stop_tokens: as for `generate`, which
+            gives the same tokens to its prompt number `place`.
+          priority: higher goes first, and may preempt lower.
+          on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
+            a reason (None before) at the end.
+
+        Returns:
+          A `Request`. One that can never fit the context or the pool is refused: it is done,
+          `reason` is "refused" and `detail` says why.
+
+        Raises:
+          ValueError: an option or a token id is out of range.
+        """
+        vocab_size = self.config.vocab_size
+        text = as_tokens("prompt", prompt, vocab_size)
+        check_count("max_new_tokens", max_new_tokens, 0)
+        Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        check_count("place", place, 0)
+        ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
+        request = Request(
+            prompt=text,
+            limit=min(max_new_tokens, max(self.config.context_length - len(text), 0)),
+            stop_tokens=frozenset(ids.tolist()),
+            sampling=Sampling(float(temperature), top_k, top_p, int(seed), int(place)),
+            priority=int(priority),
+            number=self._num_requests,
+            on_tokens=on_tokens,
+        )
+        self._num_requests += 1
+        need = self._scheduler.pages_needed(len(text) + max(request.limit - 1, 0))
+        most = self._scheduler.most_pages
+        if len(text) > self.config.context_length:
+            have = f"the model's context has {self.config.context_length}"
+            self._end(request, "refused", f"{len(text)} prompt tokens, {have}")
+        elif need > most:
+            what = f"{len(text)} prompt and {request.limit} new tokens need {need} pages"
+            self._end(request, "refused", f"{what}, a request can have {most}")
+        elif request.limit == 0:
+            self._end(request, "length")
+        else:
+            self._scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request; its pages are free before the next step. A done one stays as it is."""
+        if not request.is_done:
+            self._scheduler.remove(request)
+            self._end(request, "cancelled")
+
+    def _end(self, request: Request, reason: str, detail: str = "") -> None:
+        request.reason, request.detail = reason, detail
+        request.tell()
+
+    # Serving
+
+    @property
+    def is_idle(self) -> bool:
+        """No request waits or runs."""
+        return not (self._scheduler.waiting or self._scheduler.running)
+
+    def step(self) -> bool:
+        """Dispatches one step and reads back what is due; False if there was nothing to do."""
+        draft = self._draft if self.max_drafts else None
+        feeds = self._scheduler.plan(draft, self.max_drafts)
+        self._keep()
+        if feeds:
+            self._dispatch(feeds)
+        due = len(self._flying) - (self.ahead if feeds else 0)
+        for _ in range(due):
+            self._read_back()
+        while self._untold:
+            self._untold.popleft().tell()
+        return bool(feeds) or due > 0 or not self.is_idle
+
+    def run(self) -> None:
+        """Steps until every request is done."""
+        while self.step():
+            pass
+
+    def stream(self, request: Request) -> Iterator[int]:
+        """The new tokens of a request as they come; steps the engine, so the others go on too."""
+        told = 0
+        while True:
+            while told < len(request.tokens):  # others may step the engine between two tokens
+                yield request.tokens[told]
+                told += 1
+            if request.is_done:
+                return
+            self.step()
+
+    def clear_cache(self) -> None:
+        """Forgets all cached pages that no request uses."""
+        self._scheduler.clear_cache()
+        self._keep()
+
+    # Counters
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row and pages."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a running request had to make room."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that neither a request nor the cache has."""
+        return self._scheduler.num_free
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        """Counters of the prefix cache; all 0 without one."""
+        return self._cache.counts if self._cache else CacheCounts()
+
+    @property
+    def table(self) -> Any:
+        """The page table as the steps dispatched so far leave it; for tests and statistics."""
+        return self._device.state.table
+
+    # The device
+
+    def _compile(self, max_seqs: int, progress: bool) -> None:
+        start = time.perf_counter()
+        self._steps = {}
+        with tqdm(
+            total=len(self._sizes) + 1, desc="compiling", unit=" programs", leave=False,
+            disable=None if progress else True,
+        ) as bar:  # fmt: skip
+            self._keep_program = keep.lower(self._device, self._nothing).compile()
+            bar.update()
+            for size in self._sizes:
+                plan = StepPlan.create(max_seqs, size)
+                self._steps[size] = step.lower(
+                    self._graph, self._params, self._device, plan, max_drafts=self.max_drafts
+                ).compile()
+                bar.update()
+        self.compile_seconds = time.perf_counter() - start
+
+    def _draft(self, request: Request, most: int) -> list[int]:
+        return look_up(request.known(0, request.num_known), most)
+
+    def _keep(self) -> None:
+        """Sends the scheduler's orders to the device, in as many calls as they fill."""
+        orders = self._scheduler.take_orders()
+        holds, evictions = orders.holds, orders.evictions
+        size = self._num_holds
+        while len(holds) > size:
+            self._send_keeping(_keeping(self._nothing, holds[:size], [], [], []))
+            holds = holds[size:]
+        releases, adoptions = orders.releases, orders.adoptions
+        while len(evictions) > size:
+            self._send_keeping(_keeping(self._nothing, holds, releases, evictions[:size], []))
+            holds, releases, evictions = [], [], evictions[size:]
+        if holds or releases or evictions or adoptions:
+            self._send_keeping(_keeping(self._nothing, holds, releases, evictions, adoptions))
+
+    def _send_keeping(self, keeping: Keeping) -> None:
+        with uninterrupted():
+            self._device = self._keep_program(self._device, keeping)
+
+    def _dispatch(self, feeds: list[Feed]) -> None:
+        feeds.sort(key=lambda feed: feed.row)
+        num_tokens = sum(feed.num_tokens for feed in feeds)
+        size = next(size for size in self._sizes if size >= num_tokens)
+        plan = _plan(feeds, self._nothing.release_rows.shape[0], size)
+        with uninterrupted():
+            self._device, out = self._steps[size](self._params, self._device, plan)
+            self._scheduler.dispatched(feeds)
+            self._flying.append((out, feeds))
+        self.num_steps += 1
+        self.num_fed += num_tokens
+
+    def _read_back(self) -> None:
+        """Takes the tokens of the oldest step on its way; waits for it."""
+        with uninterrupted():
+            out, feeds = self._flying.popleft()
+            tokens = np.asarray(out)
+            if (tokens == FAILED).any():
+                raise RuntimeError("engine: a page operation failed that the host had planned")
+            for feed in feeds:
+                if feed.draws:
+                    self._take(feed, tokens)
+
+    def _take(self, feed: Feed, tokens: np.ndarray) -> None:
+        request = feed.request
+        request.in_flight -= 1
+        if request.is_done:
+            return
+        new = [int(token) for token in tokens[feed.row] if token >= 0]
+        if feed.drafts:
+            wrong = len(feed.drafts) + 1 - len(new)
+            self.num_drafted += len(feed.drafts)
+            self.num_accepted += len(new) - 1
+            if wrong:
+                self._scheduler.cut(request, wrong)
+        request.take(new)
+        self._untold.append(request)
+        self._scheduler.offer(request)
+        if request.is_done:
+            self._scheduler.remove(request)
+
+
+def _step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
+    """The compiled sizes: all rows decoding, then by factors of 4 up to a full step."""
+    sizes = [min(chunk_size(decode_tokens), max_tokens)]
+    while sizes[-1] < max_tokens:
+        sizes.append(min(4 * sizes[-1], max_tokens))
+    return sizes
+
+
+def _keeping(nothing: Keeping, holds, releases, evictions, adoptions) -> Keeping:
+    filled = jax.tree.map(np.copy, nothing)
+    for i, (row, column, entry) in enumerate(holds):
+        filled.hold_rows[i], filled.hold_columns[i] = row, column
+        filled.hold_entries[i] = entry
+    filled.release_rows[: len(releases)] = releases
+    filled.evict_entries[: len(evictions)] = evictions
+    for i, (row, entries, tokens) in enumerate(adoptions):
+        filled.adopt_rows[i], filled.adopt_tokens[i] = row, tokens
+        filled.adopt_entries[i, : len(entries)] = entries
+    return filled
+
+
+def _plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
+    plan = StepPlan.create(max_seqs, size)
+    samplers, end = plan.samplers, 0
+    for feed in feeds:
+        request, row = feed.request, feed.row
+        known = request.known(request.fed, min(request.fed + feed.count, request.num_known))
+        plan.feeds_last[row] = len(known) < feed.count
+        ids = [*known, *[0] * (feed.count - len(known)), *feed.drafts]
+        plan.tokens[end : end + len(ids)] = ids
+        end += len(ids)
+        plan.q_lens[row], plan.num_drafts[row] = len(ids), len(feed.drafts)
+        plan.draws[row] = feed.draws
+        plan.made[row] = len(request.tokens) + request.in_flight
+        sampling = request.sampling
+        samplers.seed[row], samplers.place[row] = sampling.seed, sampling.place
+        samplers.temperature[row] = sampling.temperature
+        samplers.top_k[row] = sampling.top_k or 0
+        samplers.top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
+    return plan

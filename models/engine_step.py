@@ -1,0 +1,192 @@
+"""The compiled programs of the engine: one step of mixed prefill and decode, and page keeping.
+
+Both work on all rows of the state at once, in fixed shapes, and neither waits for the host: what a
+step needs of the step before it (the last tokens, the page ids of cache entries) stays on the
+device. The host plans with page *counts*, which it knows without asking; should it ever be wrong,
+the verbs report it, and `failed` makes every later step say so instead of a token.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_paged import pages
+from jax_paged.pages import PageTable
+from jax_paged.state import KVState
+
+from .sample import RowSamplers
+
+FAILED = -2  # in place of a token: a verb refused what the host had planned
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What lives on the device between steps."""
+
+    state: KVState
+    last: jax.Array  # i32[max_seqs], the token that each row drew last
+    entry_pages: jax.Array  # i32[num_pages], the page of each cache entry
+    failed: jax.Array  # bool[]
+
+    @staticmethod
+    def create(state: KVState) -> "Device":
+        """Takes an empty state over."""
+        return Device(
+            state=state,
+            last=jnp.zeros(state.table.max_seqs, jnp.int32),
+            entry_pages=jnp.full(state.table.num_pages, -1, jnp.int32),
+            failed=jnp.zeros((), jnp.bool_),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """What happens to rows and pages before a step, in this order; -1 takes no part."""
+
+    hold_rows: np.ndarray  # i32[H]: page hold_columns of hold_rows goes into hold_entries
+    hold_columns: np.ndarray  # i32[H]
+    hold_entries: np.ndarray  # i32[H]
+    release_rows: np.ndarray  # i32[max_seqs]
+    evict_entries: np.ndarray  # i32[H]
+    adopt_rows: np.ndarray  # i32[max_seqs], rows that start
+    adopt_entries: np.ndarray  # i32[max_seqs, pages_per_seq], what they start with
+    adopt_tokens: np.ndarray  # i32[max_seqs], room that they reserve beyond it
+
+    @staticmethod
+    def create(table: PageTable, size: int) -> "Keeping":
+        """One that does nothing, for up to `size` = H holds and evictions."""
+        rows, columns = table.page_table.shape
+        none, per_row = np.full(size, -1, np.int32), np.full(rows, -1, np.int32)
+        return Keeping(
+            hold_rows=none,
+            hold_columns=none.copy(),
+            hold_entries=none.copy(),
+            release_rows=per_row,
+            evict_entries=none.copy(),
+            adopt_rows=per_row.copy(),
+            adopt_entries=np.full((rows, columns), -1, np.int32),
+            adopt_tokens=np.zeros(rows, np.int32),
+        )
+
+
+@functools.partial(jax.jit, donate_argnames="device")
+def keep(device: Device, orders: Keeping) -> Device:
+    """Carries out `orders`."""
+    table, entry_pages = device.state.table, device.entry_pages
+    size = entry_pages.shape[0]
+
+    def pages_of(entries):
+        return jnp.where(entries >= 0, entry_pages[jnp.maximum(entries, 0)], -1)
+
+    table, held, status = pages.hold(table, orders.hold_rows, orders.hold_columns)
+    statuses = [status]
+    entries = jnp.where(orders.hold_entries >= 0, orders.hold_entries, size)
+    entry_pages = entry_pages.at[entries].set(held, mode="drop")
+    table, status = pages.release(table, orders.release_rows)
+    statuses.append(status)
+    table, status = pages.unhold(table, pages_of(orders.evict_entries))
+    statuses.append(status)
+    table, status = pages.adopt(table, orders.adopt_rows, pages_of(orders.adopt_entries))
+    statuses.append(status)
+    table, status = pages.reserve(table, orders.adopt_rows, orders.adopt_tokens)
+    statuses.append(status)
+    return dataclasses.replace(
+        device,
+        state=dataclasses.replace(device.state, table=table),
+        entry_pages=entry_pages,
+        failed=device.failed | jnp.any(jnp.concatenate(statuses) != 0),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What a step feeds, row after row in the order of their numbers, and what it draws."""
+
+    tokens: np.ndarray  # i32[T], flat, then padding
+    q_lens: np.ndarray  # i32[max_seqs], tokens of each row, drafts included
+    feeds_last: np.ndarray  # bool[max_seqs]: the row's first token is the one that it drew last
+    draws: np.ndarray  # bool[max_seqs]: the row draws a token behind its last one
+    num_drafts: np.ndarray  # i32[max_seqs], how many of its tokens are guesses, at its end
+    made: np.ndarray  # i32[max_seqs], new tokens so far: the position of the draw
+    samplers: RowSamplers
+
+    @staticmethod
+    def create(max_seqs: int, num_tokens: int) -> "StepPlan":
+        """One that feeds nothing, for up to T = num_tokens tokens."""
+        zeros = np.zeros(max_seqs, np.int32)
+        return StepPlan(
+            tokens=np.zeros(num_tokens, np.int32),
+            q_lens=zeros,
+            feeds_last=np.zeros(max_seqs, np.bool_),
+            draws=np.zeros(max_seqs, np.bool_),
+            num_drafts=zeros.copy(),
+            made=zeros.copy(),
+            samplers=RowSamplers(
+                seed=np.zeros(max_seqs, np.uint32),
+                place=zeros.copy(),
+                temperature=np.zeros(max_seqs, np.float32),
+                top_k=zeros.copy(),
+                top_p=np.ones(max_seqs, np.float32),
+            ),
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "max_drafts"), donate_argnames="device")
+def step(
+    graph: Any, params: Any, device: Device, plan: StepPlan, *, max_drafts: int
+) -> tuple[Device, jax.Array]:
+    """Feeds the tokens of a plan to the model and draws the next ones.
+
+    A row with drafts draws at the token before them and at each of them, and keeps its draws up to
+    the first that differs from the draft behind it; the drafts from there on are cut off again. A
+    draw never depends on the drafts, so the tokens are those that a row without drafts gets. For a
+    guess that is certain (probability 1) this is the rejection rule of speculative sampling: the
+    draft is kept with the probability that the model gives it, else the token comes from what the
+    model leaves for the others.
+
+    Returns:
+      (device, tokens i32[max_seqs, max_drafts + 1]): the new tokens of each row, then -1; all
+      FAILED if the host's plan did not hold.
+    """
+    state = device.state
+    num_rows, size = device.last.shape[0], plan.tokens.shape[0]
+    rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
+    table, reserved = pages.reserve(state.table, rows, plan.q_lens)
+    table, batch, stepped = pages.step_batch(table, rows, plan.q_lens, num_tokens=size)
+    first = jnp.where(plan.feeds_last, batch.cu_q_lens[:-1], size)
+    tokens = jnp.asarray(plan.tokens).at[first].set(device.last, mode="drop")
+
+    column = jnp.arange(max_drafts + 1, dtype=jnp.int32)[None, :]
+    number = (batch.cu_q_lens[1:] - 1 - plan.num_drafts)[:, None] + column
+    number = jnp.clip(number, 0, size - 1)  # flat, of the tokens whose successors are drawn
+    state = dataclasses.replace(state, table=table)
+    logits, state = nnx.merge(graph, params)(tokens, batch, state, logit_rows=number.ravel())
+    samplers = jax.tree.map(lambda x: jnp.repeat(x, max_drafts + 1), plan.samplers)
+    drawn = samplers(logits, (plan.made[:, None] + column).ravel()).reshape(number.shape)
+
+    agrees = (drawn[:, :-1] == tokens[number[:, 1:]]) & (column[:, 1:] <= plan.num_drafts[:, None])
+    kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    table, statuses = state.table, [reserved, stepped]
+    if max_drafts > 0:
+        wrong = plan.num_drafts - kept
+        # The pages of drafts are the row's own, so there is nothing to copy.
+        table, _, status = pages.truncate(table, jnp.where(wrong > 0, rows, -1), wrong)
+        statuses.append(status)
+    failed = device.failed | jnp.any(jnp.stack(statuses) != 0)
+    new = jnp.where((column <= kept[:, None]) & plan.draws[:, None], drawn, -1)
+    newest = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
+    device = dataclasses.replace(
+        device,
+        state=dataclasses.replace(state, table=table),
+        last=jnp.where(plan.draws, newest, device.last),
+        failed=failed,
+    )
+    return device, jnp.where(failed, jnp.int32(FAILED), new)

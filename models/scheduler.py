@@ -1,0 +1,277 @@
+"""Who runs in the next step of the engine, and in which pages: plain Python on the host.
+
+The scheduler never asks the device. It counts pages: each is free, or the own page of one row, or
+the page of a cache entry, whatever the number of rows that share it. From that it knows when a
+reservation will succeed, and what to do when it would not:
+
+- A request starts when all the pages of its prompt are there, and one for each running request to
+  grow into. Requests start in their order (priority, then arrival), nobody overtakes.
+- When a running request needs a page and there is none, the cache gives up pages that nobody uses;
+  then the running request that is last in the order is preempted: its row is released and it waits
+  again, to compute prompt and new tokens anew (what the cache has kept of them is not computed).
+  The first in the order is never preempted and fits the pool, so everything comes to its end.
+- A request of higher priority that waits preempts running ones of lower priority.
+- Decode rows come first, then prefill chunks fill the step up.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Callable
+
+from jax_paged.pages import pages_for
+
+from .prefix_cache import PrefixCache
+from .request import Request
+
+Draft = Callable[[Request, int], list[int]]
+
+
+@dataclasses.dataclass
+class Feed:
+    """Tokens that a request feeds in a step: `count` that exist, then guesses."""
+
+    request: Request
+    row: int
+    count: int
+    drafts: list[int]
+    draws: bool  # whether a token is drawn behind them
+
+    @property
+    def num_tokens(self) -> int:
+        return self.count + len(self.drafts)
+
+
+@dataclasses.dataclass
+class Orders:
+    """What the device must do before the step, see `engine_step.Keeping`."""
+
+    holds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    releases: list[int] = dataclasses.field(default_factory=list)
+    evictions: list[int] = dataclasses.field(default_factory=list)
+    adoptions: list[tuple[int, list[int], int]] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """The waiting and the running requests, and the count of pages.
+
+    Args:
+      num_pages, max_seqs, pages_per_seq, page_size: of the page table.
+      max_tokens: most tokens of a step.
+      cache: the prefix cache, or None.
+    """
+
+    def __init__(
+        self, *, num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int,
+        max_tokens: int, cache: PrefixCache | None,
+    ):  # fmt: skip
+        self.page_size, self.max_tokens, self.cache = page_size, max_tokens, cache
+        self.most_pages = min(num_pages, pages_per_seq)
+        self.num_free = num_pages
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.orders = Orders()
+        self.num_preemptions = 0
+        self._free_rows = list(range(max_seqs))[::-1]
+        self._bumped: set[int] = set()  # requests preempted by the present plan
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or that the cache would give up."""
+        return self.num_free + (self.cache.num_idle if self.cache else 0)
+
+    def pages_needed(self, tokens: int) -> int:
+        """Pages of a row with so many tokens."""
+        return pages_for(tokens, self.page_size)
+
+    def add(self, request: Request) -> None:
+        """Lets a request wait for its turn."""
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, wherever it is; its pages are free or in the cache then."""
+        if request.row is not None:
+            self._leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def take_orders(self) -> Orders:
+        """The orders since the last time."""
+        orders, self.orders = self.orders, Orders()
+        return orders
+
+    def plan(self, draft: Draft | None = None, max_drafts: int = 0) -> list[Feed]:
+        """Chooses what the next step feeds, and gives the orders that must come before it.
+
+        Args:
+          draft: guesses up to so many tokens behind the known ones of a request; None = no guesses.
+          max_drafts: most guesses per request.
+        """
+        feeds: list[Feed] = []
+        room = self.max_tokens
+        self._bumped.clear()
+        for request in sorted(self.running, key=lambda r: r.order):
+            row = request.row
+            if row is None or request.num_to_feed != 1 or request.num_left <= 0:
+                continue  # preempted just now, or with nothing to do
+            if not self._grow(request, request.fed + 1):
+                continue
+            drafts = []
+            if draft is not None and request.in_flight == 0:
+                drafts = self._drafts(request, draft, min(max_drafts, request.num_left - 1))
+            feeds.append(Feed(request, row, 1, drafts, draws=True))
+            room -= feeds[-1].num_tokens
+        prefill = sum(r.num_to_feed for r in self.running if r.num_to_feed > 1)
+        while room > prefill and self._start_one():
+            prefill += self.running[-1].num_to_feed
+        fed = {feed.request.number for feed in feeds}
+        for request in sorted(self.running, key=lambda r: r.order):
+            row, count = request.row, min(room, request.num_to_feed)
+            if row is not None and count > 0 and request.num_left > 0 and request.number not in fed:
+                feeds.append(Feed(request, row, count, [], count == request.num_to_feed))
+                room -= count
+        # A victim of a start above may have been planned already.
+        return [feed for feed in feeds if feed.request.row is not None]
+
+    def dispatched(self, feeds: list[Feed]) -> None:
+        """A step with these feeds has gone to the device."""
+        for feed in feeds:
+            feed.request.fed += feed.num_tokens
+            feed.request.in_flight += feed.draws
+            self.offer(feed.request)
+
+    def cut(self, request: Request, count: int) -> None:
+        """The device has dropped the last `count` tokens of the request's row."""
+        request.fed -= count
+        keep = self.pages_needed(request.fed)
+        self.num_free += len(request.columns) - keep
+        del request.columns[keep:]
+
+    def offer(self, request: Request) -> None:
+        """Puts the full pages of known tokens into the cache."""
+        if self.cache is None or request.row is None:
+            return
+        known = min(request.fed, request.num_known)
+        full = known // self.page_size
+        if full <= request.num_offered:
+            return
+        tokens = request.known(0, full * self.page_size)
+        request.digests = self.cache.digests(tokens, request.digests[:full])
+        for column in range(request.num_offered, full):
+            entry = self.cache.insert(request.digests[column])
+            if entry is not None:
+                request.columns[column] = entry
+                self.orders.holds.append((request.row, column, entry))
+        request.num_offered = full
+
+    def clear_cache(self) -> None:
+        """Gives up all cached pages that no row uses."""
+        if self.cache is not None:
+            self._evict(self.cache.num_idle)
+
+    def _drafts(self, request: Request, draft: Draft, most: int) -> list[int]:
+        """Guesses, in pages that are free after every running request has got one."""
+        spare = max(self.num_available - len(self.running), 0) + len(request.columns)
+        most = min(most, spare * self.page_size - request.fed - 1)
+        drafts = draft(request, most) if most > 0 else []
+        if drafts:
+            self._grow(request, request.fed + 1 + len(drafts))
+        return drafts
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Finds the pages for a row of so many tokens; False if the row had to go instead."""
+        need = self.pages_needed(tokens) - len(request.columns)
+        while self.num_available < need:
+            last = max(self.running, key=lambda r: r.order)
+            self._preempt(last)
+            if last is request:
+                return False
+        self._take(request, need)
+        return True
+
+    def _take(self, request: Request, count: int) -> None:
+        if count > 0:
+            self._evict(count - self.num_free)
+            self.num_free -= count
+            request.columns.extend([-1] * count)
+
+    def _evict(self, count: int) -> None:
+        if self.cache is not None and count > 0:
+            gone = self.cache.evict(count)
+            self.orders.evictions.extend(gone)
+            self.num_free += len(gone)
+
+    def _start_one(self) -> bool:
+        """Starts the first waiting request if there is room for it."""
+        if not self.waiting:
+            return False
+        request = self.waiting[0]
+        # Tokens of a preempted request may still be on their way.
+        if request.in_flight > 0 or request.number in self._bumped:
+            return False
+        entries = self._match(request)
+        need = self.pages_needed(request.num_known) - len(entries)
+        if self.cache is not None:
+            self.cache.acquire(entries)
+        if not self._make_room(request, need):
+            if self.cache is not None:
+                self.cache.release(entries)
+            return False
+        self.waiting.pop(0)
+        self.running.append(request)
+        request.row = self._free_rows.pop()
+        request.columns = list(entries)
+        request.fed = len(entries) * self.page_size
+        request.num_offered = len(entries)
+        self._take(request, need)
+        rest = request.num_known - request.fed
+        self.orders.adoptions.append((request.row, list(entries), rest))
+        if self.cache is not None and request.num_preemptions == 0:
+            request.num_cached = request.fed
+            self.cache.counts.looked_up += request.num_known
+            self.cache.counts.found += request.fed
+        return True
+
+    def _match(self, request: Request) -> list[int]:
+        """The cache entries that the request can start with: at least one token is left to feed."""
+        if self.cache is None:
+            return []
+        tokens = request.known(0, request.num_known)
+        request.digests = self.cache.digests(tokens, request.digests)
+        return self.cache.match(request.digests[: (request.num_known - 1) // self.page_size])
+
+    def _make_room(self, request: Request, need: int) -> bool:
+        """Whether a row and pages are there; preempts rows of lower priority where that helps."""
+
+        def lacks():
+            growth = len(self.running)  # a page for each to grow into
+            return not self._free_rows or self.num_available < need + growth
+
+        if not lacks():
+            return True
+        victims = [r for r in self.running if r.priority < request.priority]
+        hope = self.num_available + sum(len(r.columns) for r in victims)
+        if not victims or hope < need + len(self.running) - len(victims):
+            return False
+        for victim in sorted(victims, key=lambda r: r.order, reverse=True):
+            if not lacks():
+                break
+            self._preempt(victim)
+        return not lacks()
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._bumped.add(request.number)
+        self.add(request)
+
+    def _leave(self, request: Request) -> None:
+        assert request.row is not None
+        self.running.remove(request)
+        self.orders.releases.append(request.row)
+        self._free_rows.append(request.row)
+        own = request.columns.count(-1)
+        self.num_free += own
+        if self.cache is not None:
+            self.cache.release([entry for entry in request.columns if entry >= 0])
+        request.row, request.columns, request.fed, request.num_offered = None, [], 0, 0
