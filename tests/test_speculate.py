@@ -1,0 +1,136 @@
+"""Drafts by n-gram look-up, and that they change the number of steps and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_paged.models import Decoder, generate, score
+from jax_paged.models.engine import Engine
+from jax_paged.models.engine_step import Device, StepPlan, step
+from jax_paged.models.generate import create_state
+from jax_paged.models.parameters import random_source
+from jax_paged.models.speculate import look_up
+from jax_paged.models.testing import small_config
+
+CONFIG = small_config("qwen3", vocab_size=16, head_dim=8, max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Decoder(CONFIG, random_source(CONFIG, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2, 3], 2, [4, 1]),
+        ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3]),
+        ([1, 2, 5, 1, 2, 6, 1, 2], 1, [6]),  # the last place
+        ([3, 2, 5, 9, 2, 7, 3, 2], 1, [5]),  # two tokens that agree before one
+        ([1, 1, 1], 3, [1]),
+        ([1, 2, 3], 3, []),
+        ([4], 3, []),
+        ([5, 5], 0, []),
+    ],
+)
+def test_look_up_finds_what_followed_the_longest_end(tokens, most, expected):
+    assert look_up(tokens, most) == expected
+
+
+def test_look_up_agrees_with_a_plain_search():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        text = rng.integers(0, 4, int(rng.integers(1, 30))).tolist()
+        expected = []
+        for size in (3, 2, 1):
+            starts = [i for i in range(len(text) - size) if text[i : i + size] == text[-size:]]
+            if starts and not expected:
+                expected = text[starts[-1] + size :][:5]
+        assert look_up(text, 5) == expected
+
+
+@pytest.fixture(scope="module")
+def one_step(model):
+    """Feeds a row a token and drafts, once per seed; gives what it drew and the row's length."""
+    graph, params = nnx.split(model)
+    rows, prompt, most = 4, [1, 2], 3
+
+    def run(drafts, seeds, temperature, made=0):
+        out, lens = [], []
+        for start in range(0, len(seeds), rows):
+            some = seeds[start : start + rows]
+            state = create_state(model, num_pages=32, max_seqs=rows, pages_per_seq=8, page_size=4)
+            plan = StepPlan.create(rows, 32)
+            fed = [*prompt, *drafts]
+            for row, seed in enumerate(some):
+                plan.tokens[row * len(fed) : (row + 1) * len(fed)] = fed
+                plan.q_lens[row], plan.num_drafts[row] = len(fed), len(drafts)
+                plan.draws[row], plan.made[row] = True, made
+                plan.samplers.seed[row] = seed
+                plan.samplers.temperature[row] = temperature
+            device, tokens = step(graph, params, Device.create(state), plan, max_drafts=most)
+            out += [[t for t in new if t >= 0] for new in np.asarray(tokens)[: len(some)].tolist()]
+            lens += np.asarray(device.state.table.seq_lens)[: len(some)].tolist()
+            assert not bool(device.failed)
+        return out, lens
+
+    return run
+
+
+def test_greedy_drafts_are_kept_up_to_the_first_that_differs(model, one_step):
+    state = create_state(model, num_pages=8, max_seqs=1, pages_per_seq=8, page_size=4)
+    right = generate(model, [[1, 2]], max_new_tokens=4, state=state).tokens[0]
+    for kept in range(4):
+        drafts = right[:3]
+        if kept < 3:
+            drafts[kept] = (drafts[kept] + 1) % 16
+        (new,), (length,) = one_step(drafts, [0], 0.0)
+        assert new == right[: kept + 1]
+        assert length == 2 + kept  # the drafts that were wrong are cut off again
+
+
+def test_a_draft_is_kept_as_often_as_the_model_would_draw_it(model, one_step):
+    """The distribution of the first token is the model's, whatever is drafted."""
+    seeds = list(range(2000))
+    plain, _ = one_step([], seeds, 1.0)
+    counts = np.bincount([new[0] for new in plain], minlength=16)
+    likely = int(counts.argmax())
+    logits = score(model, [1, 2])[-1]
+    expected = np.asarray(jax.nn.softmax(jnp.asarray(logits))) * len(seeds)
+    for draft in (likely, int(counts.argmin())):
+        drafted, lens = one_step([draft], seeds, 1.0)
+        first = np.bincount([new[0] for new in drafted], minlength=16)
+        # 15 degrees of freedom: chi² beyond 45 has a chance below 1e-4.
+        assert ((first - expected) ** 2 / expected).sum() < 45
+        kept = [len(new) == 2 for new in drafted]
+        assert kept == [new[0] == draft for new in drafted]
+        assert lens == [3 if k else 2 for k in kept]
+
+
+def test_draws_do_not_depend_on_the_drafts(one_step):
+    seeds = list(range(40))
+    plain, _ = one_step([], seeds, 1.0)
+    for drafts in ([3], [3, 3, 3], [9, 1]):
+        drafted, _ = one_step(drafts, seeds, 1.0)
+        assert [new[0] for new in drafted] == [new[0] for new in plain]
+
+
+def test_text_that_repeats_takes_fewer_steps_and_is_the_same(model):
+    prompt, new = [3, 1, 4, 1, 5] * 4, 40
+    steps, tokens = [], []
+    for max_drafts in (0, 3):
+        engine = Engine(
+            model, num_pages=32, max_seqs=2, page_size=4, max_tokens=32, max_drafts=max_drafts
+        )
+        greedy = engine.submit(prompt, max_new_tokens=new)
+        drawn = engine.submit(prompt, max_new_tokens=new, temperature=0.3, seed=2)
+        engine.run()
+        steps.append(engine.num_steps)
+        tokens.append((greedy.tokens, drawn.tokens))
+        engine.clear_cache()
+        assert engine.num_free_pages == int(engine.table.num_free) == 32
+    assert tokens[0] == tokens[1]
+    assert steps[1] < steps[0]
+    assert 0 < engine.num_accepted <= engine.num_drafted
