@@ -1,4 +1,4 @@
-"""The command line: `jax-paged generate` and `jax-paged eval`.
+"""The command line: `jax-paged generate`, `jax-paged eval` and `jax-paged bench-serve`.
 
 stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
 line on stderr and exit code 2, Ctrl-C is exit code 130.
@@ -18,7 +18,11 @@ import jax
 from tqdm import tqdm
 
 from jax_paged.pages import pages_for
+from jax_paged.state import KVState
 
+from . import bench_serve
+from .batch import generate_many
+from .decoder import Decoder
 from .evaluate import evaluate
 from .generate import PAGE_SIZE, Generation, check_count, create_state, generate, uninterrupted
 from .sample import Sampler
@@ -106,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         "--stride", type=int, metavar="N",
         help="tokens between the windows of a longer text (default: half the context)",
     )  # fmt: skip
+
+    three = commands.add_parser(
+        "bench-serve", help="measure serving", description=bench_serve.DESCRIPTION
+    )
+    three.set_defaults(run=bench_serve.run)
+    _add_model(three)
+    bench_serve.add_options(three)
     return parser
 
 
@@ -171,24 +182,28 @@ def _generate(options: argparse.Namespace) -> int:
             texts = [tokenizer.apply_chat([{"role": "user", "content": p}]) for p in prompts]
         else:
             texts = [tokenizer.encode(prompt) for prompt in prompts]
-        state = None
-        if options.pages is not None:
-            state = create_state(
-                model,
-                num_pages=options.pages,
-                max_seqs=len(prompts),
-                pages_per_seq=min(options.pages, pages_for(config.context_length, PAGE_SIZE)),
-            )
         streams = [TextStream(tokenizer.decode, text) for text in texts]
         printer = _Printer(out, prompts, streams, options.json)
-        result = generate(
-            model, texts, max_new_tokens=options.max_new_tokens, stop_tokens=sorted(stops),
-            state=state, on_tokens=printer.take, **sampling,
-        )  # fmt: skip
+        sampling |= {
+            "max_new_tokens": options.max_new_tokens, "stop_tokens": sorted(stops),
+            "on_tokens": printer.take,
+        }  # fmt: skip
+        if len(texts) > 1:
+            result = generate_many(model, texts, num_pages=options.pages, **sampling)
+        else:  # one program for the whole loop, without a step's trip to the host
+            result = generate(model, texts, state=_state(model, options.pages), **sampling)
         with uninterrupted():
             printer.finish(result)
     _report(result)
     return _INTERRUPTED if "interrupted" in result.stop_reasons else 0
+
+
+def _state(model: Decoder, num_pages: int | None) -> KVState | None:
+    """Pages for one prompt, if their number is given."""
+    if num_pages is None:
+        return None
+    most = pages_for(model.config.context_length, PAGE_SIZE)
+    return create_state(model, num_pages=num_pages, max_seqs=1, pages_per_seq=min(num_pages, most))
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -331,7 +346,10 @@ def _report(result: Generation) -> None:
             print(f"{where} stopped early: {_WHY[reason]}", file=sys.stderr)
     new_tokens = sum(map(len, result.tokens))
     rates = []
-    for name, count in (("prefill", result.prefill_tokens), ("decode", new_tokens)):
+    counts = {"prefill": result.prefill_tokens, "decode": new_tokens}
+    if "serve" in result.seconds:
+        counts = {"serve": result.prefill_tokens + new_tokens}
+    for name, count in counts.items():
         seconds = result.seconds[name]
         rate = f" ({count / seconds:.1f} tokens/s)" if seconds > 0 else ""
         rates.append(f"{name}: {count} tokens in {seconds:.2f} s{rate}")

@@ -14,13 +14,13 @@ the device works. docs/serving.md tells what is guaranteed.
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from jax_paged.state import KVState
 from jax_paged.validation import expect
 
 from .decoder import Decoder
@@ -248,9 +248,14 @@ class Engine:
         return self._cache.counts if self._cache else CacheCounts()
 
     @property
-    def table(self) -> Any:
-        """The page table as the steps dispatched so far leave it; for tests and statistics."""
-        return self._device.state.table
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self._device.state.table.num_pages
+
+    @property
+    def state(self) -> KVState:
+        """The pages and their table after the steps so far; good until the next step takes it."""
+        return self._device.state
 
     # The device
 

@@ -18,6 +18,7 @@ from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 from jax_paged.validation import expect
 
+from .config import DecoderConfig
 from .decoder import Decoder
 from .sample import Sampler
 from .steps import Progress, Reason, admit, decode, plan_chunks, prefill
@@ -102,12 +103,7 @@ def generate(
         model or has fewer free rows than there are prompts. The state is untouched then.
     """
     config = model.config
-    texts = [
-        as_tokens(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(as_prompts(prompts))
-    ]
-    for i, text in enumerate(texts):
-        length = f"at most context_length={config.context_length} tokens"
-        expect(len(text) <= config.context_length, f"prompts[{i}]", length, len(text))
+    texts = as_texts(prompts, config)
     check_count("max_new_tokens", max_new_tokens, 0)
     check_count("chunk", chunk, 1)
     sampler = Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -129,11 +125,15 @@ def generate(
     return run.result()
 
 
-def as_prompts(prompts: Any) -> Sequence[Any]:
-    """Checks that there are prompts, and that they are not one text or one list of ids."""
+def as_texts(prompts: Any, config: DecoderConfig) -> list[np.ndarray]:
+    """The prompts as i32 arrays, checked against the model's vocabulary and context."""
     ok = not isinstance(prompts, str) and len(prompts) > 0
     expect(ok, "prompts", "at least one list of token ids", repr(prompts))
-    return prompts
+    texts = [as_tokens(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(prompts)]
+    for i, text in enumerate(texts):
+        length = f"at most context_length={config.context_length} tokens"
+        expect(len(text) <= config.context_length, f"prompts[{i}]", length, len(text))
+    return texts
 
 
 def as_tokens(name: str, tokens: Any, vocab_size: int, least: int = 1) -> np.ndarray:

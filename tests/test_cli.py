@@ -112,6 +112,27 @@ def test_several_prompts_come_in_order_under_their_names(run, loaded, tmp_path):
     assert out == expected
 
 
+def test_several_prompts_share_a_pool_that_is_too_small_for_all(run, loaded):
+    prompts = ["Hello", "you", "there", "x" * 30]
+    flags = ["--json", "--temperature", 1.0, "--seed", 4, "--pages", 2, *LENGTH]
+    code, out, err = run("generate", *prompts, *flags)
+    assert code == 0
+    model, config, tokenizer = loaded
+    together = generate(
+        model, [tokenizer.encode(prompt) for prompt in prompts], max_new_tokens=NEW,
+        temperature=1.0, seed=4, stop_tokens=config.eos_token_ids,
+    )  # fmt: skip
+    entries = [json.loads(line) for line in out.splitlines()]
+    assert [entry["tokens"] for entry in entries] == [
+        *together.tokens[:3],
+        together.tokens[3][:3],  # 30 + 3 - 1 = 32
+    ]
+    reasons = [entry["stop_reason"] for entry in entries]
+    assert reasons == [*together.stop_reasons[:3], "row_full"]
+    assert "prompt 4 of 4 stopped early: row_full" in err
+    assert "serve: " in err
+
+
 def test_prompts_come_from_stdin(run, loaded, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
     _, out, _ = run("generate", "--file", "-", *LENGTH)
@@ -384,7 +405,7 @@ def test_eval_refuses_bad_input(run, tmp_path, content, arguments, parts):
     assert_one_line_error(run("eval", file, *arguments), *parts)
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["eval"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["eval"], ["bench-serve"]])
 def test_help_is_there(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command, "--help"])

@@ -68,7 +68,7 @@ def alone(model):
 def assert_empty(engine: Engine) -> None:
     """Every page is free, and the host counts as the device does."""
     assert engine.is_idle
-    table = jax.device_get(engine.table)
+    table = jax.device_get(engine.state.table)
     assert not table.is_live.any()
     assert not table.ref_counts.any()
     assert int(table.num_free) == table.num_pages == engine.num_free_pages
@@ -327,7 +327,7 @@ def test_nothing_compiles_while_serving_and_no_pool_is_copied(make):
         patch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
         submit_all(engine, **SAMPLED)
         engine.run()
-    pool = engine._device.state.k_pages
+    pool = engine.state.k_pages
     for program in [engine._keep_program, *engine._steps.values()]:
         assert pool_sized_ops(program, pool) == []
         assert "callback" not in program.as_text()
@@ -350,6 +350,7 @@ def test_a_broken_plan_is_an_error_not_a_token(make):
     with pytest.raises(RuntimeError, match="a page operation failed"):
         engine.run()
     assert len(request.tokens) == 1  # from the step before
+    engine._flying.clear()
     engine._device = dataclasses.replace(engine._device, failed=jax.numpy.zeros((), bool))
     engine.cancel(request)
     engine.run()

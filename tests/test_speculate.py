@@ -130,7 +130,7 @@ def test_text_that_repeats_takes_fewer_steps_and_is_the_same(model):
         steps.append(engine.num_steps)
         tokens.append((greedy.tokens, drawn.tokens))
         engine.clear_cache()
-        assert engine.num_free_pages == int(engine.table.num_free) == 32
+        assert engine.num_free_pages == int(engine.state.table.num_free) == 32
     assert tokens[0] == tokens[1]
     assert steps[1] < steps[0]
     assert 0 < engine.num_accepted <= engine.num_drafted
