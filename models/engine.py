@@ -187,14 +187,15 @@ class Engine:
 
     def step(self) -> bool:
         """Dispatches one step and reads back what is due; False if there was nothing to do."""
-        draft = self._draft if self.max_drafts else None
-        feeds = self._scheduler.plan(draft, self.max_drafts)
-        self._keep()
-        if feeds:
-            self._dispatch(feeds)
-        due = len(self._flying) - (self.ahead if feeds else 0)
-        for _ in range(due):
-            self._read_back()
+        with uninterrupted():  # or host and device would no longer agree
+            draft = self._draft if self.max_drafts else None
+            feeds = self._scheduler.plan(draft, self.max_drafts)
+            self._keep()
+            if feeds:
+                self._dispatch(feeds)
+            due = len(self._flying) - (self.ahead if feeds else 0)
+            for _ in range(due):
+                self._read_back()
         while self._untold:
             self._untold.popleft().tell()
         return bool(feeds) or due > 0 or not self.is_idle
@@ -217,8 +218,9 @@ class Engine:
 
     def clear_cache(self) -> None:
         """Forgets all cached pages that no request uses."""
-        self._scheduler.clear_cache()
-        self._keep()
+        with uninterrupted():
+            self._scheduler.clear_cache()
+            self._keep()
 
     # Counters
 
@@ -295,31 +297,28 @@ class Engine:
             self._send_keeping(_keeping(self._nothing, holds, releases, evictions, adoptions))
 
     def _send_keeping(self, keeping: Keeping) -> None:
-        with uninterrupted():
-            self._device = self._keep_program(self._device, keeping)
+        self._device = self._keep_program(self._device, keeping)
 
     def _dispatch(self, feeds: list[Feed]) -> None:
         feeds.sort(key=lambda feed: feed.row)
         num_tokens = sum(feed.num_tokens for feed in feeds)
         size = next(size for size in self._sizes if size >= num_tokens)
         plan = _plan(feeds, self._nothing.release_rows.shape[0], size)
-        with uninterrupted():
-            self._device, out = self._steps[size](self._params, self._device, plan)
-            self._scheduler.dispatched(feeds)
-            self._flying.append((out, feeds))
+        self._device, out = self._steps[size](self._params, self._device, plan)
+        self._scheduler.dispatched(feeds)
+        self._flying.append((out, feeds))
         self.num_steps += 1
         self.num_fed += num_tokens
 
     def _read_back(self) -> None:
         """Takes the tokens of the oldest step on its way; waits for it."""
-        with uninterrupted():
-            out, feeds = self._flying.popleft()
-            tokens = np.asarray(out)
-            if (tokens == FAILED).any():
-                raise RuntimeError("engine: a page operation failed that the host had planned")
-            for feed in feeds:
-                if feed.draws:
-                    self._take(feed, tokens)
+        out, feeds = self._flying.popleft()
+        tokens = np.asarray(out)
+        if (tokens == FAILED).any():
+            raise RuntimeError("engine: a page operation failed that the host had planned")
+        for feed in feeds:
+            if feed.draws:
+                self._take(feed, tokens)
 
     def _take(self, feed: Feed, tokens: np.ndarray) -> None:
         request = feed.request
@@ -373,7 +372,7 @@ def _plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
         plan.tokens[end : end + len(ids)] = ids
         end += len(ids)
         plan.q_lens[row], plan.num_drafts[row] = len(ids), len(feed.drafts)
-        plan.draws[row] = feed.draws
+        plan.lengths[row], plan.draws[row] = request.fed, feed.draws
         plan.made[row] = len(request.tokens) + request.in_flight
         sampling = request.sampling
         samplers.seed[row], samplers.place[row] = sampling.seed, sampling.place

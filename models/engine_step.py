@@ -3,7 +3,8 @@
 Both work on all rows of the state at once, in fixed shapes, and neither waits for the host: what a
 step needs of the step before it (the last tokens, the page ids of cache entries) stays on the
 device. The host plans with page *counts*, which it knows without asking; should it ever be wrong,
-the verbs report it, and `failed` makes every later step say so instead of a token.
+a verb reports it or a row's length tells it, and `failed` makes that step and every later one say
+so instead of a token.
 """
 
 import dataclasses
@@ -112,6 +113,7 @@ class StepPlan:
 
     tokens: np.ndarray  # i32[T], flat, then padding
     q_lens: np.ndarray  # i32[max_seqs], tokens of each row, drafts included
+    lengths: np.ndarray  # i32[max_seqs], what a row that feeds has before the step: a check
     feeds_last: np.ndarray  # bool[max_seqs]: the row's first token is the one that it drew last
     draws: np.ndarray  # bool[max_seqs]: the row draws a token behind its last one
     num_drafts: np.ndarray  # i32[max_seqs], how many of its tokens are guesses, at its end
@@ -125,6 +127,7 @@ class StepPlan:
         return StepPlan(
             tokens=np.zeros(num_tokens, np.int32),
             q_lens=zeros,
+            lengths=zeros.copy(),
             feeds_last=np.zeros(max_seqs, np.bool_),
             draws=np.zeros(max_seqs, np.bool_),
             num_drafts=zeros.copy(),
@@ -159,6 +162,7 @@ def step(
     state = device.state
     num_rows, size = device.last.shape[0], plan.tokens.shape[0]
     rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
+    as_planned = (rows == -1) | (state.table.seq_lens == plan.lengths)
     table, reserved = pages.reserve(state.table, rows, plan.q_lens)
     table, batch, stepped = pages.step_batch(table, rows, plan.q_lens, num_tokens=size)
     first = jnp.where(plan.feeds_last, batch.cu_q_lens[:-1], size)
@@ -180,7 +184,7 @@ def step(
         # The pages of drafts are the row's own, so there is nothing to copy.
         table, _, status = pages.truncate(table, jnp.where(wrong > 0, rows, -1), wrong)
         statuses.append(status)
-    failed = device.failed | jnp.any(jnp.stack(statuses) != 0)
+    failed = device.failed | jnp.any(jnp.stack(statuses) != 0) | ~jnp.all(as_planned)
     new = jnp.where((column <= kept[:, None]) & plan.draws[:, None], drawn, -1)
     newest = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
     device = dataclasses.replace(
