@@ -59,6 +59,8 @@ inline void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, 
       return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<Float16*>(out));
     case Dtype::kFloat32:
       return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<float*>(out));
+    default:  // 8-bit: not a dtype of outputs
+      return;
   }
 }
 

@@ -46,6 +46,8 @@ const char* emulate_merge_states(const char* out_a, const float* lse_a, const ch
         return cuda::MergeThread<jax_paged::Float16>(args);
       case Dtype::kFloat32:
         return cuda::MergeThread<float>(args);
+      default:  // 8-bit: not a dtype of outputs
+        return;
     }
   });
   return error.c_str();

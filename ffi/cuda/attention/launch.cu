@@ -89,8 +89,9 @@ cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits
       return LaunchAs<Float16>(stream, limits, args);
     case Dtype::kFloat32:
       return LaunchSimt<float>(stream, limits, args);
+    default:  // 8-bit: not a dtype of queries
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_paged::cuda

@@ -36,6 +36,8 @@ cudaError_t LaunchMergeStates(cudaStream_t stream, Dtype dtype, const MergeCall&
     case Dtype::kFloat32:
       MergeStatesKernel<float><<<grid, kMergeThreads, /*smem=*/0, stream>>>(args);
       break;
+    default:  // 8-bit: not a dtype of outputs
+      return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
 }
