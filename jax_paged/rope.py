@@ -5,6 +5,7 @@ With style "half" (NeoX, Llama, Qwen) dimension i turns together with i + rotary
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -82,17 +83,86 @@ def yarn_attention_factor(
     return sharpen(1.0)
 
 
+def dynamic_frequencies(
+    head_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    original_context: int,
+    length: Int[Array, "..."] | int,
+) -> Float[Array, "... half"]:
+    """Dynamic NTK: `inverse_frequencies` of a theta that grows with the length of the text.
+
+    theta · (factor · length / original_context − (factor − 1)) ** (head_dim / (head_dim − 2)) where
+    length is beyond original_context, theta up to it. All keys of a row must have been turned with
+    the same theta: turn them again, or take the longest length that the row will reach.
+
+    Args:
+      length: tokens of the row, or of each token's row; may be traced.
+
+    Returns:
+      f32[..., head_dim / 2] for `rope_tables`.
+    """
+    length = jnp.maximum(jnp.asarray(length).astype(jnp.float32), jnp.float32(original_context))
+    stretch = jnp.float32(factor / original_context) * length - jnp.float32(factor - 1)
+    # log2 theta rather than theta: a power of a power, rounded once.
+    log_theta = jnp.float32(math.log2(theta)) + jnp.float32(head_dim / (head_dim - 2)) * jnp.log2(
+        stretch
+    )
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / jnp.float32(head_dim)
+    return jnp.exp2(-log_theta[..., None] * exponents.reshape((1,) * log_theta.ndim + (-1,)))
+
+
+def longrope_frequencies(
+    frequencies: np.ndarray,
+    *,
+    short_factor: Sequence[float],
+    long_factor: Sequence[float],
+    original_context: int,
+    length: Int[Array, "..."] | int,
+) -> Float[Array, "... half"]:
+    """LongRoPE (Ding et al. 2024): one divisor per dimension, searched for short and long texts.
+
+    frequencies / short_factor for lengths up to original_context, / long_factor beyond it; of
+    `length` the same holds as in `dynamic_frequencies`. The tables are also to be multiplied with
+    `longrope_attention_factor`.
+    """
+    for name, divisors in (("short_factor", short_factor), ("long_factor", long_factor)):
+        if len(divisors) != len(frequencies):
+            raise ValueError(
+                f"{name}: expected {len(frequencies)} numbers, one per frequency, "
+                f"got {len(divisors)}"
+            )
+    short, long = (
+        jnp.asarray(frequencies / np.asarray(divisors, np.float64), jnp.float32)
+        for divisors in (short_factor, long_factor)
+    )
+    is_long = (jnp.asarray(length) > original_context)[..., None]
+    one_row = (1,) * (is_long.ndim - 1) + (-1,)
+    return jnp.where(is_long, long.reshape(one_row), short.reshape(one_row))
+
+
+def longrope_attention_factor(factor: float, original_context: int) -> float:
+    """What LongRoPE multiplies cos and sin by, for a context `factor` times the original one."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_context))
+
+
 def rope_tables(
-    positions: Int[Array, "tokens"], frequencies: np.ndarray, scale: float = 1.0
+    positions: Int[Array, "tokens"],
+    frequencies: np.ndarray | Float[Array, "... half"],
+    scale: float = 1.0,
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-    """(cos, sin) of position · frequency, times scale: f32[tokens, head_dim / 2] each.
+    """(cos, sin) of position · frequency, times scale: f32[tokens, rotary_dim / 2] each.
+
+    frequencies: [rotary_dim / 2] for all tokens, or [tokens, rotary_dim / 2]. Models whose layers
+    differ in theta make a pair of tables for each theta.
 
     >>> cos, sin = rope_tables(jnp.array([0, 1]), inverse_frequencies(4, 1e4))
     >>> print(cos.shape, cos[0], sin[0])
     (2, 2) [1. 1.] [0. 0.]
     """
-    per_position = jnp.asarray(frequencies, jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * per_position[None, :]
+    per_position = jnp.atleast_2d(jnp.asarray(frequencies, jnp.float32))
+    angles = positions.astype(jnp.float32)[:, None] * per_position
     return jnp.cos(angles) * jnp.float32(scale), jnp.sin(angles) * jnp.float32(scale)
 
 

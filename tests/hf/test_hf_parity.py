@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_paged import rope
 from jax_paged.models import default_checkpoint, load_checkpoint
 from jax_paged.models.testing import Stepper
 
@@ -255,3 +256,33 @@ def test_the_smollm2_tokenizer_and_template_match_transformers(smollm):
     messages = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Yes?"}]
     expected = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert tokenizer.apply_chat(messages) == list(expected["input_ids"])
+
+
+@pytest.mark.parametrize("length", [32, 64, 65, 400])
+def test_length_dependent_rope_tables_match_transformers(transformers, length):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    short, long = np.linspace(1, 1.5, 16).tolist(), np.linspace(1, 12, 16).tolist()
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 64}
+
+    def theirs(context, **options):
+        rope = {"rope_theta": 1e4, "factor": 4.0, "rope_type": "longrope"} | options
+        config = transformers.LlamaConfig(
+            **(sizes | {"max_position_embeddings": context}), rope_parameters=rope
+        )
+        tables, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu", seq_len=length)
+        return tables.numpy(), scale
+
+    tables, scale = theirs(64, rope_type="dynamic")
+    ours = rope.dynamic_frequencies(32, 1e4, factor=4.0, original_context=64, length=length)
+    np.testing.assert_allclose(ours, tables, rtol=1e-5)
+    assert scale == 1.0
+    tables, scale = theirs(
+        256, short_factor=short, long_factor=long, original_max_position_embeddings=64
+    )
+    ours = rope.longrope_frequencies(
+        rope.inverse_frequencies(32, 1e4),
+        short_factor=short, long_factor=long, original_context=64, length=length,
+    )  # fmt: skip
+    np.testing.assert_allclose(ours, tables, rtol=1e-5)
+    assert rope.longrope_attention_factor(4.0, 64) == pytest.approx(scale)
