@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
@@ -314,21 +314,8 @@ def _call(spec: AttentionSpec, *operands):
 
 @functools.cache
 def _batched(spec: AttentionSpec):
-    """`_call` with a batching rule: one call after another over the mapped axis."""
-    call = custom_vmap(functools.partial(_call, spec))
-
-    @call.def_vmap
-    def rule(axis_size, in_batched, *operands):
-        def one(mapped):
-            mapped = iter(mapped)
-            return call(
-                *(next(mapped) if b else x for x, b in zip(operands, in_batched, strict=True))
-            )
-
-        mapped = [x for x, b in zip(operands, in_batched, strict=True) if b]
-        return jax.lax.map(one, mapped), (True, True)
-
-    return call
+    """`_call` that vmap runs one call after another."""
+    return sequential_vmap(functools.partial(_call, spec))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged import _ffi
@@ -95,7 +95,7 @@ def _moe_experts(implementation, x, gate_up, down, experts, weights, live):
 
 @functools.cache
 def _batched(implementation: Implementation):
-    @custom_vmap
+    @sequential_vmap
     def call(*operands):
         (out,) = _ffi.ffi_call(
             TARGET,
@@ -108,18 +108,6 @@ def _batched(implementation: Implementation):
             reference=lambda *operands: (_reference(*operands),),
         )
         return out
-
-    @call.def_vmap
-    def one_after_another(axis_size, in_batched, *operands):
-        mapped = [x for x, b in zip(operands, in_batched, strict=True) if b]
-
-        def one(mapped):
-            mapped = iter(mapped)
-            return call(
-                *(next(mapped) if b else x for x, b in zip(operands, in_batched, strict=True))
-            )
-
-        return jax.lax.map(one, mapped), True
 
     return _reference if implementation == "reference" else call
 

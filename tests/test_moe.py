@@ -183,3 +183,11 @@ def test_no_array_of_all_experts_is_copied(implementation):
     copies = [line for line in text.splitlines() if f"= {stack}" in line and " copy(" in line]
     assert stack in text
     assert not copies
+
+
+def test_vmap_runs_one_call_after_another():
+    x, *rest = make_case(5, 8, 2)
+    stacked = jnp.stack([x, 2 * x, -x])
+    out = jax.vmap(lambda x: moe_experts(x, *rest))(stacked)
+    for one, expected in zip(stacked, out, strict=True):
+        np.testing.assert_array_equal(moe_experts(one, *rest), expected)

@@ -23,7 +23,6 @@ namespace jax_paged::cpu {
 namespace {
 
 constexpr char kOp[] = "jax_paged.linear";
-constexpr int64_t kBlockBytes = 128 << 10;  // of w: a block stays in L2
 constexpr int64_t kSerialBytes = 64 << 10;  // of w: less is not worth a second thread
 constexpr int64_t kParallelRows = 16;       // of x: fewer are loaded by the caller alone
 
@@ -31,8 +30,7 @@ void Multiply(ffi::ThreadPool& pool, Dtype dtype, Dtype out_dtype, const char* x
               char* out, int64_t num_rows, int64_t depth, int64_t num_columns) {
   const LinearKernels& kernels = ChosenLinearKernels().of[static_cast<int>(dtype)];
   const int64_t row_bytes = depth * ByteWidth(dtype);
-  const int64_t block =
-      Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
+  const int64_t block = LinearBlockColumns(row_bytes);
   const int64_t workers =
       num_columns * row_bytes < kSerialBytes ? 1 : Clamp(pool.num_threads(), 1, 1024);
   const int64_t padded_rows = PadLinearRows(num_rows);

@@ -15,6 +15,12 @@ namespace jax_paged::cpu {
 inline constexpr int64_t kLinearDepth = 1024;  // a tile of 8 rows of so many floats fits L1
 inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
 
+// Columns of w, rows of row_bytes in memory, that one worker takes at once: 128 KiB stay in L2.
+inline int64_t LinearBlockColumns(int64_t row_bytes) {
+  constexpr int64_t kBlockBytes = 128 << 10;
+  return Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
+}
+
 // Rows of the tile that starts at row0 of num_rows; the last one may reach beyond.
 inline int LinearTileRows(int64_t num_rows, int64_t row0) {
   const int64_t rest = num_rows - row0;

@@ -32,8 +32,7 @@ namespace {
 
 constexpr char kOp[] = "jax_paged.moe_experts";
 constexpr int64_t kMaxPairs = 4096;
-constexpr int64_t kBlockBytes = 128 << 10;  // of weights: a block stays in L2
-constexpr int64_t kRowsPerItem = 16;        // that are gathered or added by one worker
+constexpr int64_t kRowsPerItem = 16;  // that are gathered or added by one worker
 
 struct Experts {
   const char* x;
@@ -90,11 +89,6 @@ Pairs SortPairs(const Experts& call, int64_t first_token, int64_t num_tokens) {
   return pairs;
 }
 
-// Rows of weights per item.
-int64_t BlockColumns(int64_t row_bytes) {
-  return Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
-}
-
 void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, int64_t num_tokens) {
   const LinearKernels& kernels = ChosenLinearKernels().of[static_cast<int>(call.dtype)];
   const Pairs pairs = SortPairs(call, first_token, num_tokens);
@@ -104,8 +98,8 @@ void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, in
   const int64_t workers = Clamp(pool.num_threads(), 1, 1024);
   const int64_t x_stride = RoundUp(call.hidden, kPadFloats);
   const int64_t h_stride = RoundUp(call.inner, kPadFloats);
-  const int64_t gate_block = BlockColumns(2 * call.hidden * bytes);
-  const int64_t down_block = BlockColumns(call.inner * bytes);
+  const int64_t gate_block = LinearBlockColumns(2 * call.hidden * bytes);
+  const int64_t down_block = LinearBlockColumns(call.inner * bytes);
   int64_t most_rows = 0;
   for (const Group& group : pairs.groups) {
     const int64_t padded = PadLinearRows(group.num_rows);
