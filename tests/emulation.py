@@ -31,7 +31,8 @@ DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
 
 _POINTERS = (
     "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
-    "sm_scale", "out", "lse", "workspace",
+    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "k_touched", "v_touched", "out", "lse",
+    "workspace",
 )  # fmt: skip
 _SIZES = (
     "num_tokens", "num_q_heads", "max_seqs", "pages_per_seq", "num_layers", "num_pages",
@@ -52,6 +53,7 @@ class EmulatedCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_int32) for name in _OPTIONS),
+        ("soft_cap", ctypes.c_float),
         ("seed", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in CHOICE),
     )
@@ -155,13 +157,14 @@ class Device:
 
 
 def emulate(
-    batch, device: Device = Device(), *, num_kv_splits=0, split_tokens=0, loaded=None,
-    buffers=None,
+    batch, device: Device = Device(), *, sliding_window=None, soft_cap=None, alibi_slopes=None,
+    sinks=None, num_kv_splits=0, split_tokens=0, loaded=None, buffers=None,
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
-    `buffers`: a dict that receives all operands and results, the workspace among them, and what
-    select.h chose (`CHOICE`).
+    `buffers`: a dict that receives all operands and results, the workspace among them, what
+    select.h chose (`CHOICE`), and in `k_touched` and `v_touched`, shaped like the pages, how many
+    bytes of each element a kernel asked for.
     """
     loaded = library() if loaded is None else loaded
     case = batch.case
@@ -185,13 +188,21 @@ def emulate(
         "num_seqs": np.array([batch.num_seqs], np.int32),
         "layer": np.array(0 if batch.layer is None else batch.layer, np.int32),
         "sm_scale": np.array(batch.sm_scale, np.float32),
+        "sliding_window": sliding_window,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
         "out": poisoned((num_tokens, num_q_heads, v_head_dim), batch.q.dtype),
         "lse": poisoned((num_tokens, num_q_heads), np.float32),
         "workspace": poisoned(words, np.float32),
     }
-    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    for name, kind in [("sliding_window", "i4"), ("alibi_slopes", "f4"), ("sinks", "f4")]:
+        if arrays[name] is not None:
+            arrays[name] = np.array(arrays[name], kind)
     if buffers is not None:
-        buffers.update(arrays)
+        for name in ("k", "v"):
+            pages_array = arrays[f"{name}_pages"]
+            arrays[f"{name}_touched"] = np.zeros((*pages_array.shape, pages_array.itemsize), "u1")
+    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}
     call = EmulatedCall(
         **{name: x.ctypes.data for name, x in arrays.items()},
         num_tokens=num_tokens,
@@ -210,6 +221,7 @@ def emulate(
         dtype=DTYPES.index(dtype),
         layout=LAYOUTS.index(case.layout),
         causal=case.causal,
+        soft_cap=soft_cap or 0,
         num_workers=device.num_workers,
         stages=device.stages,
         plan_ctas=device.plan_ctas,
@@ -221,5 +233,8 @@ def emulate(
     if error:
         raise EmulationError(error)
     if buffers is not None:
+        for name in ("k_touched", "v_touched"):
+            arrays[name] = arrays[name].sum(-1)
+        buffers.update(arrays)
         buffers.update((name, getattr(call, name)) for name in CHOICE)
     return arrays["out"], arrays["lse"]

@@ -32,6 +32,7 @@ class Global {
     static_assert(std::is_const_v<U> || !std::is_const_v<T>, "As would drop const");
     return Global<U>(reinterpret_cast<U*>(p_));
   }
+  JAX_PAGED_HOST_DEVICE explicit operator bool() const { return p_ != nullptr; }
   JAX_PAGED_HOST_DEVICE T* get() const { return p_; }
 
  private:

@@ -205,6 +205,7 @@ JAX_PAGED_DEVICE float Exp2(float x) {
   return y;
 }
 JAX_PAGED_DEVICE float Log(float x) { return logf(x); }
+JAX_PAGED_DEVICE float Tanh(float x) { return tanhf(x); }  // tanh.approx has 11 bits
 JAX_PAGED_DEVICE float ReciprocalSqrt(float x) { return rsqrtf(x); }
 JAX_PAGED_DEVICE float Fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // The larger one; the other one where one is NaN.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "emu/state.h"
@@ -55,12 +56,14 @@ void ClearRegions() {
   machine.regions.clear();
 }
 
-void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input) {
+void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input,
+               uint8_t* touched) {
   auto region = std::make_unique<Region>();
   region->name = name;
   region->begin = reinterpret_cast<uintptr_t>(begin);
   region->bytes = bytes;
   region->is_input = is_input;
+  region->touched = touched;
   region->words = nullptr;
   if (!is_input) {
     region->words = static_cast<GlobalWord*>(std::calloc(bytes / 4 + 1, sizeof(GlobalWord)));
@@ -90,6 +93,7 @@ void CheckGlobal(uintptr_t address, const Region* region, int64_t bytes, const c
     Fail(site, std::string(what) + " of " + region->name + " misaligned: byte " +
                    std::to_string(offset) + ", " + std::to_string(bytes) + " wide");
   }
+  if (region->touched) std::memset(region->touched + offset, 1, static_cast<size_t>(bytes));
 }
 
 const char* ReadGlobal(uintptr_t address, const Region* region, int64_t bytes, Cache cache,

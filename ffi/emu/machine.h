@@ -58,12 +58,14 @@ struct Region {
   uintptr_t begin;
   int64_t bytes;
   bool is_input;
+  uint8_t* touched;   // null, or set to 1 for each byte that is asked for
   GlobalWord* words;  // not for inputs; from calloc, so that untouched ones cost nothing
 };
 
 // Buffers of the coming launches. Pointers made before are void after ClearRegions.
 void ClearRegions();
-void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input);
+void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input,
+               uint8_t* touched = nullptr);
 Region* FindRegion(uintptr_t address);
 
 struct LaunchOptions {

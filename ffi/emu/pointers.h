@@ -34,6 +34,8 @@ class Global {
     return {address_, region_};
   }
 
+  explicit operator bool() const { return address_ != 0; }
+
   uintptr_t address() const { return address_; }
   emu::Region* region() const { return region_; }
 

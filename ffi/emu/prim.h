@@ -209,6 +209,7 @@ inline void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
 
 inline float Exp2(float x) { return std::exp2(x); }
 inline float Log(float x) { return std::log(x); }
+inline float Tanh(float x) { return std::tanh(x); }
 inline float ReciprocalSqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float Fma(float a, float b, float c) { return std::fma(a, b, c); }
 inline float Max(float a, float b) { return std::fmax(a, b); }

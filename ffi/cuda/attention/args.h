@@ -67,8 +67,12 @@ struct AttentionArgs {
   Global<const int32_t> num_seqs;    // [1]
   Global<const int32_t> layer;       // scalar
   Global<const float> sm_scale;      // scalar
-  Global<char> out;                  // [num_tokens, num_q_heads, v_head_dim]
-  Global<float> lse;                 // [num_tokens, num_q_heads]
+  // Options; null: not given.
+  Global<const int32_t> sliding_window;  // [1], tokens that a query sees; <= 0: all
+  Global<const float> alibi_slopes;      // [num_q_heads]
+  Global<const float> sinks;             // [num_q_heads]
+  Global<char> out;                      // [num_tokens, num_q_heads, v_head_dim]
+  Global<float> lse;                     // [num_tokens, num_q_heads]
 
   // Workspace.
   Global<float> partial_out;  // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
@@ -105,6 +109,7 @@ struct AttentionArgs {
   int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
   int32_t stages;         // of the decode kernel's rings
   Layout layout;
+  float soft_cap;        // 0: off
   int32_t prefill_rows;  // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;
 

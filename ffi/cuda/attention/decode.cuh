@@ -14,7 +14,7 @@
 //   3. S = Q K^T, softmax in log2, O = O a + P V: O in registers, K and V by ldmatrix; Q in
 //      registers, or in shared memory above head_dim 128
 // The loader runs ahead across segments, so the rings never drain. The page id of a tile is read
-// one tile before its loads are issued.
+// one tile before its loads are issued. Tokens left of the row's window are not read.
 //
 // Pages of layout vllm5d (template argument VLLM5D; page_size a multiple of 8): 16 bytes of a page
 // are 8 dimensions of a token of K, which go to the same place in the ring, or 8 tokens of a
@@ -93,11 +93,13 @@ class DecodeLoader {
   JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {
     const int32_t lane = prim::Opaque(prim::LaneIndex());
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
-    const bool has_token = has_page && FirstToken() + lane % kWarpTokens < segment_.lengths.seq_len;
+    const int32_t token = FirstToken() + lane % kWarpTokens;
+    const bool has_token =
+        has_page && token >= segment_.first_key && token < segment_.lengths.seq_len;
     const uint32_t mask = prim::Ballot(has_token) & 0xffffu;
     if constexpr (VLLM5D) {
       if (lane == 0) prim::Store(token_masks_ + stage, mask);
-      CopyAtoms(args, stage, lane, has_page, has_token);
+      CopyAtoms(args, stage, lane, has_page && (token | 7) >= segment_.first_key, has_token);
       return;
     }
     const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
@@ -135,7 +137,7 @@ class DecodeLoader {
   // VLLM5D. Lane l copies chunks l / 16, l / 16 + 2, ... of token l % 16 of K; of V the 8 tokens
   // around token l % 16 of dimensions l % 8 + l / 16 * 8, 16 more, ...
   JAX_PAGED_DEVICE void CopyAtoms(const AttentionArgs& args, int32_t stage, int32_t lane,
-                                  bool has_page, bool has_token) {
+                                  bool has_atom, bool has_token) {
     const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
     const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
     const int32_t row = lane % kWarpTokens;
@@ -143,7 +145,7 @@ class DecodeLoader {
     const int32_t dim = lane % 8 + chunk * 8;
     int64_t k_offset = 0;
     int64_t v_offset = 0;
-    if (has_page) {
+    if (has_atom) {
       k_offset =
           args.k_strides.Offset(page_id_, kv_head_, slot_ + lane % 8) + chunk * args.k_strides.atom;
       v_offset = args.v_strides.Offset(page_id_, kv_head_, slot_) + dim * args.v_strides.atom;
@@ -157,7 +159,7 @@ class DecodeLoader {
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
       prim::CpAsync16(k_tile + Traits::Offset(row, 2 * i + chunk), k_from + i * k_step, has_token);
       prim::CpAsync16(v_tile + Traits::TransposedOffset(16 * i + dim, row / 8), v_from + i * v_step,
-                      has_page);
+                      has_atom);
     }
   }
 
@@ -273,11 +275,12 @@ JAX_PAGED_DEVICE uint32_t PairMask(uint32_t token_mask, int32_t token) {
   return (token_mask >> token & 1) * 0xffffu | (token_mask >> (token + 1) & 1) * 0xffff0000u;
 }
 
-// One warp tile of 16 tokens. `token_mask` says which of them exist; row r sees those below
-// visible[r].
+// One warp tile of 16 tokens. `token_mask` says which of them exist; `sees_all`, that all rows of
+// the unit see those.
 template <typename T, int HEAD_DIM, bool VLLM5D, typename Queries>
-JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32_t first_token,
-                                 const int32_t (&visible)[2], bool sees_all, float scale,
+JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segment,
+                                 const UnitRows& rows, Shared<char> k_tile, uint32_t token_mask,
+                                 int32_t first_token, bool sees_all, float scale,
                                  const Queries& queries, DecodeState<HEAD_DIM>* state) {
   using Traits = DecodeTraits<HEAD_DIM>;
   const int32_t lane = prim::Opaque(prim::LaneIndex());
@@ -295,14 +298,24 @@ JAX_PAGED_DEVICE void DecodeTile(Shared<char> k_tile, uint32_t token_mask, int32
     prim::Mma<T>(s[1], a, b[2], b[3]);
   }
 
+  if (IsEdited(args)) {
+    JAX_PAGED_UNROLL
+    for (int32_t half = 0; half < 2; ++half) {
+      EditLogits(args, segment, rows, lane / 4 + 8 * half, half, first_token + column, s);
+    }
+  }
   if (token_mask != 0xffffu || !sees_all) {
     JAX_PAGED_UNROLL
-    for (int32_t n = 0; n < 2; ++n) {
+    for (int32_t half = 0; half < 2; ++half) {
+      const KeyRange keys = VisibleKeys(args, segment, rows, lane / 4 + 8 * half);
       JAX_PAGED_UNROLL
-      for (int32_t i = 0; i < 4; ++i) {
-        const int32_t token = n * 8 + column + i % 2;
-        const bool is_seen = (token_mask >> token & 1) && first_token + token < visible[i / 2];
-        if (!is_seen) s[n][i] = kNegativeInfinity;
+      for (int32_t n = 0; n < 2; ++n) {
+        JAX_PAGED_UNROLL
+        for (int32_t i = 0; i < 2; ++i) {
+          const int32_t token = n * 8 + column + i;
+          const bool is_seen = (token_mask >> token & 1) && keys.Contains(first_token + token);
+          if (!is_seen) s[n][2 * half + i] = kNegativeInfinity;
+        }
       }
     }
   }
@@ -463,10 +476,9 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
     queries.Fill(args, segment, rows, scale);
     DecodeState<HEAD_DIM> state;
     state.Clear();
-    const int32_t lane_row = prim::LaneIndex() / 4;
-    const int32_t visible[2] = {VisibleKeys(args, segment, rows, lane_row),
-                                VisibleKeys(args, segment, rows, lane_row + 8)};
-    const int32_t all_visible = VisibleKeys(args, segment, rows, 0);  // to every row of the unit
+    // Every row of the unit sees [first_seen, seen_end).
+    const int32_t first_seen = VisibleKeys(args, segment, rows, rows.count - 1).first;
+    const int32_t seen_end = VisibleKeys(args, segment, rows, 0).end;
     int32_t first_token = segment.first_tile * kTileTokens + warp * kWarpTokens;
     for (int32_t tile = 0; tile < segment.num_tiles; ++tile, first_token += kTileTokens) {
       prim::CpAsyncWait(stages - 2);
@@ -474,8 +486,9 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
       DecodeTile<T, HEAD_DIM, VLLM5D>(
-          ring + stage * Traits::kStageBytes, prim::Load(token_masks + stage), first_token, visible,
-          first_token + kWarpTokens <= all_visible, scale.factor, queries, &state);
+          args, segment, rows, ring + stage * Traits::kStageBytes, prim::Load(token_masks + stage),
+          first_token, first_token >= first_seen && first_token + kWarpTokens <= seen_end,
+          scale.factor, queries, &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);

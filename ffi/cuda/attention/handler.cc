@@ -3,7 +3,6 @@
 
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "common/ffi_checks.h"
 #include "cuda/attention/launch.h"
@@ -33,15 +32,9 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), options, layout_name,
                     num_kv_splits, split_tokens, soft_cap, *out, Shape(*lse), &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  // The kernels have none of the options; jax_paged.attention refuses them at lowering.
-  for (const auto& [name, given] :
-       {std::pair("sliding_window", IsGiven(options.sliding_window)),
-        std::pair("alibi_slopes", IsGiven(options.alibi_slopes)),
-        std::pair("sinks", IsGiven(options.sinks)), std::pair("soft_cap", soft_cap > 0.0f),
-        std::pair("8-bit K and V", IsEightBit(call.kv_dtype))}) {
-    if (!given) continue;
+  if (IsEightBit(call.kv_dtype)) {  // jax_paged.attention refuses it at lowering
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      std::string(kAttentionOp) + ": the CUDA kernels have no " + name);
+                      std::string(kAttentionOp) + ": the CUDA kernels have no 8-bit K and V");
   }
   call.q = q.untyped_data();
   call.k_pages = k_pages.untyped_data();
@@ -52,6 +45,10 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
   call.num_seqs = num_seqs.typed_data();
   call.layer = layer.typed_data();
   call.sm_scale = sm_scale.typed_data();
+  if (IsGiven(options.sliding_window)) call.sliding_window = sliding_window.typed_data();
+  if (IsGiven(options.alibi_slopes)) call.alibi_slopes = alibi_slopes.typed_data();
+  if (IsGiven(options.sinks)) call.sinks = sinks.typed_data();
+  call.soft_cap = soft_cap;
   call.out = out->untyped_data();
   call.lse = lse->typed_data();
   call.workspace = workspace->untyped_data();

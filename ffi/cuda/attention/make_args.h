@@ -25,12 +25,16 @@ struct AttentionCall : AttentionShape {
   const int32_t* num_seqs;
   const int32_t* layer;
   const float* sm_scale;
+  const int32_t* sliding_window;  // null, like the next two: not given
+  const float* alibi_slopes;
+  const float* sinks;
   void* out;
   float* lse;
   void* workspace;
   int64_t num_kv_splits;
   int64_t split_tokens;
   int64_t workspace_words;
+  float soft_cap;  // 0: off
   bool causal;
 };
 
@@ -87,6 +91,9 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->num_seqs = Global<const int32_t>(call.num_seqs);
   args->layer = Global<const int32_t>(call.layer);
   args->sm_scale = Global<const float>(call.sm_scale);
+  args->sliding_window = Global<const int32_t>(call.sliding_window);
+  args->alibi_slopes = Global<const float>(call.alibi_slopes);
+  args->sinks = Global<const float>(call.sinks);
   args->out = Global<char>(static_cast<char*>(call.out));
   args->lse = Global<float>(call.lse);
   CarveWorkspace(Global<char>(static_cast<char*>(call.workspace)), workspace, args);
@@ -112,6 +119,7 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->num_workers = 0;
   args->stages = 0;
   args->layout = call.k_pool.layout;
+  args->soft_cap = call.soft_cap;
   args->prefill_rows = 0;
   args->causal = call.causal;
   return "";

@@ -4,8 +4,9 @@
 //   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group
 //          inside) share each KV head.
 //   unit   (row, KV head, tile of kTileRows packed rows), for the decode kernel or simt.cuh
-//   piece  what a unit is made of: one KV tile where splits are automatic, else one split. Pieces
-//          are numbered through: row, KV head, tile of packed rows, position. Worker w owns the
+//   piece  what a unit is made of: one KV tile where splits are automatic, else one split. The
+//          first begins at the tile where the window of the row's first query does. Pieces are
+//          numbered through: row, KV head, tile of packed rows, position. Worker w owns the
 //          pieces [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to
 //          within a piece, and at most two units of a worker are shared with others (stream-K,
 //          after LeanAttention).
@@ -16,8 +17,8 @@
 //          sees most keys, to its first.
 //
 // Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
-// out = 0 and lse = -inf for rows without keys and for padding; sets the arrival counters
-// and the ticket of the prefill units to 0.
+// out = 0 and lse = -inf (or the sink) for rows without keys and for padding (never a sink); sets
+// the arrival counters and the ticket of the prefill units to 0.
 //
 // Grid: any number of CTAs of 256 threads. Each walks all rows (a scan of a few hundred numbers,
 // cheaper than a second launch); CTA 0 writes the plan, the CTAs share the zero-filling. Bound by
@@ -29,6 +30,7 @@
 #include <cstddef>
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/logits.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
@@ -75,9 +77,9 @@ JAX_PAGED_DEVICE int64_t BlockScan(int64_t x, Shared<int64_t> warp_totals, int64
   return x;
 }
 
-// out = 0 and lse = -inf for tokens begin, begin + step, ... below end.
-JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_t end,
-                                int32_t step) {
+// out = 0 and lse = -inf, or the head's sink, for tokens begin, begin + step, ... below end.
+JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_t end, int32_t step,
+                                bool with_sinks) {
   const int64_t words =
       int64_t{args.num_q_heads} * args.v_head_dim * args.element_bytes / int64_t{sizeof(Float4)};
   for (int32_t token = begin; token < end; token += step) {
@@ -86,7 +88,8 @@ JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_
       prim::Store(out + i, Float4{0, 0, 0, 0});
     }
     for (int32_t i = prim::ThreadIndex(); i < args.num_q_heads; i += kPlanThreads) {
-      prim::Store(args.lse + (int64_t{token} * args.num_q_heads + i), kNegativeInfinity);
+      prim::Store(args.lse + (int64_t{token} * args.num_q_heads + i),
+                  with_sinks ? LoadSink(args, i) : kNegativeInfinity);
     }
   }
 }
@@ -104,7 +107,9 @@ JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int
   const int32_t packed_rows = plan.lengths.q_len * args.group_size;
   const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
   if (!is_decode && args.prefill_rows > 0) return plan;  // see PrefillUnits
-  const int32_t tiles = static_cast<int32_t>(DivideUp(seq_len, kTileTokens));
+  const int32_t first_key = FirstKey(args, QueryPosition(plan.lengths, /*query=*/0));
+  const int32_t tiles =
+      static_cast<int32_t>(DivideUp(seq_len, kTileTokens)) - first_key / kTileTokens;
   plan.lengths.num_units =
       args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
   if (args.has_fixed_splits()) {
@@ -234,12 +239,14 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
     const int32_t rows = args.max_seqs - base < kPlanThreads ? args.max_seqs - base : kPlanThreads;
     for (int32_t i = prim::BlockIndex(); i < rows; i += prim::GridSize()) {
       if (prim::Load(empties + i)) {
-        FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1);
+        FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1,
+                  /*with_sinks=*/true);
       }
     }
   }
-  FillEmpty(args, prim::BlockIndex(), first_token, prim::GridSize());
-  FillEmpty(args, last_token + prim::BlockIndex(), args.num_tokens, prim::GridSize());
+  const int32_t step = prim::GridSize();
+  FillEmpty(args, prim::BlockIndex(), first_token, step, /*with_sinks=*/false);
+  FillEmpty(args, last_token + prim::BlockIndex(), args.num_tokens, step, /*with_sinks=*/false);
 
   if (writes_plan && args.prefill_rows > 0) OrderPrefill(args, prefill_size, warp_totals);
   if (writes_plan && thread == 0) {

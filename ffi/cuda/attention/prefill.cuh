@@ -4,7 +4,8 @@
 // draws tickets. A unit is whole, no other CTA adds to it: bits do not depend on who draws what.
 //   CTA    128 packed rows (64 above head_dim 128): queries in order, the heads of a group inside,
 //          so that one KV head's tiles serve the whole group; KV tiles of 64 tokens (32 above 128),
-//          from token 0 to the last that the unit's last query sees, shared by all warps
+//          from the first token in the window of the unit's first query to the last that its last
+//          query sees, shared by all warps
 //   warp   32 rows (16): each fragment of K and V feeds two mma.m16n8k16 (one)
 //   lane   of each 16 rows l/4 and l/4 + 8; of each 8 columns the two at 2(l%4)
 // Pipeline, per tile:
@@ -14,8 +15,9 @@
 //   S = Q K^T, softmax in log2, O = O a + P V   S, P and O in registers; Q, K and V by ldmatrix
 //   look up the tokens of the tile after next   thread t: page and offset of token t; any page size
 //                                               costs the same
-// Warps whose rows see nothing of a tile only load. Only tiles at a warp's diagonal, at the end and
-// with missing pages are masked. O is rescaled only when a maximum of the warp has moved.
+// Warps whose rows see nothing of a tile only load. Only tiles at a warp's diagonal, at the edge of
+// its windows, at the end and with missing pages are masked. O is rescaled only when a maximum of
+// the warp has moved.
 //
 // A page that does not exist is not read: its tokens are masked, its V is zero. Keys that no query
 // of the unit sees are not read either. A NaN in the V of a later token reaches an earlier query
@@ -46,13 +48,21 @@ inline constexpr int32_t kMaskSlots = 4;  // a tile's mask is written two tiles 
 struct PrefillUnit {
   RowLengths lengths;
   int32_t row;
+  int32_t first_key;  // tokens before it are left of every window, and not read
   UnitRows rows;
+};
+
+// Keys that some row of a warp sees, and those that all its rows see.
+struct WarpKeys {
+  KeyRange any;
+  KeyRange all;
 };
 
 // After the queries and the stages.
 template <int TOKENS>
 struct PrefillShared {
-  PrefillUnit unit;                          // here and not in registers, which are short
+  PrefillUnit unit;  // here and not in registers, which are short; so are the next
+  WarpKeys warp_keys[kWarps];
   int64_t offsets[kPrefillStages * TOKENS];  // in the pool, bytes; -1: no such token
   uint32_t token_masks[kMaskSlots * TOKENS / kWarpLanes];
   uint32_t ticket;
@@ -130,6 +140,7 @@ JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t 
   unit.rows.first = ((packed_rows - 1) / args.prefill_rows - from_last) * args.prefill_rows;
   const int32_t rest = packed_rows - unit.rows.first;
   unit.rows.count = rest < args.prefill_rows ? rest : args.prefill_rows;
+  unit.first_key = VisibleKeys(args, PrefillSegment(unit), unit.rows, 0).first;
   return unit;
 }
 
@@ -159,10 +170,10 @@ class PrefillLoader {
     page_id_ = -1;
     if (prim::ThreadIndex() >= Traits::kTokens || !HasTile(tile)) return;
     const int32_t token = tile * Traits::kTokens + prim::ThreadIndex();
-    if (token >= num_keys_) return;
-    const int32_t row = LoadUnit<HEAD_DIM>().row;
-    page_id_ =
-        prim::LoadConst(args.page_table + (row * args.pages_per_seq + args.by_page_size(token)));
+    const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+    if (token < unit.first_key || token >= num_keys_) return;
+    page_id_ = prim::LoadConst(args.page_table +
+                               (unit.row * args.pages_per_seq + args.by_page_size(token)));
   }
 
   // Tells all threads what Find found.
@@ -261,6 +272,19 @@ JAX_PAGED_DEVICE int32_t FirstWarpRow() {
   return OpaqueThread() / kWarpLanes * PrefillTraits<HEAD_DIM>::kWarpRows;
 }
 
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE WarpKeys FindWarpKeys(const AttentionArgs& args) {
+  const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+  const Segment segment = PrefillSegment(unit);
+  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
+  const int32_t end_row = first_row + PrefillTraits<HEAD_DIM>::kWarpRows;
+  const int32_t last_row = (end_row < unit.rows.count ? end_row : unit.rows.count) - 1;
+  if (first_row > last_row) return {{0, 0}, {0, 0}};
+  const KeyRange first = VisibleKeys(args, segment, unit.rows, first_row);
+  const KeyRange last = VisibleKeys(args, segment, unit.rows, last_row);
+  return {{first.first, last.end}, {last.first, first.end}};
+}
+
 // Puts the warp's rows of Q into its rows of shared memory.
 template <typename T, int HEAD_DIM>
 JAX_PAGED_DEVICE void FillQueries(const AttentionArgs& args, const LogitScale& scale) {
@@ -316,10 +340,10 @@ JAX_PAGED_DEVICE void PrefillScores(
   }
 }
 
-// Sets the scores to -inf that the warp's rows do not see.
+// Products become logits, where that takes more than a factor.
 template <int HEAD_DIM>
-JAX_PAGED_DEVICE void PrefillMask(
-    const AttentionArgs& args, Shared<uint32_t> token_masks, int32_t first_token,
+JAX_PAGED_DEVICE void PrefillEdit(
+    const AttentionArgs& args, int32_t first_token,
     float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
   using Traits = PrefillTraits<HEAD_DIM>;
   const int32_t lane = OpaqueThread() % kWarpLanes;
@@ -330,9 +354,31 @@ JAX_PAGED_DEVICE void PrefillMask(
   for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
+      EditLogits(args, segment, unit.rows, first_row + r * 16 + half * 8 + lane / 4, half,
+                 first_token + lane % 4 * 2, s[r]);
+    }
+  }
+}
+
+// Sets the scores to -inf that the warp's rows do not see.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillMask(
+    const AttentionArgs& args, Shared<uint32_t> token_masks, int32_t first_token,
+    float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  JAX_PAGED_UNROLL
+  for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+    JAX_PAGED_UNROLL
+    for (int32_t half = 0; half < 2; ++half) {
+      // Looked up for each row: kept, it would not fit in the registers of sm_80.
+      const int32_t lane = OpaqueThread() % kWarpLanes;
+      const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+      const Segment segment = PrefillSegment(unit);
+      const int32_t first_row = FirstWarpRow<HEAD_DIM>();
       const int32_t row = first_row + r * 16 + half * 8 + lane / 4;
-      const int32_t visible =
-          VisibleKeys(args, segment, unit.rows, row) - first_token - lane % 4 * 2;
+      KeyRange keys = VisibleKeys(args, segment, unit.rows, row);
+      keys.first -= first_token + lane % 4 * 2;
+      keys.end -= first_token + lane % 4 * 2;
       JAX_PAGED_UNROLL
       for (int32_t word = 0; word < Traits::kMaskWords; ++word) {
         const uint32_t mask = prim::Load(token_masks + word) >> lane % 4 * 2;
@@ -340,7 +386,7 @@ JAX_PAGED_DEVICE void PrefillMask(
         for (int32_t n = 0; n < 4; ++n) {
           JAX_PAGED_UNROLL
           for (int32_t i = 0; i < 2; ++i) {
-            const bool is_seen = (mask >> (n * 8 + i) & 1) && word * 32 + n * 8 + i < visible;
+            const bool is_seen = (mask >> (n * 8 + i) & 1) && keys.Contains(word * 32 + n * 8 + i);
             if (!is_seen) s[r][word * 4 + n][2 * half + i] = kNegativeInfinity;
           }
         }
@@ -435,7 +481,6 @@ JAX_PAGED_DEVICE void PrefillValues(
 template <typename T, int HEAD_DIM>
 JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args,
                                     const PrefillState<HEAD_DIM>& state) {
-  constexpr float kLn2 = 0.69314718055994530942f;
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
   const int32_t lane = OpaqueThread() % kWarpLanes;
@@ -451,21 +496,19 @@ JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args,
       float l = state.l[r][half];
       l += prim::ShuffleXor(l, 1);
       l += prim::ShuffleXor(l, 2);
-      // l == 0: no key was seen; O may be 0 x NaN.
-      const bool is_empty = l == 0.0f;
-      const float factor = is_empty ? 0.0f : 1.0f / l;
+      const bool is_empty = l == 0.0f;  // no key was seen
+      const int32_t head = row < unit.rows.count ? QueryHead(args, unit.rows, row) : 0;
+      const SoftmaxEnd end = EndSoftmax(state.m[r][half], l, LoadSink(args, head));
       JAX_PAGED_UNROLL
       for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
-        const float x = state.o[r][n][2 * half] * factor;
-        const float y = state.o[r][n][2 * half + 1] * factor;
+        const float x = state.o[r][n][2 * half] * end.factor;
+        const float y = state.o[r][n][2 * half + 1] * end.factor;
         prim::Store(
             (prim::SharedMemory() + (Row::Offset(row, n) + lane % 4 * 4)).template As<uint32_t>(),
             is_empty ? 0u : prim::PackPair<T>(x, y));
       }
       if (lane % 4 == 0 && row < unit.rows.count) {
-        const float m = state.m[r][half];
-        prim::Store(args.lse + HeadIndex(args, segment, unit.rows, row),
-                    is_empty ? kNegativeInfinity : Base(m) * kLn2 + prim::Log(l));
+        prim::Store(args.lse + HeadIndex(args, segment, unit.rows, row), end.lse);
       }
     }
   }
@@ -490,21 +533,19 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
   using Loader = PrefillLoader<HEAD_DIM>;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
   const Segment segment = PrefillSegment(unit);
-  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
-  const int32_t end_row = first_row + Traits::kWarpRows;
-  const int32_t last_row = (end_row < unit.rows.count ? end_row : unit.rows.count) - 1;
-  // Keys that the first row of the warp sees, and its last.
-  const int32_t all_visible = VisibleKeys(args, segment, unit.rows, first_row);
-  const int32_t any_visible =
-      first_row > last_row ? 0 : VisibleKeys(args, segment, unit.rows, last_row);
+  const Shared<WarpKeys> warp_keys =
+      Traits::template Field<WarpKeys>(offsetof(typename Traits::State, warp_keys)) +
+      prim::WarpIndex();
+  if (prim::LaneIndex() == 0) prim::Store(warp_keys, FindWarpKeys<HEAD_DIM>(args));
 
-  Loader loader(VisibleKeys(args, segment, unit.rows, unit.rows.count - 1));
-  loader.Find(args, 0);
-  loader.Publish(args, 0);
-  loader.Find(args, 1);
-  loader.Publish(args, 1);
-  prim::SyncThreads();  // the look-ups of tiles 0 and 1
-  if (loader.HasTile(0)) Loader::Issue(args, 0);
+  const int32_t first_tile = unit.first_key / Traits::kTokens;
+  Loader loader(VisibleKeys(args, segment, unit.rows, unit.rows.count - 1).end);
+  loader.Find(args, first_tile);
+  loader.Publish(args, first_tile);
+  loader.Find(args, first_tile + 1);
+  loader.Publish(args, first_tile + 1);
+  prim::SyncThreads();  // the look-ups of the first two tiles
+  if (loader.HasTile(first_tile)) Loader::Issue(args, first_tile);
   const LogitScale scale = LoadScale(args);
   FillQueries<T, HEAD_DIM>(args, scale);
   if (prim::ThreadIndex() == 0) prim::Store(ticket, prim::AtomicIncrement(args.ticket, ~0u));
@@ -512,7 +553,7 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
   PrefillState<HEAD_DIM> state;
   state.Clear();
   JAX_PAGED_NO_UNROLL
-  for (int32_t tile = 0; loader.HasTile(tile); ++tile) {
+  for (int32_t tile = first_tile; loader.HasTile(tile); ++tile) {
     prim::CpAsyncWait(0);
     // The tile and the look-ups of the next one are there (and the queries); the stage and the
     // look-ups of the tile before have been read.
@@ -520,10 +561,13 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
     if (loader.HasTile(tile + 1)) Loader::Issue(args, tile + 1);
     loader.Find(args, tile + 2);
     const int32_t first_token = tile * Traits::kTokens;
-    if (first_token < any_visible) {
+    const KeyRange any = prim::Load(warp_keys).any;
+    if (first_token < any.end && first_token + Traits::kTokens > any.first) {
       float s[Traits::kRowTiles][Traits::kTokens / 8][4] = {};
       PrefillScores<T, HEAD_DIM>(Loader::KTile(tile), s);
-      bool sees_all = first_token + Traits::kTokens <= all_visible;
+      if (IsEdited(args)) PrefillEdit<HEAD_DIM>(args, first_token, s);
+      const KeyRange all = prim::Load(warp_keys).all;
+      bool sees_all = first_token >= all.first && first_token + Traits::kTokens <= all.end;
       JAX_PAGED_UNROLL
       for (int32_t word = 0; word < Traits::kMaskWords; ++word) {
         sees_all = sees_all && prim::Load(Loader::TokenMasks(tile) + word) == ~0u;

@@ -7,7 +7,7 @@
 // A unit that is one segment is written to the output at once. Else each segment leaves (m, l, O)
 // in its slot; whoever arrives last at the unit's counter adds the slots in the order of the
 // pieces. Bits therefore depend on the plan, never on the order in which CTAs run, and no CTA ever
-// waits for another.
+// waits for another. A sink enters where an output is written, so once, however a unit was split.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_SEGMENT_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_SEGMENT_CUH_
@@ -15,6 +15,7 @@
 #include <cstddef>
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/logits.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
@@ -44,6 +45,7 @@ struct Segment {
   int32_t num_pieces;  // in this segment
   int32_t first_tile;
   int32_t num_tiles;
+  int32_t first_key;  // tokens of the row before it are left of every window, and not read
   RowLengths lengths;
   RowSplits splits;
 };
@@ -51,6 +53,7 @@ struct Segment {
 JAX_PAGED_DEVICE void LoadRow(const AttentionArgs& args, Segment* segment) {
   segment->lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment->row);
   segment->splits = prim::LoadConst<RowSplits>(args.row_splits + segment->row);
+  segment->first_key = FirstKey(args, QueryPosition(segment->lengths, /*query=*/0));
 }
 
 JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& range,
@@ -61,7 +64,7 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
       args.has_fixed_splits() ? 1 : (here < rest ? static_cast<int32_t>(here) : rest);
   const int32_t piece_tiles = segment->splits.piece_tiles;
   const int32_t unit_tiles = (segment->lengths.seq_len + kTileTokens - 1) / kTileTokens;
-  segment->first_tile = segment->piece * piece_tiles;
+  segment->first_tile = segment->first_key / kTileTokens + segment->piece * piece_tiles;
   const int32_t tiles = segment->num_pieces * piece_tiles;
   const int32_t rest_tiles = unit_tiles - segment->first_tile;
   segment->num_tiles = tiles < rest_tiles ? tiles : rest_tiles;
@@ -127,6 +130,13 @@ JAX_PAGED_DEVICE UnitRows RowsOf(const AttentionArgs& args, const Segment& segme
   return rows;
 }
 
+// Query head of a packed row.
+JAX_PAGED_DEVICE int32_t QueryHead(const AttentionArgs& args, const UnitRows& rows, int32_t row) {
+  const int32_t packed = rows.first + row;
+  const int32_t query = args.by_group_size(packed);
+  return rows.kv_head * args.group_size + packed - query * args.group_size;
+}
+
 // Token of q and head of a packed row, as the index of a head in [num_tokens, num_q_heads].
 JAX_PAGED_DEVICE int64_t HeadIndex(const AttentionArgs& args, const Segment& segment,
                                    const UnitRows& rows, int32_t row) {
@@ -136,15 +146,42 @@ JAX_PAGED_DEVICE int64_t HeadIndex(const AttentionArgs& args, const Segment& seg
   return int64_t{segment.lengths.q_begin + query} * args.num_q_heads + head;
 }
 
-// Keys [0, n) that a packed row sees; 0 for rows beyond the unit's.
-JAX_PAGED_DEVICE int32_t VisibleKeys(const AttentionArgs& args, const Segment& segment,
-                                     const UnitRows& rows, int32_t row) {
-  if (row >= rows.count) return 0;
-  const int32_t seq_len = segment.lengths.seq_len;
-  if (!args.causal) return seq_len;
-  const int32_t query = args.by_group_size(rows.first + row);
-  const int32_t keys = seq_len - segment.lengths.q_len + query + 1;
-  return keys < 0 ? 0 : keys;
+// Keys [first, end) of a row.
+struct KeyRange {
+  int32_t first;
+  int32_t end;
+
+  JAX_PAGED_DEVICE bool Contains(int32_t key) const {
+    return static_cast<uint32_t>(key - first) < static_cast<uint32_t>(end - first);
+  }
+};
+
+// The keys that a packed row sees; none for rows beyond the unit's. Both ends ascend with the row.
+JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& segment,
+                                      const UnitRows& rows, int32_t row) {
+  if (row >= rows.count) return {0, 0};
+  const int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
+  KeyRange keys = {FirstKey(args, position), segment.lengths.seq_len};
+  if (args.causal) keys.end = position < 0 ? 0 : position + 1;
+  return keys;
+}
+
+// s[n][2 half + i], the products of a packed row with keys `first_key` + 8 n + i, become logits.
+template <int N>
+JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segment,
+                                 const UnitRows& rows, int32_t row, int32_t half, int32_t first_key,
+                                 float (&s)[N][4]) {
+  const LogitEdit edit = LoadEdit(args, row < rows.count ? QueryHead(args, rows, row) : 0);
+  const int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
+  const float distance = static_cast<float>(first_key - position);
+  JAX_PAGED_UNROLL
+  for (int32_t n = 0; n < N; ++n) {
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 2; ++i) {
+      float& x = s[n][2 * half + i];
+      x = edit(x, distance + static_cast<float>(8 * n + i));
+    }
+  }
 }
 
 // From the pool's first byte to the layer's.
@@ -154,21 +191,6 @@ JAX_PAGED_DEVICE int64_t LayerOffset(const AttentionArgs& args, const PageStride
 JAX_PAGED_DEVICE Global<const char> LayerPages(const AttentionArgs& args, Global<const char> pages,
                                                const PageStrides& strides) {
   return pages + LayerOffset(args, strides);
-}
-
-// sm_scale * log2(e) split into a positive factor and what is done to the bits of q, so that the
-// largest logit always has the largest product, and a masked logit (-inf) never meets a factor 0.
-struct LogitScale {
-  float factor;
-  bool is_negative;
-  bool is_zero;
-};
-
-JAX_PAGED_DEVICE LogitScale LoadScale(const AttentionArgs& args) {
-  constexpr float kLog2E = 1.44269504088896340736f;
-  const float scale = prim::LoadConst(args.sm_scale) * kLog2E;
-  if (scale == 0.0f) return {1.0f, false, true};
-  return {scale < 0.0f ? -scale : scale, scale < 0.0f, false};
 }
 
 // Where a segment's result goes.
@@ -222,17 +244,15 @@ JAX_PAGED_DEVICE Global<Float2> SlotMl(const AttentionArgs& args, int64_t slot, 
   return args.partial_ml.As<Float2>() + (slot * kTileRows + row);
 }
 
-// 0 instead of -inf, so that m - Base(m) is never -inf - -inf.
-JAX_PAGED_DEVICE float Base(float m) { return m == kNegativeInfinity ? 0.0f : m; }
-
 // Four columns of one packed row, from their sums.
 template <typename T>
-JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, int64_t head_index, int32_t column,
+JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, const Segment& segment,
+                                  const UnitRows& rows, int32_t row, int32_t column,
                                   const Float4& sum, float m, float l) {
-  constexpr float kLn2 = 0.69314718055994530942f;
-  // l == 0: no key was seen. NaN is no answer either, but must not become one: it stays NaN.
-  const float factor = l == 0.0f ? 0.0f : 1.0f / l;
-  const Float4 x = l == 0.0f
+  const int64_t head_index = HeadIndex(args, segment, rows, row);
+  const SoftmaxEnd end = EndSoftmax(m, l, LoadSink(args, QueryHead(args, rows, row)));
+  const float factor = end.factor;
+  const Float4 x = l == 0.0f  // no key was seen
                        ? Float4{0, 0, 0, 0}
                        : Float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
   const Global<char> out = args.out + (head_index * args.v_head_dim + column) * int64_t{sizeof(T)};
@@ -241,10 +261,7 @@ JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, int64_t head_index,
   } else {
     prim::Store(out.As<Word2>(), Word2{prim::PackPair<T>(x.x, x.y), prim::PackPair<T>(x.z, x.w)});
   }
-  if (column == 0) {
-    prim::Store(args.lse + head_index,
-                l == 0.0f ? kNegativeInfinity : Base(m) * kLn2 + prim::Log(l));
-  }
+  if (column == 0) prim::Store(args.lse + head_index, end.lse);
 }
 
 // Four columns of one packed row of a segment: to the output or to the segment's slot.
@@ -253,7 +270,7 @@ JAX_PAGED_DEVICE void WriteSegment(const AttentionArgs& args, const Segment& seg
                                    const UnitRows& rows, const Destination& to, int32_t row,
                                    int32_t column, const Float4& sum, float m, float l) {
   if (to.is_output) {
-    WriteOutput<T>(args, HeadIndex(args, segment, rows, row), column, sum, m, l);
+    WriteOutput<T>(args, segment, rows, row, column, sum, m, l);
     return;
   }
   prim::Store(SlotOut(args, to.slot, row, column), sum);
@@ -320,7 +337,7 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
       sum.z = prim::Fma(part.z, factor, sum.z);
       sum.w = prim::Fma(part.w, factor, sum.w);
     }
-    WriteOutput<T>(args, HeadIndex(args, segment, rows, row), column, sum, m, l);
+    WriteOutput<T>(args, segment, rows, row, column, sum, m, l);
   }
 }
 

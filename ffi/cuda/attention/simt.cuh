@@ -5,7 +5,8 @@
 // Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
 // packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between
 // the steps:
-//   look up   thread t < 64: where token t lies, whether it exists
+//   look up   thread t < 64: where token t lies, whether it exists and is not left of the row's
+//             window
 //   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from
 //             its page
 //   softmax   warp w: rows 4w to 4w + 3
@@ -32,7 +33,9 @@ struct SimtShared {
   int64_t v_offset[kTileTokens];
   float scores[kTileRows * kTileTokens];
   int32_t exists[kTileTokens];
-  int32_t visible[kTileRows];
+  KeyRange visible[kTileRows];
+  int32_t position[kTileRows];  // of the row's query
+  LogitEdit edit[kTileRows];    // these two only if logits are edited
   float m[kTileRows];
   float l[kTileRows];
   float keep[kTileRows];
@@ -66,7 +69,7 @@ class SimtCta {
       Begin(segment, rows);
       for (int32_t tile = 0; tile < segment.num_tiles; ++tile) {
         const int32_t first_token = (segment.first_tile + tile) * kTileTokens;
-        LookUp(segment, rows, first_token);
+        LookUp(segment, rows.kv_head, first_token);
         prim::SyncThreads();  // places, and before the first tile q, o, m and l
         Scores(rows, first_token);
         prim::SyncThreads();  // scores
@@ -97,8 +100,14 @@ class SimtCta {
   JAX_PAGED_DEVICE Shared<int32_t> Exists() const {
     return Field<int32_t>(offsetof(SimtShared, exists));
   }
-  JAX_PAGED_DEVICE Shared<int32_t> Visible() const {
-    return Field<int32_t>(offsetof(SimtShared, visible));
+  JAX_PAGED_DEVICE Shared<KeyRange> Visible() const {
+    return Field<KeyRange>(offsetof(SimtShared, visible));
+  }
+  JAX_PAGED_DEVICE Shared<int32_t> Position() const {
+    return Field<int32_t>(offsetof(SimtShared, position));
+  }
+  JAX_PAGED_DEVICE Shared<LogitEdit> Edit() const {
+    return Field<LogitEdit>(offsetof(SimtShared, edit));
   }
   JAX_PAGED_DEVICE Shared<float> M() const { return Field<float>(offsetof(SimtShared, m)); }
   JAX_PAGED_DEVICE Shared<float> L() const { return Field<float>(offsetof(SimtShared, l)); }
@@ -121,14 +130,19 @@ class SimtCta {
       prim::Store(M() + thread, kNegativeInfinity);
       prim::Store(L() + thread, 0.0f);
       prim::Store(Visible() + thread, VisibleKeys(args_, segment, rows, thread));
+      if (IsEdited(args_) && thread < rows.count) {
+        const int32_t query = args_.by_group_size(rows.first + thread);
+        prim::Store(Position() + thread, QueryPosition(segment.lengths, query));
+        prim::Store(Edit() + thread, LoadEdit(args_, QueryHead(args_, rows, thread)));
+      }
     }
   }
 
-  JAX_PAGED_DEVICE void LookUp(const Segment& segment, const UnitRows& rows, int32_t first_token) {
+  JAX_PAGED_DEVICE void LookUp(const Segment& segment, int32_t kv_head, int32_t first_token) {
     const int32_t thread = prim::ThreadIndex();
     if (thread >= kTileTokens) return;
     const int32_t token = first_token + thread;
-    bool exists = token < segment.lengths.seq_len;
+    bool exists = token >= segment.first_key && token < segment.lengths.seq_len;
     int64_t k_offset = 0;
     int64_t v_offset = 0;
     if (exists) {
@@ -138,8 +152,8 @@ class SimtCta {
       exists = page >= 0 && page < args_.num_pages;
       if (exists) {
         const int32_t slot = token - index * args_.page_size;
-        k_offset = args_.k_strides.Offset(page, rows.kv_head, slot);
-        v_offset = args_.v_strides.Offset(page, rows.kv_head, slot);
+        k_offset = args_.k_strides.Offset(page, kv_head, slot);
+        v_offset = args_.v_strides.Offset(page, kv_head, slot);
       }
     }
     prim::Store(KOffset() + thread, k_offset);
@@ -177,10 +191,19 @@ class SimtCta {
         }
       }
     }
+    if (IsEdited(args_)) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < kRows; ++i) {
+        const int32_t row = first_row + i * kStep;
+        if (row >= rows.count) continue;
+        const int32_t distance = first_token + token - prim::Load(Position() + row);
+        sum[i] = prim::Load(Edit() + row)(sum[i], static_cast<float>(distance));
+      }
+    }
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < kRows; ++i) {
       const int32_t row = first_row + i * kStep;
-      const bool is_seen = exists && first_token + token < prim::Load(Visible() + row);
+      const bool is_seen = exists && prim::Load(Visible() + row).Contains(first_token + token);
       prim::Store(Score(row, token), is_seen ? sum[i] : kNegativeInfinity);
     }
   }

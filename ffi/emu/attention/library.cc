@@ -37,6 +37,11 @@ struct EmulatedCall {
   const int32_t* num_seqs;
   const int32_t* layer;
   const float* sm_scale;
+  const int32_t* sliding_window;  // null, like the next two: not given
+  const float* alibi_slopes;
+  const float* sinks;
+  uint8_t* k_touched;  // null, or for each byte of k_pages whether a kernel asked for it
+  uint8_t* v_touched;
   void* out;
   float* lse;
   void* workspace;
@@ -61,6 +66,7 @@ struct EmulatedCall {
   int32_t plan_ctas;
   int32_t shared_bytes_per_cta;
   int32_t shared_bytes_per_multiprocessor;
+  float soft_cap;
   uint32_t seed;
   // Results: what ChooseKernels said.
   int32_t chosen_stages;
@@ -84,6 +90,10 @@ const char* emulate_attention(EmulatedCall* in) {
   call.num_seqs = in->num_seqs;
   call.layer = in->layer;
   call.sm_scale = in->sm_scale;
+  call.sliding_window = in->sliding_window;
+  call.alibi_slopes = in->alibi_slopes;
+  call.sinks = in->sinks;
+  call.soft_cap = in->soft_cap;
   call.out = in->out;
   call.lse = in->lse;
   call.workspace = in->workspace;
@@ -111,14 +121,19 @@ const char* emulate_attention(EmulatedCall* in) {
   const int64_t heads = in->num_tokens * in->num_q_heads;
   emu::ClearRegions();
   emu::AddRegion("q", in->q, heads * in->head_dim * element_bytes, /*is_input=*/true);
-  emu::AddRegion("k_pages", in->k_pages, in->num_layers * call.k_pool.layer_bytes(), true);
-  emu::AddRegion("v_pages", in->v_pages, in->num_layers * call.v_pool.layer_bytes(), true);
+  emu::AddRegion("k_pages", in->k_pages, in->num_layers * call.k_pool.layer_bytes(), true,
+                 in->k_touched);
+  emu::AddRegion("v_pages", in->v_pages, in->num_layers * call.v_pool.layer_bytes(), true,
+                 in->v_touched);
   emu::AddRegion("page_table", in->page_table, in->max_seqs * in->pages_per_seq * 4, true);
   emu::AddRegion("seq_lens", in->seq_lens, in->max_seqs * 4, true);
   emu::AddRegion("cu_q_lens", in->cu_q_lens, (in->max_seqs + 1) * 4, true);
   emu::AddRegion("num_seqs", in->num_seqs, 4, true);
   emu::AddRegion("layer", in->layer, 4, true);
   emu::AddRegion("sm_scale", in->sm_scale, 4, true);
+  if (in->sliding_window) emu::AddRegion("sliding_window", in->sliding_window, 4, true);
+  if (in->alibi_slopes) emu::AddRegion("alibi_slopes", in->alibi_slopes, in->num_q_heads * 4, true);
+  if (in->sinks) emu::AddRegion("sinks", in->sinks, in->num_q_heads * 4, true);
   emu::AddRegion("out", in->out, heads * in->v_head_dim * element_bytes, /*is_input=*/false);
   emu::AddRegion("lse", in->lse, heads * 4, false);
   emu::AddRegion("workspace", in->workspace, in->workspace_words * 4, false);

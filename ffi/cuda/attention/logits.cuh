@@ -1,0 +1,101 @@
+// From products q.k to logits, and from the sums of a softmax to its result. Order on a logit:
+// scale, soft cap, ALiBi, mask, sink.
+//
+// Options are run-time branches, the same for all threads of a launch: there is no kernel instance
+// for them. A plain call folds its scale into the exponent; one with a soft cap or ALiBi edits the
+// products, in registers, to logits in natural units (IsEdited).
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_LOGITS_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_LOGITS_CUH_
+
+#include "cuda/attention/args.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+// Where query `query` stands among the row's tokens; negative where there are more queries than
+// tokens.
+JAX_PAGED_DEVICE int32_t QueryPosition(const RowLengths& lengths, int32_t query) {
+  return lengths.seq_len - lengths.q_len + query;
+}
+
+// First key in the window of the query at `position`.
+JAX_PAGED_DEVICE int32_t FirstKey(const AttentionArgs& args, int32_t position) {
+  if (!args.sliding_window) return 0;
+  const int32_t window = prim::LoadConst(args.sliding_window);
+  return window <= 0 || window > position ? 0 : position - window + 1;
+}
+
+JAX_PAGED_DEVICE bool IsEdited(const AttentionArgs& args) {
+  return args.soft_cap > 0.0f || args.alibi_slopes;
+}
+
+// The factor from products, or edited logits, to units of log2, always positive; the rest of
+// sm_scale is done to the bits of q, so that the largest logit always has the largest product, and
+// a masked logit (-inf) never meets a factor 0.
+struct LogitScale {
+  float factor;
+  bool is_negative;
+  bool is_zero;
+};
+
+JAX_PAGED_DEVICE LogitScale LoadScale(const AttentionArgs& args) {
+  const float scale = prim::LoadConst(args.sm_scale) * kLog2E;
+  LogitScale result = {scale < 0.0f ? -scale : scale, scale < 0.0f, scale == 0.0f};
+  if (result.is_zero) result.factor = 1.0f;
+  if (IsEdited(args)) result.factor = kLog2E;
+  return result;
+}
+
+// From the products of one query head to logits in natural units:
+// soft_cap tanh(s sm_scale / soft_cap) + slope distance, distance being key - query.
+struct LogitEdit {
+  float factor;
+  float soft_cap;
+  float slope;
+
+  JAX_PAGED_DEVICE float operator()(float s, float distance) const {
+    float x = s * factor;
+    if (soft_cap > 0.0f) x = soft_cap * prim::Tanh(x);
+    return prim::Fma(slope, distance, x);
+  }
+};
+
+JAX_PAGED_DEVICE LogitEdit LoadEdit(const AttentionArgs& args, int32_t head) {
+  const float scale = prim::LoadConst(args.sm_scale);
+  LogitEdit edit = {scale < 0.0f ? -scale : scale, args.soft_cap, 0.0f};
+  if (args.soft_cap > 0.0f) edit.factor /= args.soft_cap;
+  if (args.alibi_slopes) edit.slope = prim::LoadConst(args.alibi_slopes + head);
+  return edit;
+}
+
+// One more logit of a query head, without a value; -inf: none.
+JAX_PAGED_DEVICE float LoadSink(const AttentionArgs& args, int32_t head) {
+  return args.sinks ? prim::LoadConst(args.sinks + head) : kNegativeInfinity;
+}
+
+// 0 instead of -inf, so that m - Base(m) is never -inf - -inf.
+JAX_PAGED_DEVICE float Base(float m) { return m == kNegativeInfinity ? 0.0f : m; }
+
+struct SoftmaxEnd {
+  float factor;  // of O
+  float lse;     // natural log
+};
+
+// From the largest logit (log2), the sum l of the weights relative to it, and the sink. l == 0: no
+// key was seen, O may be 0 x NaN. NaN is no answer either, but must not become one: it stays NaN.
+JAX_PAGED_DEVICE SoftmaxEnd EndSoftmax(float m, float l, float sink) {
+  if (l == 0.0f) return {0.0f, sink};
+  const float top = prim::Max(m, sink * kLog2E);
+  const float keep = prim::Exp2(m - Base(top));
+  const float sink_weight = prim::Exp2(prim::Fma(sink, kLog2E, -Base(top)));
+  const float total = prim::Fma(l, keep, sink_weight);
+  return {keep / total, Base(top) * kLn2 + prim::Log(total)};
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_LOGITS_CUH_
