@@ -26,7 +26,11 @@ from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_b
 
 # (case, dtype, q_lens, seq_lens, options): the tensor-core kernel with whole pages and with pages
 # that a warp's tokens cross, queries in shared memory, wide groups, splits, vllm5d pages; prefill
-# rows; the kernel for f32 and for vllm5d pages of odd sizes.
+# rows; the kernel for f32 and for vllm5d pages of odd sizes; the options in each kernel.
+OPTIONS: dict[str, Any] = {
+    "sliding_window": 40, "soft_cap": 3.0,
+    "alibi_slopes": np.float32(2.0 ** -np.arange(1, 9)), "sinks": np.linspace(-1, 2, 8, dtype="f4"),
+}  # fmt: skip
 CASES: tuple[tuple[Case, Any, Any, Any, Any], ...] = (
     (Case("d64", 8, 2, 64), "bfloat16", [1, 0, 3, 1], [70, 5, 33, 0], {}),
     (Case("d128_page5", 4, 1, 128, page_size=5), "float16", [1, 2], [131, 64], {}),
@@ -36,6 +40,9 @@ CASES: tuple[tuple[Case, Any, Any, Any, Any], ...] = (
     (Case("prefill", 8, 2, 128), "bfloat16", [40, 1, 7], [90, 33, 7], {}),
     (Case("wide", 20, 1, 64), "bfloat16", [1, 9], [100, 9], {"split_tokens": 64}),
     (Case("f32", 4, 2, 40, v_head_dim=24), "float32", [1, 5], [90, 20], {"num_kv_splits": 3}),
+    (Case("options", 8, 2, 128), "bfloat16", [30, 1, 2, 0], [130, 90, 70, 5], OPTIONS),
+    (Case("options_vllm5d", 8, 2, 64, layout="vllm5d"), "float16", [1, 3], [90, 70], OPTIONS),
+    (Case("options_f32", 8, 2, 40), "float32", [1, 5], [90, 70], OPTIONS | {"split_tokens": 64}),
 )
 
 
@@ -47,7 +54,8 @@ def attend(case: Case, dtype: str, q_lens, seq_lens, options) -> None:
     out, lse = ragged_paged_attention(
         *arguments, **defaults, **options, return_lse=True, implementation="native"
     )
-    assert_attention_close(out, lse, *dense_oracle(batch))
+    given = {name: x for name, x in options.items() if name in OPTIONS}
+    assert_attention_close(out, lse, *dense_oracle(batch, **given))
 
 
 def write() -> None:

@@ -85,7 +85,7 @@ def paged_attention(
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
       NotImplementedError: the native kernels do not take this head_dim; at lowering for CUDA: its
-        kernels have none of sliding_window, soft_cap, alibi_slopes, sinks and 8-bit K and V.
+        kernels do not take 8-bit K and V.
 
     Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
     backward pass is the reference). vmap runs one call after another; the batch axis of the op
@@ -267,13 +267,6 @@ def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
     *required, sliding_window, alibi_slopes, sinks, k_scale, v_scale = operands
-    given = {
-        "k_pages": v_pages,
-        "sliding_window": sliding_window,
-        "soft_cap": spec.soft_cap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-    }
     no_number = jnp.zeros(0, jnp.float32)
     operands = (
         *required,
@@ -305,7 +298,7 @@ def _call(spec: AttentionSpec, *operands):
             },
             heads=_head_axes(spec.layout, operands),
             cuda_workspace_words=words,
-            cuda_lacks=cuda_lacks(TARGET, given),
+            cuda_lacks=cuda_lacks(TARGET, {"k_pages": v_pages}),
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )

@@ -84,14 +84,10 @@ def is_eight_bit(pages: jax.Array) -> bool:
 
 def cuda_lacks(target: str, call: Mapping[str, Any]) -> str | None:
     """Why CUDA cannot run a call with these arguments, or None when it can."""
-    options = ("sliding_window", "soft_cap", "alibi_slopes", "sinks")
-    names = [name for name in options if call.get(name) is not None]
-    names += ["8-bit K and V"] if "k_pages" in call and is_eight_bit(call["k_pages"]) else []
-    if not names:
+    if "k_pages" not in call or not is_eight_bit(call["k_pages"]):
         return None
     return (
-        f"{target}: the CUDA kernels do not offer {', '.join(names)}; they offer causal, sm_scale, "
-        "layer, return_lse, num_kv_splits and split_tokens, with K and V in bf16, f16 and f32; the "
+        f"{target}: the CUDA kernels do not offer 8-bit K and V; they offer bf16, f16 and f32; the "
         "CPU kernels and implementation='reference' offer all"
     )
 
@@ -340,7 +336,7 @@ def check_attention(
     if sliding_window is not None:
         sliding_window = as_index("sliding_window", sliding_window)
         check_shape("sliding_window", sliding_window, "", ())
-        if isinstance(sliding_window, np.ndarray) and sliding_window <= 0:
+        if not isinstance(sliding_window, jax.Array) and sliding_window <= 0:
             sliding_window = None
     alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
     sinks = _check_per_head("sinks", sinks, num_q_heads)

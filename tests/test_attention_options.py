@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import cover_pairs
 
 from jax_paged import _ffi, explain, paged_attention, ragged_paged_attention
 from jax_paged.testing import (
@@ -52,31 +53,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def table() -> tuple[dict[str, Any], ...]:
-    """NUM_CASES rows: first those that cover the pairs, greedily, then random ones."""
-    rng = np.random.default_rng(4)
-
-    def draw():
-        return {name: int(rng.integers(len(values))) for name, values in FACTORS.items()}
-
-    def pairs(row):
-        return {(a, row[a], b, row[b]) for a, b in itertools.combinations(FACTORS, 2)}
-
-    missing = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(FACTORS, 2)
-        for i in range(len(FACTORS[a]))
-        for j in range(len(FACTORS[b]))
-    }
-    rows = []
-    while missing:
-        a, i, b, j = min(missing)
-        best = max(
-            (draw() | {a: i, b: j} for _ in range(12)), key=lambda row: len(pairs(row) & missing)
-        )
-        missing -= pairs(best)
-        rows.append(best)
-    rows += [draw() for _ in range(NUM_CASES - len(rows))]
-    return tuple({name: FACTORS[name][i] for name, i in row.items()} for row in rows)
+    """NUM_CASES rows that cover all pairs."""
+    return cover_pairs(FACTORS, NUM_CASES, seed=4)
 
 
 def lengths(kind: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
@@ -413,17 +391,21 @@ def test_a_wrong_option_is_told_in_one_line(options, message):
         attend(small_batch(), options)
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "soft_cap", "alibi_slopes", "sinks"])
-def test_cuda_refuses_an_option_by_name_at_lowering(name, monkeypatch):
-    option = (slopes_and_sinks() | {"sliding_window": 3, "soft_cap": 2.0})[name]
+@pytest.mark.parametrize("window", [3, 0, -1, None])
+def test_cuda_takes_every_option_at_lowering_and_explain_says_so(window, monkeypatch):
+    options = slopes_and_sinks() | {"sliding_window": window, "soft_cap": 2.0}
+    arguments, defaults = small_batch().ragged()
     jax.clear_caches()
     monkeypatch.setattr(_ffi, "_targets", lambda _: ("jax_paged.attention.v1",))  # as if built
-    traced = jax.jit(lambda: attend(small_batch(), {name: option})[0]).trace()
-    traced.lower(lowering_platforms=("cpu",))
-    message = f"jax_paged.attention.v1: the CUDA kernels do not offer {name}; they offer causal"
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        traced.lower(lowering_platforms=("cuda",))
-    jax.jit(lambda: attend(small_batch(), {})[0]).trace().lower(lowering_platforms=("cuda",))
+    traced = jax.jit(lambda: attend(small_batch(), options)[0]).trace()
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    call = next(line for line in text.splitlines() if "@jax_paged.attention.v1" in line)
+    assert "soft_cap = 2.0" in call
+    absent = call.count("tensor<0xf32>") + call.count("tensor<0xi32>")
+    assert absent == (2 if window == 3 else 3), "no scales, and no window where it is off"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    plan = explain("ragged_paged_attention", *arguments, **defaults, **options)
+    assert (plan["platform"], plan["implementation"]) == ("gpu", "native")
     monkeypatch.undo()
     jax.clear_caches()
 

@@ -9,7 +9,16 @@ import subprocess
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import FFI, MACHINE, Device, EmulationError, emulate, library, open_library
+from emulation import (
+    FFI,
+    MACHINE,
+    Device,
+    EmulationError,
+    assert_reads_windows_only,
+    emulate,
+    library,
+    open_library,
+)
 
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
@@ -52,7 +61,7 @@ BUGS = {
         "decode.cuh", "PairMask(token_mask, column + 8)", "PairMask(token_mask, column)", DIFFERS,
     ),
     "key of the future": (
-        "segment.cuh", "segment.lengths.q_len + query + 1", "segment.lengths.q_len + query + 2",
+        "segment.cuh", "position < 0 ? 0 : position + 1", "position < 0 ? 0 : position + 2",
         DIFFERS,
     ),
     "mask one token too long": (
@@ -77,8 +86,7 @@ BUGS = {
         "plan.cuh", "prim::Store(args.arrivals + i, 0u);", "", "nobody has initialised",
     ),
     "empty rows not filled": (
-        "plan.cuh", "FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1);",
-        "", "not finite",
+        "plan.cuh", "if (prim::Load(empties + i)) {", "if (false) {", "not finite",
     ),
     "length not clamped": (
         "plan.cuh", "ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity)",
@@ -120,8 +128,8 @@ BUGS = {
         "prefill.cuh", "kMaskSlots = 4", "kMaskSlots = 2", "race",
     ),
     "prefill: masks too few tiles": (
-        "prefill.cuh", "first_token + Traits::kTokens <= all_visible",
-        "first_token + Traits::kTokens <= any_visible",
+        "prefill.cuh", "first_token + Traits::kTokens <= all.end",
+        "first_token + Traits::kTokens <= any.end",
         DIFFERS,
     ),
     "prefill: diagonal of the unit's first row": (
@@ -130,7 +138,7 @@ BUGS = {
         DIFFERS,
     ),
     "prefill: diagonal one token too far": (
-        "prefill.cuh", "row) - first_token - lane % 4 * 2", "row) + 1 - first_token - lane % 4 * 2",
+        "prefill.cuh", "keys.end -= first_token + lane", "keys.end -= first_token - 1 + lane",
         DIFFERS,
     ),
     "prefill: page id not checked": (
@@ -149,6 +157,49 @@ BUGS = {
     ),
     "prefill: ticket not cleared": (
         "plan.cuh", "prim::Store(args.ticket, 0u);", "", "nobody has initialised",
+    ),
+    "window one token too long": (
+        "logits.cuh", "position - window + 1", "position - window", "outside of the windows",
+    ),
+    "work begins at token 0": (
+        "segment.cuh", "segment->first_key / kTileTokens + ", "", f"not read|{DIFFERS}",
+    ),
+    "tokens left of the window read": (
+        "decode.cuh", "token >= segment_.first_key && ", "", "outside of the windows",
+    ),
+    "values of vllm5d left of the window read": (
+        "decode.cuh", "(token | 7) >= segment_.first_key", "true", "outside of the windows",
+    ),
+    "a query sees the window of the first": (
+        "decode.cuh", "first_token >= first_seen && ", "", DIFFERS,
+    ),
+    "a sink for each split": (
+        "segment.cuh", "l = prim::Fma(ml.y, factor, l);",
+        "l = prim::Fma(ml.y + prim::Exp2(LoadSink(args, QueryHead(args, rows, row)) * kLog2E - "
+        "Base(ml.x)), factor, l);",
+        DIFFERS,
+    ),
+    "the sink of another head": (
+        "segment.cuh", "LoadSink(args, QueryHead(args, rows, row))", "LoadSink(args, 0)", DIFFERS,
+    ),
+    "a sink for padding": (
+        "plan.cuh", "args.num_tokens, step, /*with_sinks=*/false", "args.num_tokens, step, true",
+        "lse: empty rows",
+    ),
+    "soft cap before the scale": (
+        "logits.cuh", "edit.factor /= args.soft_cap", "edit.factor = 1.0f / args.soft_cap", DIFFERS,
+    ),
+    "distance to the row's last query": (
+        "segment.cuh", "first_key - position)", "first_key - segment.lengths.seq_len + 1)", "lse",
+    ),
+    "prefill: tokens left of the window read": (
+        "prefill.cuh", "token < unit.first_key || ", "", "outside of the windows",
+    ),
+    "prefill: the edge of the windows not masked": (
+        "prefill.cuh", "first_token >= all.first && ", "", DIFFERS,
+    ),
+    "prefill: a tile that the warp's last row sees left out": (
+        "prefill.cuh", "{first.first, last.end}", "{last.first, last.end}", DIFFERS,
     ),
 }  # fmt: skip
 
@@ -197,43 +248,60 @@ def far_batch(layout):
 
 
 def bf16_batches():
-    """Batches for the bf16 kernel of head_dim 64 that between them meet every planted bug."""
+    """(batch, options) for the bf16 kernels of head_dim 64: between them they meet every bug."""
     case = Case("battery", 8, 2, 64)
-    yield make_batch(case, jnp.bfloat16, [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64], num_tokens=9)
-    yield make_batch(case, jnp.bfloat16, [1, 40, 0, 70], [70, 150, 9, 70])  # prefill
+    plain = {}
+    batch = make_batch(case, jnp.bfloat16, [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64], num_tokens=9)
+    yield batch, plain
+    yield make_batch(case, jnp.bfloat16, [1, 40, 0, 70], [70, 150, 9, 70]), plain  # prefill
     long = make_batch(Case("odd_prefill", 8, 2, 64, page_size=5), jnp.bfloat16, [30], [140])
     long.page_table[0, 2] = 2_147_480_000  # a hole
-    yield long
+    yield long, plain
     odd = Case("odd_pages", 8, 2, 64, page_size=5)
     batch = make_batch(odd, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
     batch.page_table[0, 2] = 2_147_480_000  # a hole
-    yield batch
+    yield batch, plain
     longer = make_batch(case, jnp.bfloat16, [1, 1], [32, 16])
     longer.seq_lens[:] = 2**30  # clamped to the two pages of each row
     for pages in (longer.k_pages, longer.v_pages):
         pages[np.isnan(pages)] = 1
     longer.page_table[:] = [[0, 1], [2, 3]]
-    yield longer
-    yield far_batch("HND")
+    yield longer, plain
+    yield far_batch("HND"), plain
     five = Case("vllm5d", 8, 2, 64, page_size=8, layout="vllm5d")
     batch = make_batch(five, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
     batch.page_table[0, 1] = 2_147_480_000
-    yield batch
-    yield far_batch("vllm5d")
+    yield batch, plain
+    yield far_batch("vllm5d"), plain
+    edits = {
+        "soft_cap": 0.7,
+        "alibi_slopes": np.float32(2.0 ** -np.arange(1, 9)),
+        "sinks": np.float32(np.linspace(-1, 3, 8)),
+    }
+    batch = make_batch(case, jnp.bfloat16, [1, 2, 0, 1, 70], [270, 33, 5, 0, 150], num_tokens=78)
+    yield batch, edits
+    window = {"sliding_window": 40}
+    small = Case("windows", 8, 2, 64, page_size=8)
+    yield make_batch(small, jnp.bfloat16, [1, 2, 70], [300, 73, 150], num_tokens=75), window
+    yield make_batch(five, jnp.bfloat16, [1, 2], [145, 73]), window
 
 
 def check_all(loaded):
     """Runs every batch of bf16_batches on one library."""
-    for batch in bf16_batches():
-        check(batch, loaded=loaded)
+    for batch, options in bf16_batches():
+        check(batch, loaded=loaded, **options)
 
 
-def check(batch, seeds=(0, 1, 2, 7), num_workers=5, **options):
-    """Runs a batch under several seeds against the oracle."""
-    expected = dense_oracle(batch)
+def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, **options):
+    """Runs a batch under several seeds against the oracle, and looks at what a window left out."""
+    expected = dense_oracle(batch, **options)
+    window = options.get("sliding_window")
     for seed in seeds:
-        device = Device(num_workers=num_workers, seed=seed)
-        assert_attention_close(*emulate(batch, device, **options), *expected)
+        device, buffers = Device(num_workers=num_workers, seed=seed), {} if window else None
+        result = emulate(batch, device, loaded=loaded, buffers=buffers, **options)
+        if window:
+            assert_reads_windows_only(batch, window, buffers)
+        assert_attention_close(*result, *expected)
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +377,7 @@ def test_ucontext_fibers_give_the_same_bits(tmp_path):
     sources = [tmp_path / "kernels.cc", *(FFI / "emu" / name for name in MACHINE)]
     flags = [*COMPILE, "-I", FFI, "-DJAX_PAGED_EMU_UCONTEXT"]
     subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "it.so"], check=True)
-    batch = next(bf16_batches())
+    batch, _ = next(bf16_batches())
     for a, b in zip(
         emulate(batch, loaded=open_library(tmp_path / "it.so")), emulate(batch), strict=True
     ):

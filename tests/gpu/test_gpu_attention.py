@@ -74,6 +74,22 @@ def test_long_prompts_match(dtype, causal):
     assert_attention_close(*run(batch), *dense_oracle(batch))
 
 
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_windows_soft_caps_slopes_and_sinks_match(dtype, layout, split):
+    slopes = np.float32(2.0 ** -np.linspace(1, 8, 8))
+    sinks = np.random.default_rng(5).standard_normal(8, "f4")
+    for head_dim, causal in ((128, True), (256, True), (64, False)):
+        case = Case("options", 8, 2, head_dim, layout=layout, causal=causal)
+        batch = make_batch(case, dtype, [1, 300, 0, 1, 5], [3000, 900, 40, 0, 700], seed=head_dim)
+        alone = ({"sliding_window": 400}, {"soft_cap": 3.0}, {"alibi_slopes": slopes})
+        for options in (*alone, {"sinks": sinks}):
+            assert_attention_close(*run(batch, **options, **split), *dense_oracle(batch, **options))
+        options = {"sliding_window": 77, "soft_cap": 30.0, "alibi_slopes": slopes, "sinks": sinks}
+        assert_attention_close(*run(batch, **options, **split), *dense_oracle(batch, **options))
+
+
 @pytest.mark.parametrize("options", SPLITS, ids=str)
 @pytest.mark.parametrize("group", [1, 4, 16, 17, 40])
 def test_groups_and_splits_match(group, options):
