@@ -24,13 +24,14 @@ from jax_paged import (
 )
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
-# (case, dtype, q_lens, seq_lens, options): the tensor-core kernel with whole pages and with pages
-# that a warp's tokens cross, queries in shared memory, wide groups, splits, vllm5d pages; prefill
-# rows; the kernel for f32 and for vllm5d pages of odd sizes; the options in each kernel.
 OPTIONS: dict[str, Any] = {
     "sliding_window": 40, "soft_cap": 3.0,
     "alibi_slopes": np.float32(2.0 ** -np.arange(1, 9)), "sinks": np.linspace(-1, 2, 8, dtype="f4"),
 }  # fmt: skip
+
+# (case, dtype, q_lens, seq_lens, options): the tensor-core kernel with whole pages and with pages
+# that a warp's tokens cross, queries in shared memory, wide groups, splits, vllm5d pages; prefill
+# rows; the kernel for f32 and for vllm5d pages of odd sizes; the options in each kernel.
 CASES: tuple[tuple[Case, Any, Any, Any, Any], ...] = (
     (Case("d64", 8, 2, 64), "bfloat16", [1, 0, 3, 1], [70, 5, 33, 0], {}),
     (Case("d128_page5", 4, 1, 128, page_size=5), "float16", [1, 2], [131, 64], {}),
