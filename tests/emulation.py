@@ -31,12 +31,13 @@ SOURCES = (
     "qkv_norm_rope_write.cc",
 )
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
-DTYPES = ("bfloat16", "float16", "float32")  # in the order of the C++ Dtype
+# In the order of the C++ Dtype; the last three of pages only.
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 
 _POINTERS = (
     "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
-    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "k_touched", "v_touched", "out", "lse",
-    "workspace",
+    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale", "k_touched",
+    "v_touched", "out", "lse", "workspace",
 )  # fmt: skip
 _SIZES = (
     "num_tokens", "num_q_heads", "max_seqs", "pages_per_seq", "num_layers", "num_pages",
@@ -44,7 +45,8 @@ _SIZES = (
     "workspace_words",
 )  # fmt: skip
 _OPTIONS = (
-    "dtype", "layout", "causal", "num_workers", "stages", "plan_ctas", "shared_bytes_per_cta",
+    "dtype", "kv_dtype", "layout", "causal", "k_scale_per_token", "v_scale_per_token",
+    "num_workers", "stages", "plan_ctas", "shared_bytes_per_cta",
     "shared_bytes_per_multiprocessor",
 )  # fmt: skip
 CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows")
@@ -162,7 +164,8 @@ class Device:
 
 def emulate(
     batch, device: Device = Device(), *, sliding_window=None, soft_cap=None, alibi_slopes=None,
-    sinks=None, num_kv_splits=0, split_tokens=0, loaded=None, buffers=None,
+    sinks=None, k_scale=None, v_scale=None, num_kv_splits=0, split_tokens=0, loaded=None,
+    buffers=None,
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
@@ -195,13 +198,15 @@ def emulate(
         "sliding_window": sliding_window,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "out": poisoned((num_tokens, num_q_heads, v_head_dim), batch.q.dtype),
         "lse": poisoned((num_tokens, num_q_heads), np.float32),
         "workspace": poisoned(words, np.float32),
     }
-    for name, kind in [("sliding_window", "i4"), ("alibi_slopes", "f4"), ("sinks", "f4")]:
+    for name in ("sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale"):
         if arrays[name] is not None:
-            arrays[name] = np.array(arrays[name], kind)
+            arrays[name] = np.array(arrays[name], "i4" if name == "sliding_window" else "f4")
     if buffers is not None:
         for name in ("k", "v"):
             pages_array = arrays[f"{name}_pages"]
@@ -223,6 +228,9 @@ def emulate(
         split_tokens=split_tokens,
         workspace_words=words,
         dtype=DTYPES.index(dtype),
+        kv_dtype=DTYPES.index(batch.k_pages.dtype.name),
+        k_scale_per_token=k_scale is not None and np.ndim(k_scale) > 1,
+        v_scale_per_token=v_scale is not None and np.ndim(v_scale) > 1,
         layout=LAYOUTS.index(case.layout),
         causal=case.causal,
         soft_cap=soft_cap or 0,

@@ -1,6 +1,6 @@
 """Windows, soft caps, ALiBi, sinks, 8-bit K and V: all pairs of options against float64 softmax.
 
-A seeded table covers every pair of values of FACTORS, and random rows fill it up: 300 cases, or
+A seeded table covers every pair of values of FACTORS, and random rows fill it up: 500 cases, or
 3,000 with JAX_PAGED_LONG=1. Pools, padding and whatever lies left of a window are NaN.
 """
 
@@ -28,7 +28,7 @@ from jax_paged.testing import (
 )
 
 LONG = os.environ.get("JAX_PAGED_LONG") == "1"
-NUM_CASES = 3000 if LONG else 300
+NUM_CASES = 3000 if LONG else 500
 REFERENCE_CASES = range(0, NUM_CASES, 7)  # a sample: the reference compiles and runs slowly
 FACTORS: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 1, 7, 64, 150, 2**31 - 1, -1),

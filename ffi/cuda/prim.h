@@ -104,7 +104,9 @@ JAX_PAGED_DEVICE void Store(Shared<T> p, std::common_type_t<T> x) {
 // Of what no thread of this launch writes: ld.global.nc.
 template <typename T>
 JAX_PAGED_DEVICE T LoadConst(Global<const T> p) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 1) {
+    return BitCast<T>(__ldg(reinterpret_cast<const unsigned char*>(p.get())));
+  } else if constexpr (sizeof(T) == 2) {
     return BitCast<T>(__ldg(reinterpret_cast<const unsigned short*>(p.get())));
   } else if constexpr (sizeof(T) == 4) {
     return BitCast<T>(__ldg(reinterpret_cast<const unsigned int*>(p.get())));
@@ -220,6 +222,17 @@ JAX_PAGED_DEVICE float ToFloat(Float16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 }
+// A half of the same fields: its exponent has as many bits (e5m2), or is 8 too low (e4m3, whose one
+// NaN is the pattern of all ones). See common/dtypes.h.
+JAX_PAGED_DEVICE float ToFloat(Float8E5M2 x) {
+  return prim::ToFloat(Float16{static_cast<uint16_t>(x.bits << 8)});
+}
+JAX_PAGED_DEVICE float ToFloat(Float8E4M3 x) {
+  const uint32_t magnitude = x.bits & 0x7fu;
+  const uint32_t half = magnitude == 0x7fu ? 0x7fffu : magnitude << 7;
+  return prim::ToFloat(Float16{static_cast<uint16_t>((x.bits & 0x80u) << 8 | half)}) * 256.0f;
+}
+JAX_PAGED_DEVICE float ToFloat(Int8 x) { return static_cast<float>(x.value); }
 // Two numbers in one word, `low` in its lower half; round to nearest even.
 template <typename T>
 JAX_PAGED_DEVICE uint32_t PackPair(float low, float high) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/dtypes.h"
 #include "common/page_view.h"
 #include "cuda/pointers.h"
 
@@ -57,6 +58,13 @@ struct alignas(16) RowSplits {
   int64_t first_slot;   // fixed splits: where the row's partial results begin
 };
 
+// What stored values are multiplied with.
+struct KvScale {
+  Global<const float> data;  // null: 1; [num_kv_heads], or per token [num_layers, num_pages,
+                             // num_kv_heads, page_size]
+  bool per_token;
+};
+
 struct AttentionArgs {
   Global<const char> q;        // [num_tokens, num_q_heads, head_dim]
   Global<const char> k_pages;  // strides below
@@ -71,8 +79,10 @@ struct AttentionArgs {
   Global<const int32_t> sliding_window;  // [1], tokens that a query sees; <= 0: all
   Global<const float> alibi_slopes;      // [num_q_heads]
   Global<const float> sinks;             // [num_q_heads]
-  Global<char> out;                      // [num_tokens, num_q_heads, v_head_dim]
-  Global<float> lse;                     // [num_tokens, num_q_heads]
+  KvScale k_scale;                       // of 8-bit pages
+  KvScale v_scale;
+  Global<char> out;   // [num_tokens, num_q_heads, v_head_dim]
+  Global<float> lse;  // [num_tokens, num_q_heads]
 
   // Workspace.
   Global<float> partial_out;  // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
@@ -103,12 +113,14 @@ struct AttentionArgs {
   int32_t group_size;
   int32_t head_dim;
   int32_t v_head_dim;
-  int32_t element_bytes;
+  int32_t element_bytes;  // of q and out
+  int32_t kv_bytes;       // of an element of the pages
   int32_t num_kv_splits;  // 0: automatic
   int32_t split_tokens;   // 0: off
   int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
   int32_t stages;         // of the decode kernel's rings
   Layout layout;
+  Dtype kv_dtype;        // of the pages: that of q, or 8-bit
   float soft_cap;        // 0: off
   int32_t prefill_rows;  // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;

@@ -52,7 +52,7 @@ JAX_PAGED_DEVICE LogitScale LoadScale(const AttentionArgs& args) {
 
 // From the products of one query head to logits in natural units:
 // soft_cap tanh(s sm_scale / soft_cap) + slope distance, distance being key - query.
-struct LogitEdit {
+struct alignas(16) LogitEdit {
   float factor;
   float soft_cap;
   float slope;

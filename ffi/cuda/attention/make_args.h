@@ -28,6 +28,8 @@ struct AttentionCall : AttentionShape {
   const int32_t* sliding_window;  // null, like the next two: not given
   const float* alibi_slopes;
   const float* sinks;
+  const float* k_scale;  // null: none
+  const float* v_scale;
   void* out;
   float* lse;
   void* workspace;
@@ -36,6 +38,8 @@ struct AttentionCall : AttentionShape {
   int64_t workspace_words;
   float soft_cap;  // 0: off
   bool causal;
+  bool k_scale_per_token;
+  bool v_scale_per_token;
 };
 
 inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
@@ -94,6 +98,8 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->sliding_window = Global<const int32_t>(call.sliding_window);
   args->alibi_slopes = Global<const float>(call.alibi_slopes);
   args->sinks = Global<const float>(call.sinks);
+  args->k_scale = {Global<const float>(call.k_scale), call.k_scale_per_token};
+  args->v_scale = {Global<const float>(call.v_scale), call.v_scale_per_token};
   args->out = Global<char>(static_cast<char*>(call.out));
   args->lse = Global<float>(call.lse);
   CarveWorkspace(Global<char>(static_cast<char*>(call.workspace)), workspace, args);
@@ -113,12 +119,14 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->group_size = static_cast<int32_t>(workspace.group_size);
   args->head_dim = static_cast<int32_t>(call.k_pool.head_dim);
   args->v_head_dim = static_cast<int32_t>(call.v_pool.head_dim);
-  args->element_bytes = static_cast<int32_t>(call.k_pool.element_bytes);
+  args->element_bytes = static_cast<int32_t>(ByteWidth(call.dtype));
+  args->kv_bytes = static_cast<int32_t>(call.k_pool.element_bytes);
   args->num_kv_splits = clamp(call.num_kv_splits);
   args->split_tokens = clamp(call.split_tokens);
   args->num_workers = 0;
   args->stages = 0;
   args->layout = call.k_pool.layout;
+  args->kv_dtype = call.kv_dtype;
   args->soft_cap = call.soft_cap;
   args->prefill_rows = 0;
   args->causal = call.causal;

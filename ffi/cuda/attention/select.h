@@ -10,9 +10,10 @@
 
 namespace jax_paged::cuda {
 
-// Whether the tensor-core kernels take these pages: of vllm5d they load 8 tokens of V at once.
+// Whether the tensor-core kernels take these pages: 16-bit ones, and of vllm5d they load 8 tokens
+// of V at once.
 inline bool HasTensorCorePages(const AttentionArgs& args) {
-  return args.layout != Layout::kVllm5d || args.page_size % 8 == 0;
+  return !IsEightBit(args.kv_dtype) && (args.layout != Layout::kVllm5d || args.page_size % 8 == 0);
 }
 
 // Calls f(std::integral_constant<int, HEAD_DIM>) for the tensor-core kernels that take these dims;

@@ -1,12 +1,12 @@
 // Attention without tensor cores: f32, any head_dim or v_head_dim that decode.cuh has no kernel
-// for, vllm5d pages of odd sizes, and devices with too little shared memory for decode.cuh
-// (select.h). Right rather than fast.
+// for, 8-bit K and V, vllm5d pages of odd sizes, and devices with too little shared memory for
+// decode.cuh (select.h). Right rather than fast.
 //
 // Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
 // packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between
 // the steps:
 //   look up   thread t < 64: where token t lies, whether it exists and is not left of the row's
-//             window
+//             window, the scales of its K and V
 //   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from
 //             its page
 //   softmax   warp w: rows 4w to 4w + 3
@@ -33,6 +33,8 @@ struct SimtShared {
   int64_t v_offset[kTileTokens];
   float scores[kTileRows * kTileTokens];
   int32_t exists[kTileTokens];
+  float k_scale[kTileTokens];  // these two only if a scale is given
+  float v_scale[kTileTokens];
   KeyRange visible[kTileRows];
   int32_t position[kTileRows];  // of the row's query
   LogitEdit edit[kTileRows];    // these two only if logits are edited
@@ -54,6 +56,7 @@ class SimtCta {
   JAX_PAGED_DEVICE explicit SimtCta(const AttentionArgs& args)
       : args_(args),
         scale_(LoadScale(args)),
+        layer_(prim::LoadConst(args.layer)),
         k_(LayerPages(args, args.k_pages, args.k_strides)),
         v_(LayerPages(args, args.v_pages, args.v_strides)),
         shared_(prim::SharedMemory()),
@@ -99,6 +102,12 @@ class SimtCta {
   }
   JAX_PAGED_DEVICE Shared<int32_t> Exists() const {
     return Field<int32_t>(offsetof(SimtShared, exists));
+  }
+  JAX_PAGED_DEVICE Shared<float> KScaleOf() const {
+    return Field<float>(offsetof(SimtShared, k_scale));
+  }
+  JAX_PAGED_DEVICE Shared<float> VScaleOf() const {
+    return Field<float>(offsetof(SimtShared, v_scale));
   }
   JAX_PAGED_DEVICE Shared<KeyRange> Visible() const {
     return Field<KeyRange>(offsetof(SimtShared, visible));
@@ -154,6 +163,16 @@ class SimtCta {
         const int32_t slot = token - index * args_.page_size;
         k_offset = args_.k_strides.Offset(page, kv_head, slot);
         v_offset = args_.v_strides.Offset(page, kv_head, slot);
+        const int64_t place =
+            ((int64_t{layer_} * args_.num_pages + page) * args_.num_kv_heads + kv_head) *
+                args_.page_size +
+            slot;
+        if (args_.k_scale.data) {
+          prim::Store(KScaleOf() + thread, LoadScaleOf(args_.k_scale, kv_head, place));
+        }
+        if (args_.v_scale.data) {
+          prim::Store(VScaleOf() + thread, LoadScaleOf(args_.v_scale, kv_head, place));
+        }
       }
     }
     prim::Store(KOffset() + thread, k_offset);
@@ -161,9 +180,27 @@ class SimtCta {
     prim::Store(Exists() + thread, static_cast<int32_t>(exists));
   }
 
+  JAX_PAGED_DEVICE static float LoadScaleOf(const KvScale& scale, int32_t kv_head, int64_t place) {
+    return prim::LoadConst(scale.data + (scale.per_token ? place : kv_head));
+  }
+
   // Contiguous dimensions of a token.
-  JAX_PAGED_DEVICE static int32_t AtomDims(const PageStrides& strides) {
-    return static_cast<int32_t>(strides.atom_bytes) / static_cast<int32_t>(sizeof(T));
+  JAX_PAGED_DEVICE int32_t AtomDims(const PageStrides& strides) const {
+    return static_cast<int32_t>(strides.atom_bytes) / args_.kv_bytes;
+  }
+
+  // A stored value, before its scale.
+  JAX_PAGED_DEVICE float LoadStored(Global<const char> at) const {
+    switch (args_.kv_dtype) {
+      case Dtype::kFloat8E4M3:
+        return prim::ToFloat(prim::LoadConst(at.As<const Float8E4M3>()));
+      case Dtype::kFloat8E5M2:
+        return prim::ToFloat(prim::LoadConst(at.As<const Float8E5M2>()));
+      case Dtype::kInt8:
+        return prim::ToFloat(prim::LoadConst(at.As<const Int8>()));
+      default:
+        return prim::ToFloat(prim::LoadConst(at.As<const T>()));
+    }
   }
 
   JAX_PAGED_DEVICE void Scores(const UnitRows& rows, int32_t first_token) {
@@ -181,7 +218,7 @@ class SimtCta {
           i_atom = 0;
           atom = atom + args_.k_strides.atom;
         }
-        const float x = prim::ToFloat(prim::LoadConst(atom.template As<const T>() + i_atom));
+        const float x = LoadStored(atom + i_atom * args_.kv_bytes);
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < kRows; ++i) {
           const int32_t row = first_row + i * kStep;
@@ -190,6 +227,11 @@ class SimtCta {
           }
         }
       }
+    }
+    if (exists && args_.k_scale.data) {
+      const float scale = prim::Load(KScaleOf() + token);
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < kRows; ++i) sum[i] *= scale;
     }
     if (IsEdited(args_)) {
       JAX_PAGED_UNROLL
@@ -246,7 +288,7 @@ class SimtCta {
          column += kAttentionThreads) {
       const int32_t atom = column / atom_dims;
       const int64_t column_offset =
-          atom * args_.v_strides.atom + (column - atom * atom_dims) * int64_t{sizeof(T)};
+          atom * args_.v_strides.atom + (column - atom * atom_dims) * args_.kv_bytes;
       float sum[kTileRows];
       JAX_PAGED_UNROLL
       for (int32_t row = 0; row < kTileRows; ++row) {
@@ -258,7 +300,8 @@ class SimtCta {
       for (int32_t token = 0; token < kTileTokens; ++token) {
         if (!prim::Load(Exists() + token)) continue;
         const Global<const char> v = v_ + (prim::Load(VOffset() + token) + column_offset);
-        const float x = prim::ToFloat(prim::LoadConst(v.template As<const T>()));
+        float x = LoadStored(v);
+        if (args_.v_scale.data) x *= prim::Load(VScaleOf() + token);
         JAX_PAGED_UNROLL
         for (int32_t row = 0; row < kTileRows; ++row) {
           if (row >= rows.count) continue;
@@ -289,6 +332,7 @@ class SimtCta {
 
   const AttentionArgs& args_;
   const LogitScale scale_;
+  const int32_t layer_;
   const Global<const char> k_;
   const Global<const char> v_;
   const Shared<char> shared_;

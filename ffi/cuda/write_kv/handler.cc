@@ -26,10 +26,6 @@ ffi::Error WriteKv(cudaStream_t stream, ffi::AnyBuffer k_pages, ffi::AnyBuffer v
   const std::string error = ReadWriteKv(k_pages, v_pages, k, v, Shape(slot_mapping), Shape(layer),
                                         layout_name, *k_result, *v_result, &k_pool, &v_pool);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  if (k_pool.element_bytes == 1 || v_pool.element_bytes == 1) {  // refused at lowering
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      "jax_paged.write_kv: the CUDA kernels have no 8-bit K and V");
-  }
   WriteKvParams params;
   params.pools[0] = MakePool(k_pool, k_result->untyped_data(), k.untyped_data());
   params.pools[1] = MakePool(v_pool, v_result->untyped_data(), v.untyped_data());

@@ -1,7 +1,7 @@
 // write_kv: scatters each token's K and V into the page slot that slot_mapping names.
 //
 // Grid: (num_tokens, 2): one CTA copies one token of one pool, all its KV heads; 128 threads walk
-// the token's heads x row in words: 16 bytes where rows are whole (2 for odd head_dims), one atom
+// the token's heads x row in words: 16 bytes where rows are whole (2 or 1 for odd sizes), one atom
 // where the pages cut them (vllm5d: 16 bytes of K, one element of V). So reads are coalesced, and
 // each head's slot is written in whole lines; but each element of a vllm5d V in a sector of its
 // own, which is the layout's price. No shared memory. Bound by memory: reads and writes each byte
@@ -68,6 +68,8 @@ cudaError_t LaunchWriteKv(cudaStream_t stream, const WriteKvParams& params) {
                                              : WriteKvKernel<uint4, uint16_t>;
   } else if (k.row_bytes % 16 == 0 && v.row_bytes % 16 == 0) {
     kernel = WriteKvKernel<uint4, uint4>;
+  } else if (k.row_bytes % 2 || v.row_bytes % 2) {
+    kernel = WriteKvKernel<uint8_t, uint8_t>;
   }
   kernel<<<grid, kThreads, /*smem=*/0, stream>>>(params);
   return cudaGetLastError();

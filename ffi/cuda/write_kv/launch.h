@@ -14,7 +14,7 @@ struct WriteKvPool {
   char* pages;         // first byte of the pool, laid out as strides say
   const char* tokens;  // [num_tokens, num_kv_heads, row]
   PoolSlots slots;
-  int32_t row_bytes;  // head_dim * sizeof(element), any even number
+  int32_t row_bytes;  // head_dim * sizeof(element)
 };
 
 struct WriteKvParams {

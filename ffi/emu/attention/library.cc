@@ -40,6 +40,8 @@ struct EmulatedCall {
   const int32_t* sliding_window;  // null, like the next two: not given
   const float* alibi_slopes;
   const float* sinks;
+  const float* k_scale;
+  const float* v_scale;
   uint8_t* k_touched;  // null, or for each byte of k_pages whether a kernel asked for it
   uint8_t* v_touched;
   void* out;
@@ -58,9 +60,12 @@ struct EmulatedCall {
   int64_t num_kv_splits;
   int64_t split_tokens;
   int64_t workspace_words;
-  int32_t dtype;   // Dtype
+  int32_t dtype;  // Dtype
+  int32_t kv_dtype;
   int32_t layout;  // Layout
   int32_t causal;
+  int32_t k_scale_per_token;
+  int32_t v_scale_per_token;
   int32_t num_workers;
   int32_t stages;
   int32_t plan_ctas;
@@ -80,6 +85,7 @@ const char* emulate_attention(EmulatedCall* in) {
   namespace cuda = jax_paged::cuda;
   const Dtype dtype = static_cast<Dtype>(in->dtype);
   const int64_t element_bytes = jax_paged::ByteWidth(dtype);
+  const Dtype kv_dtype = static_cast<Dtype>(in->kv_dtype);
   AttentionCall call = {};
   call.q = in->q;
   call.k_pages = in->k_pages;
@@ -93,11 +99,16 @@ const char* emulate_attention(EmulatedCall* in) {
   call.sliding_window = in->sliding_window;
   call.alibi_slopes = in->alibi_slopes;
   call.sinks = in->sinks;
+  call.k_scale = in->k_scale;
+  call.v_scale = in->v_scale;
+  call.k_scale_per_token = in->k_scale_per_token != 0;
+  call.v_scale_per_token = in->v_scale_per_token != 0;
   call.soft_cap = in->soft_cap;
   call.out = in->out;
   call.lse = in->lse;
   call.workspace = in->workspace;
   call.dtype = dtype;
+  call.kv_dtype = kv_dtype;
   call.num_tokens = in->num_tokens;
   call.num_q_heads = in->num_q_heads;
   call.max_seqs = in->max_seqs;
@@ -107,7 +118,7 @@ const char* emulate_attention(EmulatedCall* in) {
                  in->num_kv_heads,
                  in->page_size,
                  in->head_dim,
-                 element_bytes,
+                 jax_paged::ByteWidth(kv_dtype),
                  static_cast<jax_paged::Layout>(in->layout),
                  jax_paged::Pool::kKeys};
   call.v_pool = call.k_pool;
@@ -134,6 +145,12 @@ const char* emulate_attention(EmulatedCall* in) {
   if (in->sliding_window) emu::AddRegion("sliding_window", in->sliding_window, 4, true);
   if (in->alibi_slopes) emu::AddRegion("alibi_slopes", in->alibi_slopes, in->num_q_heads * 4, true);
   if (in->sinks) emu::AddRegion("sinks", in->sinks, in->num_q_heads * 4, true);
+  const int64_t slots = in->num_layers * call.k_pool.num_slots();
+  const auto add_scale = [&](const char* name, const float* scale, int32_t per_token) {
+    if (scale) emu::AddRegion(name, scale, in->num_kv_heads * (per_token ? slots : 1) * 4, true);
+  };
+  add_scale("k_scale", in->k_scale, in->k_scale_per_token);
+  add_scale("v_scale", in->v_scale, in->v_scale_per_token);
   emu::AddRegion("out", in->out, heads * in->v_head_dim * element_bytes, /*is_input=*/false);
   emu::AddRegion("lse", in->lse, heads * 4, false);
   emu::AddRegion("workspace", in->workspace, in->workspace_words * 4, false);
