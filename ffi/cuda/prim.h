@@ -147,6 +147,12 @@ JAX_PAGED_DEVICE void CpAsync16(Shared<char> to, Global<const char> from, bool v
       "l"(from.get()), "r"(valid ? 16 : 0)
       : "memory");
 }
+// The same for 4 bytes.
+JAX_PAGED_DEVICE void CpAsync4(Shared<char> to, Global<const char> from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(to.get())),
+               "l"(from.get()), "r"(valid ? 4 : 0)
+               : "memory");
+}
 JAX_PAGED_DEVICE void CpAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS>
 JAX_PAGED_DEVICE void CpAsyncWaitGroup() {
@@ -233,6 +239,22 @@ JAX_PAGED_DEVICE float ToFloat(Float8E4M3 x) {
   return prim::ToFloat(Float16{static_cast<uint16_t>((x.bits & 0x80u) << 8 | half)}) * 256.0f;
 }
 JAX_PAGED_DEVICE float ToFloat(Int8 x) { return static_cast<float>(x.value); }
+// Byte i of the result is the byte that nibble i of the selector names: 0 to 3 of a, 4 to 7 of b.
+JAX_PAGED_DEVICE uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+// a b + c of two pairs of numbers each, rounded once; subnormal numbers count.
+template <typename T>
+JAX_PAGED_DEVICE uint32_t FmaPair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  } else {
+    static_assert(std::is_same_v<T, Float16>);
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  }
+  return pair;
+}
 // Two numbers in one word, `low` in its lower half; round to nearest even.
 template <typename T>
 JAX_PAGED_DEVICE uint32_t PackPair(float low, float high) {

@@ -113,8 +113,8 @@ char* WriteGlobal(uintptr_t address, Region* region, int64_t bytes, Site site);
 // An atomic read-modify-write: publishes and acquires, see above.
 char* AtomicGlobal(uintptr_t address, Region* region, int64_t bytes, Site site);
 
-void CpAsync16(int64_t shared_offset, uintptr_t address, const Region* region, bool valid,
-               Site site);
+void CpAsync(int64_t shared_offset, uintptr_t address, const Region* region, int bytes, bool valid,
+             Site site);
 void CpAsyncCommit();
 void CpAsyncWait(int groups_in_flight, Site site);
 

@@ -121,7 +121,11 @@ inline uint32_t AtomicIncrement(Global<uint32_t> p, uint32_t limit, Site site = 
 
 inline void CpAsync16(Shared<char> to, Global<const char> from, bool valid,
                       Site site = Site::Here()) {
-  emu::CpAsync16(to.offset(), from.address(), from.region(), valid, site);
+  emu::CpAsync(to.offset(), from.address(), from.region(), 16, valid, site);
+}
+inline void CpAsync4(Shared<char> to, Global<const char> from, bool valid,
+                     Site site = Site::Here()) {
+  emu::CpAsync(to.offset(), from.address(), from.region(), 4, valid, site);
 }
 inline void CpAsyncCommit() { emu::CpAsyncCommit(); }
 inline void CpAsyncWait(int32_t groups, Site site = Site::Here()) {
@@ -215,6 +219,27 @@ inline float Fma(float a, float b, float c) { return std::fma(a, b, c); }
 inline float Max(float a, float b) { return std::fmax(a, b); }
 
 using jax_paged::ToFloat;
+
+inline uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  }
+  return result;
+}
+
+template <typename T>
+inline uint32_t FmaPair(uint32_t a, uint32_t b, uint32_t c) {
+  T pair[2];
+  for (int i = 0; i < 2; ++i) {
+    const auto half = [&](uint32_t word) {
+      return ToFloat(T{static_cast<uint16_t>(word >> (16 * i))});
+    };
+    FromFloat(std::fma(half(a), half(b), half(c)), &pair[i]);
+  }
+  return BitCast<uint32_t>(pair);
+}
 
 template <typename T>
 inline uint32_t PackPair(float low, float high) {

@@ -106,9 +106,9 @@ void Finish(Copy* copy) {
   copy->done = true;
   char* target = machine.cta->shared.get() + copy->target;
   if (copy->valid) {
-    std::memcpy(target, reinterpret_cast<const void*>(copy->source), 16);
+    std::memcpy(target, reinterpret_cast<const void*>(copy->source), copy->bytes);
   } else {
-    std::memset(target, 0, 16);
+    std::memset(target, 0, copy->bytes);
   }
 }
 
@@ -131,23 +131,23 @@ char* WriteShared(int64_t offset, int64_t bytes, Site site) {
   return machine.cta->shared.get() + offset;
 }
 
-void CpAsync16(int64_t shared_offset, uintptr_t address, const Region* region, bool valid,
-               Site site) {
+void CpAsync(int64_t shared_offset, uintptr_t address, const Region* region, int bytes, bool valid,
+             Site site) {
   if (valid) {
-    CheckGlobal(address, region, 16, "cp.async", site);
+    CheckGlobal(address, region, bytes, "cp.async", site);
     if (!region->is_input) Fail(site, "cp.async from " + region->name + ", which is no input");
-  } else if (address % 16) {
+  } else if (address % bytes) {
     Fail(site, "cp.async from a misaligned address");
   }
-  SharedWord* words = Words(shared_offset, 16, "cp.async", site);
-  for (int i = 0; i < 4; ++i) {
+  SharedWord* words = Words(shared_offset, bytes, "cp.async", site);
+  for (int i = 0; i < bytes / 4; ++i) {
     CheckWrite(words[i], shared_offset + 4 * i, site);
     words[i].in_flight = machine.thread;
   }
-  std::memset(machine.cta->shared.get() + shared_offset, 0xff, 16);
+  std::memset(machine.cta->shared.get() + shared_offset, 0xff, bytes);
   Lane& lane = machine.lane();
   lane.site = site;
-  lane.copies.push_back({shared_offset, address, valid, /*done=*/false});
+  lane.copies.push_back({shared_offset, address, bytes, valid, /*done=*/false});
   if (machine.copy_mode == 1 || (machine.copy_mode == 2 && machine.random() % 2)) {
     Finish(&lane.copies.back());
   }
@@ -172,7 +172,7 @@ void CpAsyncWait(int groups_in_flight, Site site) {
     Copy& copy = lane.copies[i];
     Finish(&copy);
     SharedWord* words = &machine.cta->words[copy.target / 4];
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < copy.bytes / 4; ++w) {
       words[w].in_flight = kNobody;
       NoteWrite(words + w);
     }

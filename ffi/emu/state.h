@@ -36,6 +36,7 @@ struct SharedWord {
 struct Copy {
   int64_t target;
   uintptr_t source;
+  int bytes;
   bool valid;
   bool done;
 };

@@ -58,6 +58,13 @@ struct alignas(16) RowSplits {
   int64_t first_slot;   // fixed splits: where the row's partial results begin
 };
 
+// What the decode kernel finds in the pages.
+enum class PageKind : int {
+  kRows,     // whole rows of a token, 16-bit
+  kVllm5d,   // atoms of them
+  kEightBit  // whole rows, 8-bit
+};
+
 // What stored values are multiplied with.
 struct KvScale {
   Global<const float> data;  // null: 1; [num_kv_heads], or per token [num_layers, num_pages,

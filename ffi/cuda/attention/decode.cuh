@@ -16,12 +16,19 @@
 // The loader runs ahead across segments, so the rings never drain. The page id of a tile is read
 // one tile before its loads are issued. Tokens left of the row's window are not read.
 //
-// Pages of layout vllm5d (template argument VLLM5D; page_size a multiple of 8): 16 bytes of a page
+// Pages of layout vllm5d (template argument PAGES; page_size a multiple of 8): 16 bytes of a page
 // are 8 dimensions of a token of K, which go to the same place in the ring, or 8 tokens of a
 // dimension of V, which is kept transposed and read by ldmatrix without .trans. Of such 8 tokens
 // some may not exist: the V operand is masked, since 0 x NaN is NaN.
 //
-// Shared memory: 4 warps x stages x 2 x 16 rows (96 KiB for head_dim 128, 3 stages) + 12 KiB.
+// 8-bit pages: a stage holds the bytes as they are stored and, where tokens have scales, those.
+// Before step 3 the warp widens it to 16-bit elements in a tile of its own (expand.cuh), between
+// two syncwarps. A scale of K is multiplied with the products. One of V per head is multiplied with
+// O at the end; those per token with P, over the largest one so far, which scales O: so P stays
+// within the range of f16. The loads are half as many as of 16-bit pages, the issue slots twice.
+//
+// Shared memory: 4 warps x stages x 2 x 16 rows (96 KiB for head_dim 128, 3 stages) + 12 KiB; with
+// 8-bit pages half of it for the stages, and a stage of 16-bit rows per warp.
 // Bound by memory bandwidth: at head_dim 128 and 4.3 TB/s on 132 SMs a warp tile of 8 KiB takes 250
 // ns; its 32 mma, 16 ldmatrix and about 300 issue slots fit in three times. FlashDecoding (split
 // KV), LeanAttention (stream-K ranges), FlashInfer (GQA group as M).
@@ -32,6 +39,7 @@
 #include <cstddef>
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/expand.cuh"
 #include "cuda/attention/segment.cuh"
 #include "cuda/attention/traits.h"
 #include "cuda/prim.h"
@@ -39,10 +47,11 @@
 namespace jax_paged::cuda {
 
 // Brings a warp's K and V into its ring.
-template <int HEAD_DIM, bool VLLM5D>
+template <int HEAD_DIM, PageKind PAGES>
 class DecodeLoader {
  public:
-  using Traits = DecodeTraits<HEAD_DIM>;
+  using Traits = DecodeTraits<HEAD_DIM, PAGES>;
+  static constexpr bool kIsVllm5d = PAGES == PageKind::kVllm5d;
 
   JAX_PAGED_DEVICE DecodeLoader(const AttentionArgs& args, const WorkRange& range,
                                 const Segment& first, Shared<char> ring,
@@ -50,6 +59,7 @@ class DecodeLoader {
       : segment_(first),
         k_(LayerPages(args, args.k_pages, args.k_strides)),
         v_(LayerPages(args, args.v_pages, args.v_strides)),
+        layer_(PAGES == PageKind::kEightBit ? prim::LoadConst(args.layer) : 0),
         ring_(ring),
         token_masks_(token_masks),
         one_page_(args.page_size % kWarpTokens == 0),
@@ -79,10 +89,12 @@ class DecodeLoader {
 
   // Reads the page id for the tile that is loaded next. Lane l looks for token l % 16; where pages
   // hold a multiple of 16 tokens all tokens are in one page, and all lanes look for the first.
-  // VLLM5D: where they hold a multiple of 8, lane l looks for the first of the 8 of token l % 16.
+  // kVllm5d: where they hold a multiple of 8, lane l looks for the first of the 8 of token l % 16.
   JAX_PAGED_DEVICE void FindPage(const AttentionArgs& args) {
     const int32_t lane_token = prim::LaneIndex() % kWarpTokens;
-    const int32_t token = FirstToken() + (VLLM5D ? lane_token / 8 * 8 : one_page_ ? 0 : lane_token);
+    const int32_t token = FirstToken() + (kIsVllm5d   ? lane_token / 8 * 8
+                                          : one_page_ ? 0
+                                                      : lane_token);
     page_id_ = -1;
     if (!has_tile_ || token >= segment_.lengths.seq_len) return;
     const int32_t index = args.by_page_size(token);
@@ -97,13 +109,20 @@ class DecodeLoader {
     const bool has_token =
         has_page && token >= segment_.first_key && token < segment_.lengths.seq_len;
     const uint32_t mask = prim::Ballot(has_token) & 0xffffu;
-    if constexpr (VLLM5D) {
+    if constexpr (PAGES == PageKind::kVllm5d) {
       if (lane == 0) prim::Store(token_masks_ + stage, mask);
       CopyAtoms(args, stage, lane, has_page && (token | 7) >= segment_.first_key, has_token);
       return;
     }
     const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
     if (lane == 0) prim::Store(token_masks_ + stage, mask);
+    if constexpr (PAGES == PageKind::kEightBit) {
+      CopyBytes(args, stage, lane, offset, mask);
+      if (args.k_scale.per_token || args.v_scale.per_token) {
+        CopyScales(args, stage, lane, has_token);
+      }
+      return;
+    }
 
     const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
     const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
@@ -134,7 +153,7 @@ class DecodeLoader {
     }
   }
 
-  // VLLM5D. Lane l copies chunks l / 16, l / 16 + 2, ... of token l % 16 of K; of V the 8 tokens
+  // kVllm5d. Lane l copies chunks l / 16, l / 16 + 2, ... of token l % 16 of K; of V the 8 tokens
   // around token l % 16 of dimensions l % 8 + l / 16 * 8, 16 more, ...
   JAX_PAGED_DEVICE void CopyAtoms(const AttentionArgs& args, int32_t stage, int32_t lane,
                                   bool has_atom, bool has_token) {
@@ -163,9 +182,46 @@ class DecodeLoader {
     }
   }
 
+  // kEightBit.
+  JAX_PAGED_DEVICE void CopyBytes(const AttentionArgs& args, int32_t stage, int32_t lane,
+                                  int64_t offset, uint32_t mask) {
+    constexpr int32_t kRowChunks = HEAD_DIM / 16;
+    const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
+    const Shared<char> v_tile = k_tile + Traits::kStoredTileBytes;
+    const int64_t token_stride = one_page_ ? args.k_strides.token : 0;
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kStoredChunks; i += kWarpLanes) {
+      const int32_t index = i + lane;
+      const int32_t row = index / kRowChunks;
+      const int64_t token = prim::Shuffle(offset, row % kWarpTokens) + row * token_stride;
+      if (Traits::kStoredChunks % kWarpLanes != 0 && index >= Traits::kStoredChunks) continue;
+      const int64_t source = token + index % kRowChunks * 16;
+      const bool valid = mask >> row & 1;
+      prim::CpAsync16(k_tile + index * 16, k_ + source, valid);
+      prim::CpAsync16(v_tile + index * 16, v_ + source, valid);
+    }
+  }
+
+  // kEightBit with scales per token: of token l % 16, K's by the lower lanes, V's by the upper.
+  JAX_PAGED_DEVICE void CopyScales(const AttentionArgs& args, int32_t stage, int32_t lane,
+                                   bool has_token) {
+    const KvScale& scale = lane < kWarpTokens ? args.k_scale : args.v_scale;
+    if (!scale.per_token) return;
+    int64_t place = 0;
+    if (has_token) {
+      const int32_t slot = slot_ + (one_page_ ? lane % kWarpTokens : 0);
+      place =
+          ((layer_ * args.num_pages + page_id_) * args.num_kv_heads + kv_head_) * args.page_size +
+          slot;
+    }
+    prim::CpAsync4(ring_ + (stage * Traits::kStageBytes + Traits::kScalesOffset + lane * 4),
+                   scale.data.template As<const char>() + place * 4, has_token);
+  }
+
   Segment segment_;
   Global<const char> k_;
   Global<const char> v_;
+  int64_t layer_;
   Shared<char> ring_;
   Shared<uint32_t> token_masks_;
   int32_t kv_head_;
@@ -182,12 +238,14 @@ struct DecodeState {
   float o[HEAD_DIM / 8][4];
   float m[2];
   float l[2];
+  float v_scale;  // what O is in units of: with scales of V per token the largest so far
 
   JAX_PAGED_DEVICE void Clear() {
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < HEAD_DIM / 8; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
     m[0] = m[1] = kNegativeInfinity;
     l[0] = l[1] = 0.0f;
+    v_scale = 1.0f;
   }
 };
 
@@ -275,14 +333,62 @@ JAX_PAGED_DEVICE uint32_t PairMask(uint32_t token_mask, int32_t token) {
   return (token_mask >> token & 1) * 0xffffu | (token_mask >> (token + 1) & 1) * 0xffff0000u;
 }
 
+inline constexpr float kSmallestScale = 1.17549435e-38f;  // to begin with: no division by 0
+
+// The scale of a unit's K or V where it is one per head.
+JAX_PAGED_DEVICE float HeadScale(const KvScale& scale, int32_t kv_head) {
+  return scale.data && !scale.per_token ? prim::LoadConst(scale.data + kv_head) : 1.0f;
+}
+
+// The scales of tokens `column` and `column` + 1 of each 8, from those of a stage's 16 tokens.
+struct LaneScales {
+  Float2 of[2];
+
+  JAX_PAGED_DEVICE LaneScales(Shared<float> per_token, int32_t column) {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < 2; ++n) of[n] = prim::Load((per_token + (n * 8 + column)).As<Float2>());
+  }
+  // Multiplies the lane's products or weights with them, and with `factor`.
+  JAX_PAGED_DEVICE void Apply(float factor, float (&x)[2][4]) const {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < 2; ++n) {
+      JAX_PAGED_UNROLL
+      for (int32_t half = 0; half < 2; ++half) {
+        x[n][2 * half] *= of[n].x * factor;
+        x[n][2 * half + 1] *= of[n].y * factor;
+      }
+    }
+  }
+  // The largest of the 16 tokens, whatever their sign; all lanes take part.
+  JAX_PAGED_DEVICE float Largest() const {
+    float top = 0.0f;
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < 2; ++n) {
+      top = prim::Max(top, prim::Max(prim::Max(of[n].x, -of[n].x), prim::Max(of[n].y, -of[n].y)));
+    }
+    top = prim::Max(top, prim::ShuffleXor(top, 1));
+    return prim::Max(top, prim::ShuffleXor(top, 2));
+  }
+};
+
+template <typename T>
+JAX_PAGED_DEVICE void PackWeights(const float (&p)[2][4], uint32_t (&a)[4]) {
+  JAX_PAGED_UNROLL
+  for (int32_t i = 0; i < 4; ++i) {
+    a[i] = prim::PackPair<T>(p[i / 2][i % 2 * 2], p[i / 2][i % 2 * 2 + 1]);
+  }
+}
+
 // One warp tile of 16 tokens. `token_mask` says which of them exist; `sees_all`, that all rows of
-// the unit see those.
-template <typename T, int HEAD_DIM, bool VLLM5D, typename Queries>
+// the unit see those. `scales`, `k_scale`: of 8-bit pages, those of the stage's K and V per token,
+// and that of the head's K.
+template <typename T, int HEAD_DIM, PageKind PAGES, typename Queries>
 JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segment,
                                  const UnitRows& rows, Shared<char> k_tile, uint32_t token_mask,
                                  int32_t first_token, bool sees_all, float scale,
-                                 const Queries& queries, DecodeState<HEAD_DIM>* state) {
-  using Traits = DecodeTraits<HEAD_DIM>;
+                                 Shared<float> scales, float k_scale, const Queries& queries,
+                                 DecodeState<HEAD_DIM>* state) {
+  using Traits = DecodeTraits<HEAD_DIM, PAGES>;
   const int32_t lane = prim::Opaque(prim::LaneIndex());
   const int32_t column = lane % 4 * 2;
 
@@ -298,6 +404,14 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     prim::Mma<T>(s[1], a, b[2], b[3]);
   }
 
+  if constexpr (Traits::kIsEightBit) {
+    if (args.k_scale.per_token) {
+      LaneScales(scales, column).Apply(1.0f, s);
+    } else {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 8; ++i) s[i / 4][i % 4] *= k_scale;
+    }
+  }
   if (IsEdited(args)) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
@@ -320,6 +434,14 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     }
   }
 
+  float o_factor = 1.0f;
+  if constexpr (Traits::kIsEightBit) {
+    if (args.v_scale.per_token) {
+      const float old = state->v_scale;
+      state->v_scale = prim::Max(old, LaneScales(scales + kWarpTokens, column).Largest());
+      o_factor = old / state->v_scale;
+    }
+  }
   float p[2][4];
   JAX_PAGED_UNROLL
   for (int32_t half = 0; half < 2; ++half) {
@@ -341,24 +463,42 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     state->l[half] = prim::Fma(state->l[half], keep, sum);
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
-      state->o[n][2 * half] *= keep;
-      state->o[n][2 * half + 1] *= keep;
+      state->o[n][2 * half] *= keep * o_factor;
+      state->o[n][2 * half + 1] *= keep * o_factor;
     }
   }
 
+  if constexpr (Traits::kIsEightBit) {
+    if (args.v_scale.per_token) {
+      LaneScales(scales + kWarpTokens, column).Apply(1.0f / state->v_scale, p);
+    }
+  }
   // The C layout of S is the A layout of P. l sums the unrounded weights: rounding is unbiased.
-  const uint32_t a[4] = {prim::PackPair<T>(p[0][0], p[0][1]), prim::PackPair<T>(p[0][2], p[0][3]),
-                         prim::PackPair<T>(p[1][0], p[1][1]), prim::PackPair<T>(p[1][2], p[1][3])};
+  uint32_t a[4];
+  PackWeights<T>(p, a);
+  // What that rounded away, where a scale does so even to the weight 1 of a lone key.
+  uint32_t a_rest[4] = {};
+  if constexpr (Traits::kIsEightBit) {
+    if (args.v_scale.per_token) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 4; ++i) {
+        float (&x)[4] = p[i / 2];
+        x[i % 2 * 2] -= prim::ToFloat(T{static_cast<uint16_t>(a[i] & 0xffffu)});
+        x[i % 2 * 2 + 1] -= prim::ToFloat(T{static_cast<uint16_t>(a[i] >> 16)});
+      }
+      PackWeights<T>(p, a_rest);
+    }
+  }
   const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
   uint32_t exists[2] = {};
-  if constexpr (VLLM5D) {
+  if constexpr (PAGES == PageKind::kVllm5d) {
     exists[0] = PairMask(token_mask, column);
     exists[1] = PairMask(token_mask, column + 8);
   }
   JAX_PAGED_UNROLL
   for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {
     uint32_t b[4];  // dimensions 0-7 and 8-15 of the step, each tokens 0-7 and 8-15
-    if constexpr (VLLM5D) {
+    if constexpr (PAGES == PageKind::kVllm5d) {
       const int32_t dim = n * 16 + lane % 8 + lane / 16 * 8;
       prim::LoadMatrix(b, v_tile + Traits::TransposedOffset(dim, lane / 8 % 2));
       JAX_PAGED_UNROLL
@@ -368,6 +508,12 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     }
     prim::Mma<T>(state->o[2 * n], a, b[0], b[1]);
     prim::Mma<T>(state->o[2 * n + 1], a, b[2], b[3]);
+    if constexpr (Traits::kIsEightBit) {
+      if (args.v_scale.per_token) {
+        prim::Mma<T>(state->o[2 * n], a_rest, b[0], b[1]);
+        prim::Mma<T>(state->o[2 * n + 1], a_rest, b[2], b[3]);
+      }
+    }
   }
 }
 
@@ -405,7 +551,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
     for (int32_t w = 0; w < kWarps; ++w) {
       m = prim::Max(m, prim::Load(ms + (w * kTileRows + lane_row + 8 * half)));
     }
-    factor[half] = prim::Exp2(state->m[half] - Base(m));
+    factor[half] = prim::Exp2(state->m[half] - Base(m)) * state->v_scale;
   }
 
   const Destination to = DestinationOf(args, range, segment);
@@ -451,9 +597,9 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
   MergeIfLast<T>(args, segment, rows, to, exchange + offsetof(ExchangeShared, merge));
 }
 
-template <typename T, int HEAD_DIM, bool VLLM5D = false>
+template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
-  using Traits = DecodeTraits<HEAD_DIM>;
+  using Traits = DecodeTraits<HEAD_DIM, PAGES>;
   const WorkRange range = MyRange(args);
   if (range.begin >= range.end) return;
   const int32_t stages = args.stages;
@@ -463,10 +609,12 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   const Shared<char> ring = prim::SharedMemory() + warp * stages * Traits::kStageBytes;
   const Shared<uint32_t> token_masks =
       (exchange + offsetof(ExchangeShared, token_masks)).As<uint32_t>() + warp * kMaxStages;
+  const Shared<char> expanded = prim::SharedMemory() + (kWarps * stages * Traits::kStageBytes +
+                                                        warp * Traits::kExpandedBytes);
   const LogitScale scale = LoadScale(args);
 
   Segment segment = FirstSegment(args, range);
-  DecodeLoader<HEAD_DIM, VLLM5D> loader(args, range, segment, ring, token_masks);
+  DecodeLoader<HEAD_DIM, PAGES> loader(args, range, segment, ring, token_masks);
   for (int32_t s = 0; s < stages - 1; ++s) loader.Issue(args, range, s);
 
   int32_t stage = 0;
@@ -476,6 +624,12 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
     queries.Fill(args, segment, rows, scale);
     DecodeState<HEAD_DIM> state;
     state.Clear();
+    float k_scale = 1.0f;
+    if constexpr (Traits::kIsEightBit) {
+      k_scale = HeadScale(args.k_scale, rows.kv_head);
+      state.v_scale =
+          args.v_scale.per_token ? kSmallestScale : HeadScale(args.v_scale, rows.kv_head);
+    }
     // Every row of the unit sees [first_seen, seen_end).
     const int32_t first_seen = VisibleKeys(args, segment, rows, rows.count - 1).first;
     const int32_t seen_end = VisibleKeys(args, segment, rows, 0).end;
@@ -485,10 +639,16 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       // Every lane's copies into this stage are done, and every lane has read the stage before it.
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
-      DecodeTile<T, HEAD_DIM, VLLM5D>(
-          args, segment, rows, ring + stage * Traits::kStageBytes, prim::Load(token_masks + stage),
-          first_token, first_token >= first_seen && first_token + kWarpTokens <= seen_end,
-          scale.factor, queries, &state);
+      const Shared<char> stored = ring + stage * Traits::kStageBytes;
+      if constexpr (Traits::kIsEightBit) {
+        ExpandStage<T, HEAD_DIM>(args, stored, expanded);
+        prim::SyncWarp();  // the expanded elements of all lanes
+      }
+      DecodeTile<T, HEAD_DIM, PAGES>(
+          args, segment, rows, Traits::kIsEightBit ? expanded : stored,
+          prim::Load(token_masks + stage), first_token,
+          first_token >= first_seen && first_token + kWarpTokens <= seen_end, scale.factor,
+          (stored + Traits::kScalesOffset).template As<float>(), k_scale, queries, &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);

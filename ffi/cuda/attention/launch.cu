@@ -18,17 +18,15 @@ template <typename T>
 cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   cudaError_t error = cudaSuccess;
   const auto launch = [&](auto head_dim) {
-    const KernelChoice choice =
-        ChooseKernels(args, limits, DecodeTraits<head_dim.value>::SharedBytes,
-                      PrefillTraits<head_dim.value>::kSharedBytes);
-    args.prefill_rows = choice.prefill_rows;
-    if (choice.decode.stages == 0) {
-      error = LaunchSimt<T>(stream, limits, args);
-    } else if (args.layout == Layout::kVllm5d) {
-      error = LaunchDecode<T, head_dim.value, /*VLLM5D=*/true>(stream, limits, args);
-    } else {
-      error = LaunchDecode<T, head_dim.value>(stream, limits, args);
-    }
+    WithPageKind(args, [&](auto pages) {
+      const KernelChoice choice =
+          ChooseKernels(args, limits, DecodeTraits<head_dim.value, pages.value>::SharedBytes,
+                        PrefillTraits<head_dim.value>::kSharedBytes);
+      args.prefill_rows = choice.prefill_rows;
+      error = choice.decode.stages == 0
+                  ? LaunchSimt<T>(stream, limits, args)
+                  : LaunchDecode<T, head_dim.value, pages.value>(stream, limits, args);
+    });
     if (error == cudaSuccess && args.prefill_rows > 0) {
       error = LaunchPrefill<T, head_dim.value>(stream, limits, args);
     }

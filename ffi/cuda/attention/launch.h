@@ -22,7 +22,7 @@ cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits
 // The parts: each fills num_workers and stages and launches one attention kernel after the planner.
 // Instantiated in inst/.
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
-template <typename T, int HEAD_DIM, bool VLLM5D = false>
+template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 // After LaunchDecode or LaunchSimt of the same args, whose planner has listed the prefill units.
 template <typename T, int HEAD_DIM>

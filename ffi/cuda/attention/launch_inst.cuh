@@ -35,24 +35,24 @@ inline int32_t NumWorkers(const DeviceLimits& limits, int32_t ctas_per_multiproc
 }
 
 // Two CTAs per multiprocessor: at most 255 registers.
-template <typename T, int HEAD_DIM, bool VLLM5D>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     DecodeKernel(__grid_constant__ const AttentionArgs args) {
-  DecodeCta<T, HEAD_DIM, VLLM5D>(args);
+  DecodeCta<T, HEAD_DIM, PAGES>(args);
 }
 
-template <typename T, int HEAD_DIM, bool VLLM5D>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
-  using Traits = DecodeTraits<HEAD_DIM>;
+  using Traits = DecodeTraits<HEAD_DIM, PAGES>;
   static std::atomic<uint64_t> allowed{0};
   const DecodeShape shape = ShapeDecode(limits, Traits::SharedBytes);
   if (shape.stages == 0) return cudaErrorInvalidConfiguration;
   args.stages = shape.stages;
   args.num_workers = NumWorkers(limits, shape.ctas_per_multiprocessor);
-  cudaError_t error = AllowSharedMemory(DecodeKernel<T, HEAD_DIM, VLLM5D>, limits, &allowed);
+  cudaError_t error = AllowSharedMemory(DecodeKernel<T, HEAD_DIM, PAGES>, limits, &allowed);
   if (error == cudaSuccess) error = LaunchPlan(stream, limits, args);
   if (error != cudaSuccess) return error;
-  DecodeKernel<T, HEAD_DIM, VLLM5D>
+  DecodeKernel<T, HEAD_DIM, PAGES>
       <<<args.num_workers, kAttentionThreads, Traits::SharedBytes(shape.stages), stream>>>(args);
   return cudaGetLastError();
 }

@@ -10,10 +10,22 @@
 
 namespace jax_paged::cuda {
 
-// Whether the tensor-core kernels take these pages: 16-bit ones, and of vllm5d they load 8 tokens
-// of V at once.
+// Whether the tensor-core kernels take these pages: of vllm5d they load 8 tokens of V at once.
 inline bool HasTensorCorePages(const AttentionArgs& args) {
-  return !IsEightBit(args.kv_dtype) && (args.layout != Layout::kVllm5d || args.page_size % 8 == 0);
+  return args.layout != Layout::kVllm5d || args.page_size % 8 == 0;
+}
+
+// Calls f(std::integral_constant<PageKind, PAGES>) for what the pages are. There are no 8-bit ones
+// of layout vllm5d (common/ffi_checks.h).
+template <typename F>
+void WithPageKind(const AttentionArgs& args, F&& f) {
+  if (IsEightBit(args.kv_dtype)) {
+    f(std::integral_constant<PageKind, PageKind::kEightBit>());
+  } else if (args.layout == Layout::kVllm5d) {
+    f(std::integral_constant<PageKind, PageKind::kVllm5d>());
+  } else {
+    f(std::integral_constant<PageKind, PageKind::kRows>());
+  }
 }
 
 // Calls f(std::integral_constant<int, HEAD_DIM>) for the tensor-core kernels that take these dims;
@@ -49,9 +61,10 @@ bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
 }
 
 // Whether the shapes of a call leave room for a row with more packed rows than the decode kernel
-// takes at once (plan.cuh). If not, the prefill kernel is not launched.
+// takes at once (plan.cuh). If not, or if the pages are not rows of 16-bit elements, the prefill
+// kernel is not launched.
 inline bool MayPrefill(const AttentionArgs& args) {
-  return args.layout != Layout::kVllm5d && args.num_tokens > 1 &&
+  return args.layout != Layout::kVllm5d && !IsEightBit(args.kv_dtype) && args.num_tokens > 1 &&
          int64_t{args.num_tokens} * args.group_size > kTileRows;
 }
 

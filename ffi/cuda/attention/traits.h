@@ -26,7 +26,7 @@ struct ExchangeShared {
   MergeShared merge;
 };
 
-template <int HEAD_DIM>
+template <int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 struct DecodeTraits {
   static_assert(HEAD_DIM % 16 == 0, "one k-step of mma.m16n8k16 takes 16 dimensions");
 
@@ -37,7 +37,15 @@ struct DecodeTraits {
   static constexpr bool kSwizzled = kRowChunks % 8 == 0;
   static constexpr int32_t kRowBytes = (kSwizzled ? kRowChunks : kRowChunks | 1) * 16;
   static constexpr int32_t kWarpTileBytes = kWarpTokens * kRowBytes;
-  static constexpr int32_t kStageBytes = 2 * kWarpTileBytes;                // K, then V
+  // 8-bit pages: a stage holds their bytes as they are, K, then V, then the scales of the tokens' K
+  // and V; a warp turns a stage into 16-bit elements, in a tile of its own behind its stages.
+  static constexpr bool kIsEightBit = PAGES == PageKind::kEightBit;
+  static constexpr int32_t kStoredTileBytes = kWarpTokens * HEAD_DIM;
+  static constexpr int32_t kStoredChunks = kStoredTileBytes / 16;  // of K or V
+  static constexpr int32_t kScalesOffset = 2 * kStoredTileBytes;
+  static constexpr int32_t kStageBytes =  // K, then V
+      kIsEightBit ? kScalesOffset + 2 * kWarpTokens * 4 : 2 * kWarpTileBytes;
+  static constexpr int32_t kExpandedBytes = kIsEightBit ? 2 * kWarpTileBytes : 0;
   static constexpr int32_t kLoads = kWarpTokens * kRowChunks / kWarpLanes;  // per lane, of K or V
   static_assert(kWarpTokens * kRowChunks % kWarpLanes == 0);
   static constexpr bool kSharedQueries = HEAD_DIM > 128;  // else they fit in registers
@@ -51,7 +59,7 @@ struct DecodeTraits {
     return dim * kWarpTokens * 2 + (chunk ^ (dim >> 2 & 1)) * 16;
   }
   JAX_PAGED_HOST_DEVICE static constexpr int32_t RingBytes(int32_t stages) {
-    return kWarps * stages * kStageBytes;
+    return kWarps * (stages * kStageBytes + kExpandedBytes);
   }
   JAX_PAGED_HOST_DEVICE static constexpr int32_t SharedBytes(int32_t stages) {
     return RingBytes(stages) + static_cast<int32_t>(sizeof(ExchangeShared)) +

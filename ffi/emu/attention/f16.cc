@@ -11,15 +11,16 @@ AttentionKernels Float16Kernels(const cuda::AttentionArgs& args, const cuda::Dev
   kernels.decode = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<Float16>(a).Run(); },
                     cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
   cuda::WithDecodeHeadDim(args.head_dim, args.v_head_dim, [&](auto head_dim) {
-    using Decode = cuda::DecodeTraits<head_dim.value>;
     using Prefill = cuda::PrefillTraits<head_dim.value>;
-    kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes);
-    if (kernels.choice.decode.stages > 0) {
-      kernels.decode = {args.layout == Layout::kVllm5d
-                            ? cuda::DecodeCta<Float16, head_dim.value, true>
-                            : cuda::DecodeCta<Float16, head_dim.value>,
-                        Decode::SharedBytes(args.stages)};
-    }
+    cuda::WithPageKind(args, [&](auto pages) {
+      using Decode = cuda::DecodeTraits<head_dim.value, pages.value>;
+      kernels.choice =
+          cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes);
+      if (kernels.choice.decode.stages > 0) {
+        kernels.decode = {cuda::DecodeCta<Float16, head_dim.value, pages.value>,
+                          Decode::SharedBytes(args.stages)};
+      }
+    });
     kernels.prefill = {cuda::PrefillCta<Float16, head_dim.value>, Prefill::kSharedBytes};
   });
   return kernels;
