@@ -19,6 +19,7 @@ from emulation import (
     library,
     open_library,
 )
+from test_attention_options import eight_bit
 
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
@@ -292,13 +293,18 @@ def check_all(loaded):
         check(batch, loaded=loaded, **options)
 
 
-def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, **options):
-    """Runs a batch under several seeds against the oracle, and looks at what a window left out."""
+def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, scales=(), **options):
+    """Runs a batch under several seeds against the oracle, and looks at what a window left out.
+
+    With `stored`, the same batch in 8 bits, and its scales, the kernels get that.
+    """
     expected = dense_oracle(batch, **options)
     window = options.get("sliding_window")
+    options |= dict(scales)
     for seed in seeds:
         device, buffers = Device(num_workers=num_workers, seed=seed), {} if window else None
-        result = emulate(batch, device, loaded=loaded, buffers=buffers, **options)
+        given = batch if stored is None else stored
+        result = emulate(given, device, loaded=loaded, buffers=buffers, **options)
         if window:
             assert_reads_windows_only(batch, window, buffers)
         assert_attention_close(*result, *expected)
@@ -349,6 +355,9 @@ def battery():
         check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=9))
         prefill = make_batch(case, jnp.dtype(dtype), [20, 5], [140, 70])
         check(prefill, num_workers=2)  # fewer than prefill units
+    batch = make_batch(Case("battery", 8, 2, 64), jnp.bfloat16, [1, 1, 2], [270, 1, 33])
+    stored, real, scales = eight_bit(batch, "float8_e4m3fn", "token", np.random.default_rng(0))
+    check(real, stored=stored, scales=scales)
 
 
 def test_every_barrier_fence_and_wait_is_needed_and_missed():
