@@ -36,8 +36,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int
 
 _POINTERS = (
     "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
-    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale", "k_touched",
-    "v_touched", "out", "lse", "workspace",
+    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale", "out_scale",
+    "k_touched", "v_touched", "out", "lse", "workspace",
 )  # fmt: skip
 _SIZES = (
     "num_tokens", "num_q_heads", "max_seqs", "pages_per_seq", "num_layers", "num_pages",
@@ -45,7 +45,7 @@ _SIZES = (
     "workspace_words",
 )  # fmt: skip
 _OPTIONS = (
-    "dtype", "kv_dtype", "layout", "causal", "k_scale_per_token", "v_scale_per_token",
+    "dtype", "kv_dtype", "out_dtype", "layout", "causal", "k_scale_per_token", "v_scale_per_token",
     "num_workers", "stages", "plan_ctas", "shared_bytes_per_cta",
     "shared_bytes_per_multiprocessor",
 )  # fmt: skip
@@ -164,8 +164,8 @@ class Device:
 
 def emulate(
     batch, device: Device = Device(), *, sliding_window=None, soft_cap=None, alibi_slopes=None,
-    sinks=None, k_scale=None, v_scale=None, num_kv_splits=0, split_tokens=0, loaded=None,
-    buffers=None,
+    sinks=None, k_scale=None, v_scale=None, out_dtype=None, out_scale=None, num_kv_splits=0,
+    split_tokens=0, loaded=None, buffers=None,
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
@@ -176,6 +176,7 @@ def emulate(
     loaded = library() if loaded is None else loaded
     case = batch.case
     dtype = jnp.dtype(batch.q.dtype).name
+    out_dtype = jnp.dtype(batch.q.dtype if out_dtype is None else out_dtype)
     pages = pages_shape(batch.k_pages, case.layout, "k")
     heads, page_size = pages.num_kv_heads, pages.page_size
     num_tokens, num_q_heads, head_dim = batch.q.shape
@@ -200,11 +201,12 @@ def emulate(
         "sinks": sinks,
         "k_scale": k_scale,
         "v_scale": v_scale,
-        "out": poisoned((num_tokens, num_q_heads, v_head_dim), batch.q.dtype),
+        "out_scale": out_scale,
+        "out": poisoned((num_tokens, num_q_heads, v_head_dim), out_dtype),
         "lse": poisoned((num_tokens, num_q_heads), np.float32),
         "workspace": poisoned(words, np.float32),
     }
-    for name in ("sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale"):
+    for name in ("sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale", "out_scale"):
         if arrays[name] is not None:
             arrays[name] = np.array(arrays[name], "i4" if name == "sliding_window" else "f4")
     if buffers is not None:
@@ -229,6 +231,7 @@ def emulate(
         workspace_words=words,
         dtype=DTYPES.index(dtype),
         kv_dtype=DTYPES.index(batch.k_pages.dtype.name),
+        out_dtype=DTYPES.index(out_dtype.name),
         k_scale_per_token=k_scale is not None and np.ndim(k_scale) > 1,
         v_scale_per_token=v_scale is not None and np.ndim(v_scale) > 1,
         layout=LAYOUTS.index(case.layout),

@@ -58,3 +58,48 @@ def test_scales_of_a_wide_range_stay_within_f16():
     scales["v_scale"] = scales["v_scale"] * factor
     real = dataclasses.replace(real, v_pages=real.v_pages * factor[..., None])
     assert_attention_close(*emulate(stored, **scales), *dense_oracle(real))
+
+
+OUTPUTS = ("float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize("out_dtype", OUTPUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_fp8_output_is_the_nearest_code(dtype, out_dtype):
+    """One key of weight 1, so that out is V over the scale: each rounded once, and clamped."""
+    rng = np.random.default_rng(3)
+    case = Case("fp8", 4, 1, 256)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 1, 40], [1, 1, 1])
+    exact = rng.choice([-1, 1], (3, 256)) * 2.0 ** rng.uniform(-22, 12, (3, 256))
+    exact[0, :6] = [0.0, -0.0, 2.0**-10, 3 * 2.0**-10, np.nan, 1.0625]  # ties among them
+    v_pages = batch.v_pages.copy()
+    for row in range(3):
+        v_pages[batch.page_table[row, 0], 0, 0] = exact[row].astype(v_pages.dtype)
+    batch = dataclasses.replace(batch, q=0 * batch.q, v_pages=v_pages)  # weights exactly 1
+    scale, buffers = np.float32([0.75]), {}
+    out, _ = emulate(batch, out_dtype=out_dtype, out_scale=scale, buffers=buffers)
+    assert (buffers["chosen_prefill_rows"] > 0) == (dtype != "float32")
+    limit = np.float32(jnp.finfo(out_dtype).max)
+    for row, token in enumerate((0, 1, 41)):
+        stored = v_pages[batch.page_table[row, 0], 0, 0].astype(np.float32)
+        codes = np.clip(stored / scale, -limit, limit).astype(out.dtype)
+        got, expected = (x.astype(np.float32) for x in (out[token], np.tile(codes, (4, 1))))
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("out_dtype", OUTPUTS)
+@pytest.mark.parametrize("case", [
+    Case("bf16", 8, 2, 128), Case("odd", 3, 1, 24, page_size=5), Case("wide", 6, 3, 192),
+])  # fmt: skip
+def test_fp8_outputs_of_all_kernels_and_padding(case, out_dtype):
+    batch = make_batch(case, jnp.bfloat16, [1, 60, 3, 0], [200, 90, 3, 5], num_tokens=70)
+    out, lse = emulate(batch, out_dtype=out_dtype, num_kv_splits=3)
+    expected, expected_lse = dense_oracle(batch)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5)
+    assert not out[64:].view(np.uint8).any()
+    # Half a step: 2^-4 or 2^-3 of a normal number, or half of the smallest number; and bf16's P.
+    step = 2.0**-4 if out_dtype.endswith("fn") else 2.0**-3
+    smallest = float(jnp.finfo(out_dtype).smallest_subnormal)
+    error = np.abs(out.astype(np.float64) - expected)
+    peak = np.abs(expected).max()
+    assert (error <= step * np.abs(expected) + smallest / 2 + 2.0**-7 * peak).all()

@@ -14,8 +14,9 @@ inline constexpr char kAttentionOp[] = "jax_paged.attention";  // of its error m
 
 // The sizes of one call, as its operands have them.
 struct AttentionShape {
-  Dtype dtype;     // of q and out
-  Dtype kv_dtype;  // of the pages: the same, or 8-bit
+  Dtype dtype;      // of q
+  Dtype kv_dtype;   // of the pages: the same, or 8-bit
+  Dtype out_dtype;  // of out: the same, or fp8
   int64_t num_tokens;
   int64_t num_q_heads;
   int64_t max_seqs;

@@ -88,8 +88,9 @@ struct AttentionArgs {
   Global<const float> sinks;             // [num_q_heads]
   KvScale k_scale;                       // of 8-bit pages
   KvScale v_scale;
-  Global<char> out;   // [num_tokens, num_q_heads, v_head_dim]
-  Global<float> lse;  // [num_tokens, num_q_heads]
+  Global<const float> out_scale;  // [1], what an fp8 output is divided by; null: 1
+  Global<char> out;               // [num_tokens, num_q_heads, v_head_dim], out_dtype
+  Global<float> lse;              // [num_tokens, num_q_heads]
 
   // Workspace.
   Global<float> partial_out;  // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
@@ -120,7 +121,7 @@ struct AttentionArgs {
   int32_t group_size;
   int32_t head_dim;
   int32_t v_head_dim;
-  int32_t element_bytes;  // of q and out
+  int32_t out_bytes;      // of an element of out
   int32_t kv_bytes;       // of an element of the pages
   int32_t num_kv_splits;  // 0: automatic
   int32_t split_tokens;   // 0: off
@@ -128,6 +129,7 @@ struct AttentionArgs {
   int32_t stages;         // of the decode kernel's rings
   Layout layout;
   Dtype kv_dtype;        // of the pages: that of q, or 8-bit
+  Dtype out_dtype;       // of out: that of q, or fp8
   float soft_cap;        // 0: off
   int32_t prefill_rows;  // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;

@@ -77,6 +77,11 @@ JAX_PAGED_DEVICE float LoadSink(const AttentionArgs& args, int32_t head) {
   return args.sinks ? prim::LoadConst(args.sinks + head) : kNegativeInfinity;
 }
 
+// What an fp8 output is divided by.
+JAX_PAGED_DEVICE float OutScale(const AttentionArgs& args) {
+  return args.out_scale ? prim::LoadConst(args.out_scale) : 1.0f;
+}
+
 // 0 instead of -inf, so that m - Base(m) is never -inf - -inf.
 JAX_PAGED_DEVICE float Base(float m) { return m == kNegativeInfinity ? 0.0f : m; }
 

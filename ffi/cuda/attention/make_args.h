@@ -30,6 +30,7 @@ struct AttentionCall : AttentionShape {
   const float* sinks;
   const float* k_scale;  // null: none
   const float* v_scale;
+  const float* out_scale;
   void* out;
   float* lse;
   void* workspace;
@@ -100,6 +101,7 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->sinks = Global<const float>(call.sinks);
   args->k_scale = {Global<const float>(call.k_scale), call.k_scale_per_token};
   args->v_scale = {Global<const float>(call.v_scale), call.v_scale_per_token};
+  args->out_scale = Global<const float>(call.out_scale);
   args->out = Global<char>(static_cast<char*>(call.out));
   args->lse = Global<float>(call.lse);
   CarveWorkspace(Global<char>(static_cast<char*>(call.workspace)), workspace, args);
@@ -119,7 +121,7 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->group_size = static_cast<int32_t>(workspace.group_size);
   args->head_dim = static_cast<int32_t>(call.k_pool.head_dim);
   args->v_head_dim = static_cast<int32_t>(call.v_pool.head_dim);
-  args->element_bytes = static_cast<int32_t>(ByteWidth(call.dtype));
+  args->out_bytes = static_cast<int32_t>(ByteWidth(call.out_dtype));
   args->kv_bytes = static_cast<int32_t>(call.k_pool.element_bytes);
   args->num_kv_splits = clamp(call.num_kv_splits);
   args->split_tokens = clamp(call.split_tokens);
@@ -127,6 +129,7 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->stages = 0;
   args->layout = call.k_pool.layout;
   args->kv_dtype = call.kv_dtype;
+  args->out_dtype = call.out_dtype;
   args->soft_cap = call.soft_cap;
   args->prefill_rows = 0;
   args->causal = call.causal;

@@ -81,11 +81,11 @@ JAX_PAGED_DEVICE int64_t BlockScan(int64_t x, Shared<int64_t> warp_totals, int64
 JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_t end, int32_t step,
                                 bool with_sinks) {
   const int64_t words =
-      int64_t{args.num_q_heads} * args.v_head_dim * args.element_bytes / int64_t{sizeof(Float4)};
+      int64_t{args.num_q_heads} * args.v_head_dim * args.out_bytes / int64_t{sizeof(Word2)};
   for (int32_t token = begin; token < end; token += step) {
-    const Global<Float4> out = args.out.As<Float4>() + token * words;
+    const Global<Word2> out = args.out.As<Word2>() + token * words;
     for (int64_t i = prim::ThreadIndex(); i < words; i += kPlanThreads) {
-      prim::Store(out + i, Float4{0, 0, 0, 0});
+      prim::Store(out + i, Word2{0, 0});
     }
     for (int32_t i = prim::ThreadIndex(); i < args.num_q_heads; i += kPlanThreads) {
       prim::Store(args.lse + (int64_t{token} * args.num_q_heads + i),

@@ -477,6 +477,30 @@ JAX_PAGED_DEVICE void PrefillValues(
   }
 }
 
+// A lane's two columns of each 8, as they go to the warp's rows in shared memory: a word of two
+// 16-bit numbers; fp8: with the next lane's, a word of four.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void StagePair(const AttentionArgs& args, int32_t row, int32_t n, float x,
+                                float y) {
+  using Row = typename PrefillTraits<HEAD_DIM>::Row;
+  const int32_t lane = OpaqueThread() % kWarpLanes;
+  const Shared<char> memory = prim::SharedMemory();
+  if (IsEightBit(args.out_dtype)) {
+    const float scale = OutScale(args);
+    const uint32_t mine = Fp8Code(args.out_dtype, x / scale) | Fp8Code(args.out_dtype, y / scale)
+                                                                   << 8;
+    const uint32_t next = prim::ShuffleXor(mine, 1);
+    const int32_t byte = n % 2 * 8 + lane % 4 / 2 * 4;
+    if (lane % 2 == 0) {
+      prim::Store((memory + (Row::Offset(row, n / 2) + byte)).template As<uint32_t>(),
+                  mine | next << 16);
+    }
+  } else {
+    prim::Store((memory + (Row::Offset(row, n) + lane % 4 * 4)).template As<uint32_t>(),
+                prim::PackPair<T>(x, y));
+  }
+}
+
 // Writes the warp's rows, through its rows of Q in shared memory, so that stores are 16 bytes.
 template <typename T, int HEAD_DIM>
 JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args,
@@ -501,11 +525,8 @@ JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args,
       const SoftmaxEnd end = EndSoftmax(state.m[r][half], l, LoadSink(args, head));
       JAX_PAGED_UNROLL
       for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
-        const float x = state.o[r][n][2 * half] * end.factor;
-        const float y = state.o[r][n][2 * half + 1] * end.factor;
-        prim::Store(
-            (prim::SharedMemory() + (Row::Offset(row, n) + lane % 4 * 4)).template As<uint32_t>(),
-            is_empty ? 0u : prim::PackPair<T>(x, y));
+        StagePair<T, HEAD_DIM>(args, row, n, is_empty ? 0.0f : state.o[r][n][2 * half] * end.factor,
+                               is_empty ? 0.0f : state.o[r][n][2 * half + 1] * end.factor);
       }
       if (lane % 4 == 0 && row < unit.rows.count) {
         prim::Store(args.lse + HeadIndex(args, segment, unit.rows, row), end.lse);
@@ -514,14 +535,14 @@ JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args,
   }
   prim::SyncWarp();  // the rows are there
   JAX_PAGED_UNROLL_4
-  for (int32_t i = lane; i < Traits::kWarpRows * Row::kRowChunks; i += kWarpLanes) {
-    const int32_t row = first_row + i / Row::kRowChunks;
-    const int32_t chunk = i % Row::kRowChunks;
+  const int32_t chunks = HEAD_DIM * args.out_bytes / 16;
+  for (int32_t i = lane; i < Traits::kWarpRows * chunks; i += kWarpLanes) {
+    const int32_t row = first_row + i / chunks;
+    const int32_t chunk = i % chunks;
     if (row >= unit.rows.count) break;
     const int64_t head = HeadIndex(args, segment, unit.rows, row);
-    prim::Store(
-        (args.out + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)}).template As<Word4>(),
-        prim::Load((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Word4>()));
+    prim::Store((args.out + (head * HEAD_DIM * args.out_bytes + chunk * 16)).template As<Word4>(),
+                prim::Load((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Word4>()));
   }
 }
 

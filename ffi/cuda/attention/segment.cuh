@@ -15,6 +15,7 @@
 #include <cstddef>
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/fp8.cuh"
 #include "cuda/attention/logits.cuh"
 #include "cuda/prim.h"
 
@@ -255,8 +256,14 @@ JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, const Segment& segm
   const Float4 x = l == 0.0f  // no key was seen
                        ? Float4{0, 0, 0, 0}
                        : Float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
-  const Global<char> out = args.out + (head_index * args.v_head_dim + column) * int64_t{sizeof(T)};
-  if constexpr (sizeof(T) == 4) {
+  const Global<char> out = args.out + (head_index * args.v_head_dim + column) * args.out_bytes;
+  if (IsEightBit(args.out_dtype)) {
+    const float scale = OutScale(args);
+    prim::Store(out.As<uint32_t>(), Fp8Code(args.out_dtype, x.x / scale) |
+                                        Fp8Code(args.out_dtype, x.y / scale) << 8 |
+                                        Fp8Code(args.out_dtype, x.z / scale) << 16 |
+                                        Fp8Code(args.out_dtype, x.w / scale) << 24);
+  } else if constexpr (sizeof(T) == 4) {
     prim::Store(out.As<Float4>(), x);
   } else {
     prim::Store(out.As<Word2>(), Word2{prim::PackPair<T>(x.x, x.y), prim::PackPair<T>(x.z, x.w)});

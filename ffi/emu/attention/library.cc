@@ -42,6 +42,7 @@ struct EmulatedCall {
   const float* sinks;
   const float* k_scale;
   const float* v_scale;
+  const float* out_scale;
   uint8_t* k_touched;  // null, or for each byte of k_pages whether a kernel asked for it
   uint8_t* v_touched;
   void* out;
@@ -62,6 +63,7 @@ struct EmulatedCall {
   int64_t workspace_words;
   int32_t dtype;  // Dtype
   int32_t kv_dtype;
+  int32_t out_dtype;
   int32_t layout;  // Layout
   int32_t causal;
   int32_t k_scale_per_token;
@@ -101,6 +103,7 @@ const char* emulate_attention(EmulatedCall* in) {
   call.sinks = in->sinks;
   call.k_scale = in->k_scale;
   call.v_scale = in->v_scale;
+  call.out_scale = in->out_scale;
   call.k_scale_per_token = in->k_scale_per_token != 0;
   call.v_scale_per_token = in->v_scale_per_token != 0;
   call.soft_cap = in->soft_cap;
@@ -109,6 +112,7 @@ const char* emulate_attention(EmulatedCall* in) {
   call.workspace = in->workspace;
   call.dtype = dtype;
   call.kv_dtype = kv_dtype;
+  call.out_dtype = static_cast<Dtype>(in->out_dtype);
   call.num_tokens = in->num_tokens;
   call.num_q_heads = in->num_q_heads;
   call.max_seqs = in->max_seqs;
@@ -151,7 +155,9 @@ const char* emulate_attention(EmulatedCall* in) {
   };
   add_scale("k_scale", in->k_scale, in->k_scale_per_token);
   add_scale("v_scale", in->v_scale, in->v_scale_per_token);
-  emu::AddRegion("out", in->out, heads * in->v_head_dim * element_bytes, /*is_input=*/false);
+  if (in->out_scale) emu::AddRegion("out_scale", in->out_scale, 4, true);
+  emu::AddRegion("out", in->out, heads * in->v_head_dim * jax_paged::ByteWidth(call.out_dtype),
+                 /*is_input=*/false);
   emu::AddRegion("lse", in->lse, heads * 4, false);
   emu::AddRegion("workspace", in->workspace, in->workspace_words * 4, false);
 
