@@ -485,7 +485,7 @@ JAX_PAGED_DEVICE void StagePair(const AttentionArgs& args, int32_t row, int32_t 
   using Row = typename PrefillTraits<HEAD_DIM>::Row;
   const int32_t lane = OpaqueThread() % kWarpLanes;
   const Shared<char> memory = prim::SharedMemory();
-  if (IsEightBit(args.out_dtype)) {
+  if (args.out_bytes == 1) {  // fp8
     const float scale = OutScale(args);
     const uint32_t mine = Fp8Code(args.out_dtype, x / scale) | Fp8Code(args.out_dtype, y / scale)
                                                                    << 8;
