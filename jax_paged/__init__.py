@@ -23,5 +23,6 @@ from jax_paged.pages import PageTable as PageTable
 from jax_paged.pages import Status as Status
 from jax_paged.pages import StepBatch as StepBatch
 from jax_paged.pages import pages_for as pages_for
+from jax_paged.ragged import ragged_attention as ragged_attention
 from jax_paged.state import KVState as KVState
 from jax_paged.validation import check_values as check_values
