@@ -9,6 +9,9 @@ from jax_paged import state as state
 from jax_paged._ffi import build_info as build_info
 from jax_paged.attention import paged_attention as paged_attention
 from jax_paged.attention import ragged_paged_attention as ragged_paged_attention
+from jax_paged.cascade import CascadeLevel as CascadeLevel
+from jax_paged.cascade import cascade_attention as cascade_attention
+from jax_paged.cascade import cascade_levels as cascade_levels
 from jax_paged.explain import explain as explain
 from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import kv_dtype as kv_dtype

@@ -9,13 +9,15 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_paged import _ffi, attention, kv, merge
+from jax_paged import _ffi, attention, cascade, kv, merge, ragged
 from jax_paged.layout import pages_shape
 from jax_paged.validation import cuda_lacks, expect
 
 _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
     "ragged_paged_attention": (attention.ragged_paged_attention, attention.TARGET),
+    "ragged_attention": (ragged.ragged_attention, attention.TARGET),
+    "cascade_attention": (cascade.cascade_attention, attention.TARGET),
     "merge_attention_states": (merge.merge_attention_states, merge.TARGET),
     "write_kv": (kv.write_kv, kv.TARGET),
     "qkv_norm_rope_write": (kv.qkv_norm_rope_write, kv.QKV_TARGET),
@@ -34,7 +36,8 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
       A dict: `op`; `platform`; `implementation`, "native" or "reference"; `target`, the FFI target
       or None; and for native CPU attention `isa`, `num_threads` (1 when the work is too small to
       share) and with values `work_items` and per row `kernels` ("decode", "prefill", "empty") and
-      `kv_splits`.
+      `kv_splits`. For `cascade_attention`, whose levels must hold values, `levels`: such a dict
+      for each of them, with the queries of a group as one row.
 
     Raises:
       ValueError: the op is unknown, or the arguments do not fit the op.
@@ -72,8 +75,49 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         "target": target if chosen == "native" else None,
     }
     if chosen == "native" and platform == "cpu" and target == attention.TARGET:
-        plan |= _cpu_attention_plan(call)
+        if "levels" in call:
+            plan["levels"] = [_cpu_attention_plan(level) for level in _level_calls(call)]
+        else:
+            plan |= _cpu_attention_plan(_as_paged(call))
     return plan
+
+
+def _as_paged(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of `ragged_attention` as one of `ragged_paged_attention`; others as they are."""
+    if "cu_kv_lens" not in call:
+        return call
+    k, v, cu_kv_lens = (call[name] for name in ("k", "v", "cu_kv_lens"))
+    most = k.shape[0] if call["max_kv_len"] is None else min(call["max_kv_len"], k.shape[0])
+    if hasattr(cu_kv_lens, "__array__") and not isinstance(cu_kv_lens, Tracer):
+        cu_kv_lens = np.diff(np.maximum.accumulate(np.clip(np.asarray(cu_kv_lens), 0, k.shape[0])))
+    return call | {
+        "k_pages": jax.ShapeDtypeStruct((k.shape[0], 1, *k.shape[1:]), k.dtype),
+        "v_pages": jax.ShapeDtypeStruct((v.shape[0], 1, *v.shape[1:]), v.dtype),
+        "page_table": jax.ShapeDtypeStruct((call["cu_q_lens"].shape[0] - 1, most), np.int32),
+        "seq_lens": cu_kv_lens,
+        "layout": "NHD",
+    }
+
+
+def _level_calls(call: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of `ragged_paged_attention` or `paged_attention` that a cascade is made of."""
+    calls = []
+    for given in call["levels"]:
+        level = cascade.CascadeLevel(*given)
+        cu_q_lens, num_seqs = call["cu_q_lens"], call["num_seqs"]
+        own = level.row_groups is None
+        if not own:
+            tokens = call["q"].shape[0]
+            level = cascade.CascadeLevel(*map(np.asarray, level))
+            _, cu_q_lens = cascade.group_queries(tokens, level, cu_q_lens, num_seqs)
+        pages = {"page_table": level.page_table, "seq_lens": level.seq_lens}
+        options = {"causal": own and call["causal"], "sliding_window": None}
+        one = call | pages | options | {"num_seqs": num_seqs if own else None}
+        one["cu_q_lens"] = cu_q_lens
+        if cu_q_lens is None:
+            del one["cu_q_lens"]
+        calls.append(one)
+    return calls
 
 
 def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""cascade_attention: shared parts of a history, read once, give plain attention over all of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import (
+    CascadeLevel,
+    KVState,
+    cascade_attention,
+    cascade_levels,
+    explain,
+    paged_attention,
+    ragged_paged_attention,
+    state,
+)
+from jax_paged.testing import TOLERANCES, Case, assert_attention_close, dense_oracle, make_batch
+
+CASE = Case("shared", 6, 2, 32, page_size=8)
+PAGE = CASE.page_size
+# Which page each row has at each place: rows with the same letter there share it.
+SHARING = {
+    "all": ["aaaab", "aaaac", "aaaad", "aaaae"],
+    "none": ["aaaa", "bbbb", "c", "dd"],
+    "two groups, interleaved": ["aaab", "ccd", "aaae", "ccf", "aaag"],
+    "nested": ["aabbc", "aabbd", "aae", "aaf", "g"],
+    "all pages": ["aaa", "aaa", "aaa"],
+    "one row": ["aaa"],
+    "later pages only": ["abc", "dbc", "ebc"],  # no common prefix: nothing is shared
+    "shorter inside longer": ["aaaaaa", "aa", "aaa", "a"],
+}
+
+
+def share(pattern, *, last=3, q_lens=None, dtype="float32", case=CASE, seed=0):
+    """A batch whose rows share the pages that `pattern` says; `last` tokens on each last page."""
+    seq_lens = [(len(pages) - 1) * PAGE + last for pages in pattern]
+    q_lens = [1] * len(pattern) if q_lens is None else q_lens
+    batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=sum(q_lens) + 2,
+                       seed=seed)  # fmt: skip
+    table, owner = batch.page_table.copy(), {}
+    for row, pages in enumerate(pattern):
+        for place, letter in enumerate(pages):
+            table[row, place] = owner.setdefault((place, letter), table[row, place])
+    # A page that several rows share holds as many tokens as its fullest reader says.
+    pools = [batch.k_pages.copy(), batch.v_pages.copy()]
+    rng = np.random.default_rng(seed)
+    for row, length in enumerate(seq_lens):
+        for token in range(length):
+            place = (table[row, token // PAGE], slice(None), token % PAGE)
+            for pool in pools:
+                pool[place] = rng.standard_normal(pool[place].shape).astype(pool.dtype)
+    return dataclasses.replace(batch, k_pages=pools[0], v_pages=pools[1], page_table=table)
+
+
+def derive(batch, **options):
+    arguments = (batch.page_table, batch.seq_lens, batch.cu_q_lens, batch.num_seqs)
+    return cascade_levels(*map(jnp.asarray, arguments), page_size=PAGE, **options)
+
+
+def attend(batch, levels, **options):
+    q, k_pages, v_pages, *_ = batch.operands()
+    return cascade_attention(
+        q, k_pages, v_pages, levels, jnp.asarray(batch.cu_q_lens), batch.num_seqs,
+        return_lse=True, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", SHARING.values(), ids=SHARING)
+def test_derived_levels_give_plain_attention(pattern, implementation):
+    batch = share(pattern)
+    num_levels = 3 if pattern is SHARING["nested"] else 2
+    result = attend(batch, derive(batch, num_levels=num_levels), implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_sharing_in_all_dtypes(seed, dtype, implementation):
+    rng = np.random.default_rng(seed)
+    pattern = ["".join(rng.choice(list("ab"), rng.integers(1, 6))) for _ in range(9)]
+    q_lens = list(rng.integers(0, 4, 9))
+    batch = share(pattern, last=4, q_lens=q_lens, dtype=dtype, seed=seed)
+    levels = derive(batch, num_levels=2 + seed % 3)
+    result = attend(batch, levels, implementation=implementation, soft_cap=3.0)
+    assert_attention_close(*result, *dense_oracle(batch, soft_cap=3.0))
+
+
+def test_pages_of_the_step_itself_are_never_shared():
+    # Row 0 has queries on its first page, row 1 beyond it: sharing it would show row 0 its future.
+    batch = share(["a", "ab"], q_lens=[2, 1])
+    levels = derive(batch)
+    np.testing.assert_array_equal(levels[0].row_groups, [-1, -1])
+    chunk = share(["aab", "aac"], q_lens=[9, 1], last=3)  # row 0: 6 tokens of page 1 are new
+    levels = derive(chunk)
+    np.testing.assert_array_equal(levels[0].seq_lens, [PAGE])
+    assert_attention_close(*attend(chunk, levels), *dense_oracle(chunk))
+
+
+def test_sharing_is_found_where_it_is():
+    batch = share(SHARING["two groups, interleaved"])
+    prefix, own = derive(batch)
+    np.testing.assert_array_equal(prefix.row_groups, [0, 1, 0, 1, 0])
+    np.testing.assert_array_equal(prefix.seq_lens, [3 * PAGE, 2 * PAGE])
+    np.testing.assert_array_equal(own.seq_lens, [3] * 5)
+    assert own.row_groups is None
+    nested = derive(share(SHARING["nested"]), num_levels=3)
+    np.testing.assert_array_equal(nested[0].seq_lens, [2 * PAGE, 0])
+    np.testing.assert_array_equal(nested[1].seq_lens, [2 * PAGE, 0])
+    np.testing.assert_array_equal(nested[1].row_groups, [0, 0, -1, -1, -1])
+
+
+def test_groups_beyond_max_groups_keep_their_pages_and_dead_rows_share_nothing():
+    batch = share(SHARING["two groups, interleaved"])
+    levels = derive(batch, max_groups=1)
+    np.testing.assert_array_equal(levels[0].row_groups, [0, -1, 0, -1, 0])
+    assert_attention_close(*attend(batch, levels), *dense_oracle(batch))
+    assert len(derive(batch, max_groups=0)) == 1
+    batch = dataclasses.replace(batch, num_seqs=3)
+    levels = derive(batch)
+    np.testing.assert_array_equal(levels[0].row_groups, [0, -1, 0, -1, -1])
+    assert_attention_close(*attend(batch, levels), *dense_oracle(batch))
+
+
+def test_levels_by_hand_with_sinks_in_one_part(implementation):
+    batch = share(SHARING["nested"])
+    sinks = jnp.linspace(-1, 3, 6, dtype=jnp.float32)
+    rows = batch.page_table
+    outer = (rows[:1, :2], np.array([2 * PAGE]), np.array([0, 0, 0, 0, -1]))
+    inner = CascadeLevel(rows[:1, 2:4], np.array([2 * PAGE]), np.array([0, 0, 7, -1, -9]))
+    rest = np.full_like(rows, -1)
+    for row, shared in enumerate([4, 4, 2, 2, 0]):
+        rest[row, : rows.shape[1] - shared] = rows[row, shared:]
+    lengths = batch.seq_lens - PAGE * np.array([4, 4, 2, 2, 0])
+    levels = [outer, inner, CascadeLevel(rest, lengths)]
+    result = attend(batch, levels, sinks=sinks, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch, sinks=np.asarray(sinks)))
+
+
+def test_one_query_per_row_without_cu_q_lens(implementation):
+    batch = share(SHARING["all"])
+    q, k_pages, v_pages, table, seq_lens = batch.operands()
+    levels = cascade_levels(table, seq_lens, page_size=PAGE)
+    plain = paged_attention(q[:4], k_pages, v_pages, table, seq_lens, return_lse=True)
+    mine = cascade_attention(
+        q[:4], k_pages, v_pages, levels, return_lse=True, implementation=implementation
+    )
+    assert_attention_close(*mine, *(np.asarray(x, "f8") for x in plain))
+
+
+def test_layers_and_layouts():
+    for layout in ("NHD", "vllm5d"):
+        case = dataclasses.replace(CASE, layout=layout, num_layers=2)
+        batch = make_batch(case, jnp.dtype("f4"), [1, 1, 3], [29, 40, 33], shared_pages=True)
+        levels = derive(batch)
+        np.testing.assert_array_equal(levels[0].seq_lens[:1], [3 * PAGE])
+        result = attend(batch, levels, layer=batch.layer, layout=layout)
+        assert_attention_close(*result, *dense_oracle(batch))
+
+
+def test_the_prefix_is_one_row_of_work_for_the_whole_group():
+    pattern = ["a" * 40 + letter for letter in "bcdefghi"]
+    batch = share(pattern)
+    q, k_pages, v_pages, table, seq_lens = batch.operands()
+    levels = cascade_levels(table, seq_lens, page_size=PAGE)
+    plan = explain("cascade_attention", q[:8], k_pages, v_pages, levels, num_kv_splits=1)
+    prefix, own = plan["levels"]
+    # Eight rows x three heads of a group are one block of packed rows: one unit per KV head.
+    assert prefix["kernels"] == ["prefill", "empty", "empty", "empty"]
+    assert prefix["work_items"] == CASE.num_kv_heads
+    assert own["kernels"] == ["decode"] * 8
+    plain = explain("paged_attention", q[:8], k_pages, v_pages, table, seq_lens, num_kv_splits=1)
+    assert plain["work_items"] == 8 * CASE.num_kv_heads
+
+
+def test_gradients_are_those_of_plain_attention():
+    batch = share(SHARING["two groups, interleaved"])
+    levels, arrays = derive(batch), batch.operands()[:3]
+    q_live = jnp.where(jnp.isnan(arrays[0]), jnp.float32(0), arrays[0])
+    weight = jnp.asarray(np.random.default_rng(0).standard_normal(q_live.shape), jnp.float32)
+    sinks = jnp.ones(6, jnp.float32)
+    bounds = jnp.asarray(batch.cu_q_lens), jnp.int32(batch.num_seqs)
+
+    def cascade(q, k_pages, v_pages, sinks):
+        return jnp.sum(weight * cascade_attention(q, k_pages, v_pages, levels, *bounds, sinks=sinks))
+
+    def plain(q, k_pages, v_pages, sinks):
+        rows = (jnp.asarray(batch.page_table), jnp.asarray(batch.seq_lens), *bounds)
+        return jnp.sum(weight * ragged_paged_attention(q, k_pages, v_pages, *rows, sinks=sinks))
+
+    arguments = (q_live, *arrays[1:], sinks)
+    mine = jax.grad(cascade, (0, 1, 2, 3))(*arguments)
+    expected = jax.grad(plain, (0, 1, 2, 3))(*arguments)
+    for a, b in zip(mine, expected, strict=True):
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forked_state_gives_levels_under_jit():
+    kv = KVState.create(num_layers=1, num_pages=16, page_size=PAGE, num_kv_heads=2, head_dim=32,
+                        max_seqs=3, pages_per_seq=5, dtype=jnp.float32)  # fmt: skip
+
+    @jax.jit
+    def step(kv):
+        kv, _ = state.reserve(kv, jnp.array([0]), 2 * PAGE)
+        kv, _, _ = state.step_batch(kv, jnp.array([0]), 2 * PAGE)
+        for child in (1, 2):
+            kv, _ = state.fork(kv, 0, child, 2 * PAGE)
+        rows = jnp.arange(3)
+        kv, _ = state.reserve(kv, rows, 1)
+        kv, batch, status = state.step_batch(kv, rows, 1)
+        levels = cascade_levels(
+            batch.page_table, batch.seq_lens, batch.cu_q_lens, batch.num_seqs, page_size=PAGE
+        )
+        return levels, status
+
+    (prefix, own), status = step(kv)
+    np.testing.assert_array_equal(status, 0)
+    np.testing.assert_array_equal(prefix.row_groups[:3], 0)
+    np.testing.assert_array_equal(prefix.seq_lens[:1], [2 * PAGE])
+    np.testing.assert_array_equal(own.seq_lens[:3], 1)
+
+
+@pytest.mark.parametrize(
+    ("levels", "options", "text"),
+    [
+        ([], {}, "levels: expected at least one level, got 0"),
+        ([([[0]], [1, 2])], {}, r"levels\[0\].seq_lens: expected shape \[groups=1\], got \[2\]"),
+        ([([[0]], [1])], {}, r"levels\[0\]: expected the batch's 2 rows without row_groups, got 1"),
+        ([([[0]], [1], [0])], {}, r"levels\[0\].row_groups: expected shape \[num_seqs=2\], got"),
+        ([([[0]], [1], [0, 0])], {"sinks": jnp.ones(6)}, "sinks: expected a level without row_gr"),
+    ],
+)
+def test_wrong_levels_are_named(levels, options, text):
+    pages = jnp.zeros((3, 2, PAGE, 32))
+    levels = [tuple(map(np.array, level)) for level in levels]
+    with pytest.raises(ValueError, match=text):
+        cascade_attention(jnp.zeros((2, 6, 32)), pages, pages, levels, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"page_size": 0}, "page_size: expected an int >= 1, got 0"),
+        ({"page_size": 8, "num_levels": 1}, "num_levels: expected an int >= 2, got 1"),
+        ({"page_size": 8, "max_groups": -1}, "max_groups: expected an int >= 0, got -1"),
+    ],
+)
+def test_wrong_sizes_of_levels_are_named(options, text):
+    with pytest.raises(ValueError, match=text):
+        cascade_levels(np.zeros((2, 2), np.int32), np.zeros(2, np.int32), **options)
