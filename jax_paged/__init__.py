@@ -17,10 +17,14 @@ from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import kv_dtype as kv_dtype
 from jax_paged.kv import qkv_norm_rope_write as qkv_norm_rope_write
 from jax_paged.kv import write_kv as write_kv
+from jax_paged.kv_range import gather_kv as gather_kv
+from jax_paged.kv_range import scatter_kv as scatter_kv
 from jax_paged.layout import convert_pages as convert_pages
 from jax_paged.layout import page_table_from_addresses as page_table_from_addresses
 from jax_paged.linear import linear as linear
 from jax_paged.merge import merge_attention_states as merge_attention_states
+from jax_paged.mla import mla_paged_attention as mla_paged_attention
+from jax_paged.mla import write_mla_kv as write_mla_kv
 from jax_paged.moe import moe_experts as moe_experts
 from jax_paged.pages import PageTable as PageTable
 from jax_paged.pages import Status as Status

@@ -101,7 +101,7 @@ def cascade_attention(
     """
     batch_rows = q.shape[0]
     if cu_q_lens is None and num_seqs is not None:
-        cu_q_lens = np.arange(batch_rows + 1, dtype=np.int32)
+        cu_q_lens = as_index("cu_q_lens", np.arange(batch_rows + 1))
     if cu_q_lens is not None:
         cu_q_lens = as_index("cu_q_lens", cu_q_lens)
         check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (None,))
@@ -148,7 +148,9 @@ def _check_levels(levels: Sequence[Any], batch_rows: int) -> tuple[CascadeLevel,
         check_shape(f"{name}.seq_lens", seq_lens, "groups", table.shape[:1])
         if groups is None:
             got = table.shape[0]
-            expect(got == batch_rows, name, f"the batch's {batch_rows} rows without row_groups", got)
+            expect(
+                got == batch_rows, name, f"the batch's {batch_rows} rows without row_groups", got
+            )
         else:
             groups = as_index(f"{name}.row_groups", groups)
             check_shape(f"{name}.row_groups", groups, "num_seqs", (batch_rows,))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_paged import _ffi, attention, cascade, kv, merge, ragged
+from jax_paged import _ffi, attention, cascade, kv, merge, mla, ragged
 from jax_paged.layout import pages_shape
 from jax_paged.validation import cuda_lacks, expect
 
@@ -18,6 +18,7 @@ _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "ragged_paged_attention": (attention.ragged_paged_attention, attention.TARGET),
     "ragged_attention": (ragged.ragged_attention, attention.TARGET),
     "cascade_attention": (cascade.cascade_attention, attention.TARGET),
+    "mla_paged_attention": (mla.mla_paged_attention, mla.TARGET),
     "merge_attention_states": (merge.merge_attention_states, merge.TARGET),
     "write_kv": (kv.write_kv, kv.TARGET),
     "qkv_norm_rope_write": (kv.qkv_norm_rope_write, kv.QKV_TARGET),
@@ -74,7 +75,7 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         "implementation": chosen,
         "target": target if chosen == "native" else None,
     }
-    if chosen == "native" and platform == "cpu" and target == attention.TARGET:
+    if chosen == "native" and platform == "cpu" and target in (attention.TARGET, mla.TARGET):
         if "levels" in call:
             plan["levels"] = [_cpu_attention_plan(level) for level in _level_calls(call)]
         else:
@@ -83,7 +84,19 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
 
 
 def _as_paged(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of `ragged_attention` as one of `ragged_paged_attention`; others as they are."""
+    """A call of another op as one of `ragged_paged_attention`; others as they are."""
+    if "kv_pages" in call:
+        shape = call["kv_pages"].shape
+        k_shape, v_shape = (
+            (*shape[:-2], 1, shape[-2], dim) for dim in (shape[-1], call["v_head_dim"])
+        )
+        dtype = call["kv_pages"].dtype
+        return call | {
+            "k_pages": jax.ShapeDtypeStruct(k_shape, dtype),
+            "v_pages": jax.ShapeDtypeStruct(v_shape, dtype),
+            "layout": "HND",
+            "sliding_window": None,
+        }
     if "cu_kv_lens" not in call:
         return call
     k, v, cu_kv_lens = (call[name] for name in ("k", "v", "cu_kv_lens"))

@@ -51,7 +51,7 @@ def ragged_attention(
         v may have another head_dim. They are read where they lie, none is copied.
       cu_q_lens, cu_kv_lens: where each row starts; clamped to be monotone and within the arrays.
       num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
-      max_kv_len: no row has more keys than this; longer ones are cut there. None: kv_tokens. Static.
+      max_kv_len: no row has more keys; longer ones are cut there. None: kv_tokens. Static.
         The call makes an i32[num_seqs, max_kv_len] table of places: a tight value keeps it small.
       The other arguments are those of `ragged_paged_attention`.
 

@@ -217,6 +217,27 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+def mla_paged_attention(
+    q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
+    sm_scale, v_head_dim, layer=None, causal=True, return_lse=False,
+):  # fmt: skip
+    """`jax_paged.mla_paged_attention` in jax.numpy: one KV head, its V cut out of K."""
+    k_pages = kv_pages[..., None, :, :]
+    return ragged_paged_attention(
+        q, k_pages, k_pages[..., :v_head_dim], page_table, seq_lens, cu_q_lens, num_seqs,
+        layer=layer, sm_scale=sm_scale, causal=causal, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def write_mla_kv(kv_pages, kv, slot_mapping, *, layer=None):
+    """`jax_paged.write_mla_kv` in jax.numpy: K of one head, with a V of no width."""
+    k_pages, k = kv_pages[..., None, :], kv[:, None]
+    k_pages, _ = scatter_tokens(
+        k_pages, k_pages[..., :0], k, k[..., :0], slot_mapping, layer, "NHD"
+    )
+    return k_pages[..., 0, :]
+
+
 def quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale):
     """k and v in the dtype of the pages, and the scales of their tokens where those are stored.
 

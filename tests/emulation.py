@@ -165,13 +165,14 @@ class Device:
 def emulate(
     batch, device: Device = Device(), *, sliding_window=None, soft_cap=None, alibi_slopes=None,
     sinks=None, k_scale=None, v_scale=None, out_dtype=None, out_scale=None, num_kv_splits=0,
-    split_tokens=0, loaded=None, buffers=None,
+    split_tokens=0, loaded=None, buffers=None, latent=False,
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
     `buffers`: a dict that receives all operands and results, the workspace among them, what
     select.h chose (`CHOICE`), and in `k_touched` and `v_touched`, shaped like the pages, how many
     bytes of each element a kernel asked for.
+    `latent`: V is read from the K pages, as MLA does; of the V pages the shape counts.
     """
     loaded = library() if loaded is None else loaded
     case = batch.case
@@ -214,6 +215,8 @@ def emulate(
             pages_array = arrays[f"{name}_pages"]
             arrays[f"{name}_touched"] = np.zeros((*pages_array.shape, pages_array.itemsize), "u1")
     arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}
+    if latent:
+        arrays["v_pages"] = arrays["k_pages"]
     call = EmulatedCall(
         **{name: x.ctypes.data for name, x in arrays.items()},
         num_tokens=num_tokens,

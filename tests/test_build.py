@@ -21,6 +21,7 @@ from jax_paged import (
     copy_pages,
     linear,
     merge_attention_states,
+    mla_paged_attention,
     moe_experts,
     paged_attention,
     qkv_norm_rope_write,
@@ -159,8 +160,10 @@ def test_a_driver_older_than_the_toolkit_is_told_at_lowering_with_the_remedy(tar
 # Sizes that no other test uses, so that what is traced here is not found in a cache later.
 Q = jax.ShapeDtypeStruct((3, 2, 24), jnp.float32)
 PAGES = jax.ShapeDtypeStruct((11, 1, 3, 24), jnp.float32)
+LATENT_PAGES = jax.ShapeDtypeStruct((11, 3, 24), jnp.float32)
 TABLE = jax.ShapeDtypeStruct((3, 7), jnp.int32)
 ROW = jax.ShapeDtypeStruct((3,), jnp.int32)
+STARTS = jax.ShapeDtypeStruct((4,), jnp.int32)
 NEW = jax.ShapeDtypeStruct((3, 1, 24), jnp.float32)
 QKV = jax.ShapeDtypeStruct((3, 4 * 24), jnp.float32)
 ANGLES = jax.ShapeDtypeStruct((5, 12), jnp.float32)
@@ -171,6 +174,10 @@ EXPERT_WEIGHTS = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
+    "jax_paged.mla_attention.v1": (
+        functools.partial(mla_paged_attention, sm_scale=1.0, v_head_dim=16),
+        (Q, LATENT_PAGES, TABLE, ROW, STARTS),
+    ),
     "jax_paged.merge_attention_states.v1": (merge_attention_states, (Q, LSE, Q, LSE)),
     "jax_paged.qkv_norm_rope_write.v1": (
         functools.partial(qkv_norm_rope_write, num_q_heads=2),
@@ -249,7 +256,7 @@ def test_examples_in_docstrings_print_what_they_say(name):
 
 
 def test_public_functions_have_docstrings_with_an_example():
-    for name in ("attention", "kv"):
+    for name in ("attention", "kv", "kv_range", "ragged"):
         module = importlib.import_module(f"jax_paged.{name}")
         for function in (f for f in vars(module).values() if callable(f)):
             if function.__module__ == module.__name__ and not function.__name__.startswith("_"):

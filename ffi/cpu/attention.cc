@@ -12,6 +12,7 @@
 #include "common/ffi_checks.h"
 #include "common/params.h"
 #include "common/schedule.h"
+#include "cpu/attend.h"
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
@@ -90,7 +91,8 @@ void SortByCost(const WorkItem* items, int64_t count, WorkItem* sorted) {
   for (int64_t i = 0; i < count; ++i) sorted[start[bucket(items[i])]++] = items[i];
 }
 
-// Runs the call; all shapes are checked. Throws std::bad_alloc.
+}  // namespace
+
 void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOptions options,
             const int32_t* cu_q_lens, const int32_t* seq_lens, int32_t num_seqs, int64_t max_seqs,
             int64_t num_tokens) {
@@ -149,6 +151,8 @@ void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOption
   };
   ParallelFor(pool, totals.items, options.num_workers, run);
 }
+
+namespace {
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
                      ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> page_table,

@@ -138,8 +138,11 @@ const char* emulate_attention(EmulatedCall* in) {
   emu::AddRegion("q", in->q, heads * in->head_dim * element_bytes, /*is_input=*/true);
   emu::AddRegion("k_pages", in->k_pages, in->num_layers * call.k_pool.layer_bytes(), true,
                  in->k_touched);
-  emu::AddRegion("v_pages", in->v_pages, in->num_layers * call.v_pool.layer_bytes(), true,
-                 in->v_touched);
+  const bool is_latent = in->v_pages == in->k_pages;  // MLA: V is the front of each row of K
+  if (!is_latent) {
+    emu::AddRegion("v_pages", in->v_pages, in->num_layers * call.v_pool.layer_bytes(), true,
+                   in->v_touched);
+  }
   emu::AddRegion("page_table", in->page_table, in->max_seqs * in->pages_per_seq * 4, true);
   emu::AddRegion("seq_lens", in->seq_lens, in->max_seqs * 4, true);
   emu::AddRegion("cu_q_lens", in->cu_q_lens, (in->max_seqs + 1) * 4, true);
@@ -164,6 +167,7 @@ const char* emulate_attention(EmulatedCall* in) {
   AttentionArgs args;
   std::string error = cuda::MakeArgs(call, &args);
   if (!error.empty()) return Keep(error);
+  if (is_latent) args.v_strides = args.k_strides;
   args.num_workers = in->num_workers;
   args.stages = in->stages;
   const cuda::DeviceLimits limits = {in->num_workers, in->shared_bytes_per_cta,

@@ -1,0 +1,273 @@
+"""Multi-head latent attention (MLA) over pages that hold one compressed row per token."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Float, Int
+
+from jax_paged import _ffi, reference
+from jax_paged._ffi import Implementation
+from jax_paged.attention import _cuda_workspace_words
+from jax_paged.sharding import HeadAxes
+from jax_paged.validation import (
+    as_index,
+    check_choice,
+    check_float,
+    check_scale,
+    check_shape,
+    expect,
+)
+
+TARGET = "jax_paged.mla_attention.v1"
+MAX_LATENT_DIM = 576  # of the native kernels: 512 latent + 64 rope
+_PAGES = "[num_pages, page_size, latent + rope]"
+_HEADS = HeadAxes(
+    {"q": 1}
+    | dict.fromkeys(
+        ("kv_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer", "sm_scale")
+    ),
+    results=(1, 1),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaSpec:
+    """The static part of an MLA call."""
+
+    v_head_dim: int
+    causal: bool
+    num_kv_splits: int | None
+    split_tokens: int | None
+    implementation: Implementation
+
+
+def mla_paged_attention(
+    q: Float[Array, "tokens num_q_heads latent_rope"],
+    kv_pages: Float[Array, "..."],
+    page_table: Int[Array, "num_seqs pages_per_seq"],
+    seq_lens: Int[Array, "num_seqs"],
+    cu_q_lens: Int[Array, "num_seqs+1"],
+    num_seqs: Int[Array, "..."] | int | None = None,
+    *,
+    sm_scale: Float[Array, ""] | float,
+    v_head_dim: int,
+    layer: Int[Array, ""] | int | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    num_kv_splits: int | None = None,
+    split_tokens: int | None = None,
+    implementation: Implementation = None,
+):
+    """Attends absorbed queries to latent rows: MLA with its up-projections moved to q and out.
+
+    A page holds for each token one row c ‖ r, its latent vector and its rotated key part, which all
+    heads share. With keys W_UK[h] c and values W_UV[h] c of head h,
+
+      q_nope[h] · W_UK[h] c + q_rope[h] · r = (W_UK[h]ᵀ q_nope[h] ‖ q_rope[h]) · (c ‖ r)
+
+    so q is the absorbed query, and the softmax-weighted sum of c, times W_UV[h], is the head's
+    output. This op gives that sum: out[t, h] = Σ_j softmax_j(sm_scale · q[t, h] · kv[j]) ·
+    kv[j, :v_head_dim]. Each row is read once for all heads; nothing of the pool is copied.
+
+    Args:
+      q: [tokens, num_q_heads, latent + rope], bf16, f16 or f32: absorbed; rows in order, padding at
+        the end. Any number of heads (128 in DeepSeek-V3).
+      kv_pages: [num_pages, page_size, latent + rope] of q's dtype, optionally with a leading
+        num_layers axis (then give `layer`).
+      page_table, seq_lens, cu_q_lens, num_seqs, layer, causal, return_lse, num_kv_splits,
+        split_tokens, implementation: as for `ragged_paged_attention`.
+      sm_scale: required: it goes by the head_dim before the absorption, e.g. (128 + 64) ** −0.5.
+        May be traced.
+      v_head_dim: the latent size, at most latent + rope; the first entries of a row. Static.
+
+    Returns:
+      [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
+      Padding is exactly 0 with lse −inf; NaN in unused pages or slots never reaches it.
+
+    Raises:
+      ValueError: an argument's shape, dtype or static value is wrong.
+      NotImplementedError: the native kernels take rows and v_head_dim of multiples of 8 up to 576.
+
+    Differentiable in q, kv_pages and sm_scale by reverse mode (the backward pass is the reference).
+    vmap runs one call after another. Over devices q may be split by heads; the pool stays whole.
+
+    After DeepSeek-V2 (2024), section 2.1; the absorbed form is that of its inference code. On CUDA
+    v_head_dim < latent + rope runs on the SIMT kernel: right rather than fast.
+
+    >>> import jax.numpy as jnp
+    >>> kv_pages = jnp.arange(4.0)[None, :, None] * jnp.ones((1, 4, 16))
+    >>> q, table = jnp.zeros((1, 2, 16)), jnp.array([[0]])
+    >>> out = mla_paged_attention(
+    ...     q, kv_pages, table, jnp.array([3]), jnp.array([0, 1]), sm_scale=1.0, v_head_dim=8)
+    >>> print(out.shape, out[0, 0, 0])
+    (1, 2, 8) 1.0
+    """
+    spec = MlaSpec(v_head_dim, causal, num_kv_splits, split_tokens, implementation)
+    operands = _check(q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec)
+    out, lse = _attention(spec, *operands)
+    return (out, lse) if return_lse else out
+
+
+def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
+    """Checks a pool of latent rows; returns layer as i32."""
+    rank = len(kv_pages.shape)
+    expect(
+        rank in (3, 4), "kv_pages", f"{_PAGES}, or with a leading num_layers", list(kv_pages.shape)
+    )
+    expect(
+        (rank == 4) == (layer is not None),
+        "layer",
+        "an i32 scalar for stacked pages, None for pages without a layer axis",
+        f"{'None' if layer is None else 'a value'} for kv_pages of rank {rank}",
+    )
+    expect(kv_pages.shape[-2] >= 1, "kv_pages", "page_size >= 1", kv_pages.shape[-2])
+    check_float("kv_pages", kv_pages)
+    layer = as_index("layer", 0 if layer is None else layer)
+    check_shape("layer", layer, "", ())
+    return layer
+
+
+def _check(q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec: MlaSpec):
+    """Checks a call; returns the operands in the order of the FFI target."""
+    check_choice("implementation", spec.implementation, (None, "native", "reference"))
+    layer = check_latent_pages(kv_pages, layer)
+    width, native = kv_pages.shape[-1], spec.implementation != "reference"
+    check_float("q", q)
+    check_shape("q", q, "tokens num_q_heads latent+rope", (None, None, width))
+    expect(q.shape[1] >= 1, "q", "at least one head", 0)
+    check_float("kv_pages", kv_pages, q.dtype)
+    page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
+    check_shape("seq_lens", seq_lens, "num_seqs", (None,))
+    rows = seq_lens.shape[0]
+    check_shape("page_table", page_table, "num_seqs pages_per_seq", (rows, None))
+    cu_q_lens = as_index("cu_q_lens", cu_q_lens)
+    check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (rows + 1,))
+    num_seqs = as_index("num_seqs", rows if num_seqs is None else num_seqs)
+    expect(num_seqs.size == 1 and num_seqs.ndim <= 1, "num_seqs", "a scalar or [1]", num_seqs.shape)
+    counts = {
+        "v_head_dim": (spec.v_head_dim, 1),
+        "num_kv_splits": (spec.num_kv_splits, 1),
+        "split_tokens": (spec.split_tokens, 1),
+    }
+    for name, (value, least) in counts.items():
+        whole = isinstance(value, int) and value is not True and value >= least
+        expect(whole or (value is None and name != "v_head_dim"), name, f"an int >= {least}", value)
+    expect(spec.v_head_dim <= width, "v_head_dim", f"at most latent+rope={width}", spec.v_head_dim)
+    expect(
+        spec.num_kv_splits is None or spec.split_tokens is None,
+        "split_tokens",
+        "None when num_kv_splits is given",
+        spec.split_tokens,
+    )
+    for name, value in (("kv_pages", width), ("v_head_dim", spec.v_head_dim)):
+        if native and (value % 8 or not 8 <= value <= MAX_LATENT_DIM):
+            raise NotImplementedError(
+                f"{name}: native kernels take a multiple of 8 up to {MAX_LATENT_DIM}, got {value}; "
+                "implementation='reference' takes any"
+            )
+    return (
+        q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs.reshape(1), layer,
+        check_scale("sm_scale", sm_scale),
+    )  # fmt: skip
+
+
+def _reference(spec: MlaSpec, q, kv_pages, *rest):
+    *rest, layer, sm_scale = rest
+    return reference.mla_paged_attention(
+        q, kv_pages, *rest, sm_scale=sm_scale, v_head_dim=spec.v_head_dim,
+        layer=layer if kv_pages.ndim == 4 else None, causal=spec.causal, return_lse=True,
+    )  # fmt: skip
+
+
+def _call(spec: MlaSpec, *operands):
+    q, kv_pages, page_table, *_ = operands
+    splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
+    words = _cuda_workspace_words(
+        max_seqs=page_table.shape[0],
+        num_kv_heads=1,
+        group_size=q.shape[1],
+        v_head_dim=spec.v_head_dim,
+        capacity=page_table.shape[1] * kv_pages.shape[-2],
+        **splits,
+    )
+    return tuple(
+        _ffi.ffi_call(
+            TARGET,
+            operands,
+            {"causal": spec.causal, **splits},
+            heads=_HEADS,
+            cuda_workspace_words=words,
+            implementation=spec.implementation,
+            reference=functools.partial(_reference, spec),
+        )
+    )
+
+
+@functools.cache
+def _batched(spec: MlaSpec):
+    """`_call` that vmap runs one call after another."""
+    return sequential_vmap(functools.partial(_call, spec))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(spec: MlaSpec, *operands):
+    return _batched(spec)(*operands)
+
+
+def _forward(spec: MlaSpec, *operands):
+    return _batched(spec)(*operands), operands
+
+
+def _backward(spec: MlaSpec, operands, cotangents):
+    _, pullback = jax.vjp(functools.partial(_reference, spec), *operands)
+    return pullback(cotangents)
+
+
+_differentiable.defvjp(_forward, _backward)
+_attention = jax.jit(_differentiable, static_argnums=0)
+
+
+def write_mla_kv(
+    kv_pages: Float[Array, "..."],
+    kv: Float[Array, "tokens latent_rope"],
+    slot_mapping: Int[Array, "tokens"],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+) -> jax.Array:
+    """Writes each token's latent row into its page slot; returns the updated pages.
+
+    Args:
+      kv_pages: [num_pages, page_size, latent + rope], bf16, f16 or f32, optionally with a leading
+        num_layers axis (then give `layer`). Donated: updated in place, as `write_kv` does.
+      kv: [tokens, latent + rope], bf16, f16 or f32: c ‖ r; cast to the pages' dtype, round to
+        nearest even.
+      slot_mapping: page · page_size + offset of each token. Negative or out of range: the token is
+        skipped. Of several tokens for one slot the last one wins, whole.
+      layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
+
+    Raises:
+      ValueError: an argument's shape or dtype is wrong.
+
+    An XLA scatter on every platform: differentiable, and mapped by vmap (which copies the pages).
+
+    >>> import jax.numpy as jnp
+    >>> kv_pages = write_mla_kv(jnp.zeros((2, 4, 8)), jnp.ones((2, 8)), jnp.array([5, -1]))
+    >>> print(kv_pages[1, :, 0], float(kv_pages.sum()))
+    [0. 1. 0. 0.] 8.0
+    """
+    index = check_latent_pages(kv_pages, layer)
+    slot_mapping = as_index("slot_mapping", slot_mapping)
+    check_shape("slot_mapping", slot_mapping, "tokens", (None,))
+    check_float("kv", kv)
+    check_shape("kv", kv, "tokens latent+rope", (slot_mapping.shape[0], kv_pages.shape[-1]))
+    return _write(kv_pages, kv, slot_mapping, index)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(kv_pages, kv, slot_mapping, layer):
+    return reference.write_mla_kv(
+        kv_pages, kv, slot_mapping, layer=layer if kv_pages.ndim == 4 else None
+    )

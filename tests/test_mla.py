@@ -1,0 +1,211 @@
+"""mla_paged_attention: one latent row per token is K and V of all heads."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import Device, emulate
+
+from jax_paged import explain, mla_paged_attention, write_mla_kv
+from jax_paged.testing import (
+    TOLERANCES,
+    Case,
+    assert_attention_close,
+    dense_oracle,
+    make_batch,
+    pool_sized_ops,
+)
+
+SIZES = [(576, 512), (48, 32), (24, 24), (40, 8), (8, 8)]  # latent + rope, latent
+
+
+def make_mla(
+    width, v_head_dim, heads, q_lens, seq_lens, *, dtype="float32", page_size=8, **options
+):
+    """A batch whose K pages are the latent pages; its V pages are for the oracle alone."""
+    case = Case("mla", heads, 1, width, page_size, num_layers=options.pop("num_layers", None),
+                causal=options.pop("causal", True))  # fmt: skip
+    batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, **options)
+    return dataclasses.replace(batch, v_pages=batch.k_pages[..., :v_head_dim], sm_scale=0.08)
+
+
+def attend(batch, **options):
+    (q, k_pages, v_pages, *rows), given = batch.ragged()
+    options = {"layer": given["layer"], "causal": batch.case.causal} | options
+    return mla_paged_attention(
+        q, jnp.squeeze(k_pages, -3), *rows, sm_scale=batch.sm_scale, return_lse=True,
+        v_head_dim=v_pages.shape[-1], **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_it_is_attention_with_v_the_front_of_k(sizes, causal, implementation):
+    batch = make_mla(*sizes, 5, [1, 0, 7, 1], [70, 9, 30, 0], num_tokens=12, causal=causal)
+    assert_attention_close(*attend(batch, implementation=implementation), *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_heads_and_dtypes_at_deepseek_sizes(heads, dtype):
+    batch = make_mla(576, 512, heads, [1, 2], [200, 33], dtype=dtype, page_size=64, num_layers=2)
+    assert_attention_close(*attend(batch), *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("options", [{"num_kv_splits": 3}, {"split_tokens": 64}], ids=str)
+def test_splits(options):
+    batch = make_mla(48, 32, 4, [1, 9], [300, 130])
+    assert_attention_close(*attend(batch, **options), *dense_oracle(batch))
+
+
+def test_wild_values_dead_rows_and_layers_out_of_range(implementation):
+    batch = make_mla(24, 16, 3, [2, 1, 1], [40, 20, 5], num_seqs=2, num_tokens=9, num_layers=3)
+    result = attend(batch, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch))
+    for layer in (-1, 3):
+        out, lse = attend(batch, layer=layer, implementation=implementation)
+        np.testing.assert_array_equal(out, 0)
+        assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("sizes", [(512, 64, 128, 128, 16), (32, 8, 24, 16, 4)], ids=str)
+def test_it_equals_multi_head_attention_with_the_weights_not_absorbed(sizes):
+    latent, rope, nope, v_dim, heads = sizes
+    rng = np.random.default_rng(0)
+    length, q_len, page = 75, 3, 16
+    w_uk = rng.standard_normal((heads, nope, latent)) / latent**0.5
+    w_uv = rng.standard_normal((heads, v_dim, latent)) / latent**0.5
+    # What is stored is what both sides see.
+    rows = rng.standard_normal((length, latent + rope)).astype("f4").astype("f8")
+    q = rng.standard_normal((q_len, heads, nope + rope))
+    sm_scale = (nope + rope) ** -0.5
+
+    c, r = rows[:, :latent], rows[:, latent:]
+    k = np.concatenate(
+        [np.einsum("hnl,jl->jhn", w_uk, c), np.broadcast_to(r[:, None], (length, heads, rope))], 2
+    )
+    logits = np.einsum("thd,jhd->htj", q, k) * sm_scale
+    hidden = np.arange(length)[None] > length - q_len + np.arange(q_len)[:, None]
+    weights = np.exp(np.where(hidden[None], -np.inf, logits - logits.max(-1, keepdims=True)))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("htj,hvl,jl->thv", weights, w_uv, c)
+
+    absorbed = np.concatenate([np.einsum("thn,hnl->thl", q[..., :nope], w_uk), q[..., nope:]], 2)
+    pages = rng.permutation(7)[:5]
+    slots = pages[np.arange(length) // page] * page + np.arange(length) % page
+    kv_pages = jnp.full((7, page, latent + rope), jnp.nan, jnp.float32)
+    kv_pages = write_mla_kv(kv_pages, jnp.asarray(rows, jnp.float32), slots)
+    out = mla_paged_attention(
+        jnp.asarray(absorbed, jnp.float32), kv_pages, pages[None], np.array([length]),
+        np.array([0, q_len]), sm_scale=sm_scale, v_head_dim=latent,
+    )  # fmt: skip
+    mine = np.einsum("thl,hvl->thv", np.asarray(out, "f8"), w_uv)
+    np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("sizes", [(576, 512), (48, 32), (64, 64)], ids=str)
+def test_the_cuda_kernels_read_v_from_the_rows_of_k(sizes, dtype):
+    batch = make_mla(*sizes, 3, [1, 2, 0], [70, 20, 0], dtype=dtype, num_tokens=4)
+    result = emulate(batch, Device(num_workers=3), latent=True)
+    assert_attention_close(*result, *dense_oracle(batch))
+
+
+def test_the_cuda_kernels_at_128_heads_and_layers():
+    batch = make_mla(576, 512, 128, [1], [90], dtype="bfloat16", page_size=64, num_layers=2)
+    assert_attention_close(*emulate(batch, Device(seed=2), latent=True), *dense_oracle(batch))
+
+
+def test_gradients_are_those_of_the_reference():
+    batch = make_mla(24, 16, 3, [2, 1], [10, 13])
+    (q, k_pages, _, *rows), _ = batch.ragged()
+    kv_pages = jnp.where(jnp.isnan(k_pages), jnp.float32(0), k_pages)[:, 0]
+
+    def loss(implementation, q, kv_pages, sm_scale):
+        out, lse = mla_paged_attention(
+            q, kv_pages, *rows, sm_scale=sm_scale, v_head_dim=16, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return jnp.sum(out**2) + jnp.sum(lse)
+
+    arguments = (q, kv_pages, jnp.float32(0.3))
+    native, expected = (
+        jax.jit(jax.grad(functools.partial(loss, name), (0, 1, 2)))(*arguments)
+        for name in ("native", "reference")
+    )
+    for mine, theirs in zip(native, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert np.abs(mine).max() > 0
+
+
+def test_writes_are_in_place_and_reads_copy_nothing():
+    pool = jax.ShapeDtypeStruct((2, 512, 16, 24), jnp.float32)
+
+    def step(kv_pages, kv, q):
+        for layer in range(2):
+            kv_pages = write_mla_kv(kv_pages, kv, jnp.array([3, -1, 40]), layer=layer)
+            out = mla_paged_attention(
+                q, kv_pages, jnp.array([[0, 2]]), jnp.array([20]), jnp.array([0, 3]),
+                sm_scale=1.0, v_head_dim=16, layer=layer,
+            )  # fmt: skip
+            q = q + jnp.pad(out, ((0, 0), (0, 0), (0, 8)))
+            kv = q[:, 0]  # each write depends on the reads before it
+        return kv_pages, q
+
+    operands = (pool, jnp.ones((3, 24)), jnp.ones((3, 4, 24)))
+    compiled = jax.jit(step, donate_argnums=0).lower(*operands).compile()
+    written = pool_sized_ops(compiled, pool)
+    assert not [line for line in written if " copy(" in line or " select(" in line], written
+    memory, pool_bytes = compiled.memory_analysis(), 2 * 512 * 16 * 24 * 4
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes // 8
+
+
+def test_write_skips_bad_slots_and_the_last_of_equal_slots_wins():
+    kv = jnp.arange(6.0)[:, None] * jnp.ones((6, 8))
+    slots = jnp.array([5, -1, 8, 5, 2**31 - 1, 0])
+    written = np.asarray(write_mla_kv(jnp.full((2, 4, 8), -7.0), kv, slots))
+    expected = np.full((2, 4, 8), -7.0)
+    expected[1, 1], expected[0, 0] = 3, 5
+    np.testing.assert_array_equal(written, expected)
+    stacked = write_mla_kv(jnp.zeros((2, 2, 4, 8), jnp.bfloat16), kv, slots, layer=5)
+    np.testing.assert_array_equal(stacked, 0)
+
+
+def test_explain_names_the_target():
+    batch = make_mla(24, 16, 3, [2, 1], [10, 13])
+    (q, k_pages, _, *rows), _ = batch.ragged()
+    plan = explain("mla_paged_attention", q, k_pages[:, 0], *rows, sm_scale=1.0, v_head_dim=16)
+    assert plan["target"] == "jax_paged.mla_attention.v1"
+    assert plan["kernels"] == ["decode", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"v_head_dim": 32}, ValueError, r"v_head_dim: expected at most latent\+rope=24, got 32"),
+        ({"v_head_dim": 0}, ValueError, "v_head_dim: expected an int >= 1, got 0"),
+        ({"v_head_dim": 12}, NotImplementedError, "v_head_dim: native kernels take a multiple"),
+        ({"kv_pages": jnp.ones((2, 4, 1, 24, 1))}, ValueError, r"kv_pages: expected \[num_page"),
+        ({"layer": 0}, ValueError, "layer: expected an i32 scalar for stacked pages"),
+        ({"q": jnp.ones((1, 2, 16))}, ValueError, r"q: expected shape \[tokens, num_q_heads, lat"),
+        ({"q": jnp.ones((1, 2, 24), "bfloat16")}, ValueError, "kv_pages: expected dtype bfloat16"),
+        ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a finite scale"),
+        ({"num_kv_splits": 2, "split_tokens": 2}, ValueError, "split_tokens: expected None when"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, text):
+    arguments = {
+        "q": jnp.ones((1, 2, 24)),
+        "kv_pages": jnp.ones((2, 4, 24)),
+        "page_table": jnp.array([[1]]),
+        "seq_lens": jnp.array([3]),
+        "cu_q_lens": jnp.array([0, 1]),
+        "sm_scale": 1.0,
+        "v_head_dim": 16,
+    }
+    with pytest.raises(error, match=text):
+        mla_paged_attention(**{**arguments, **change})
