@@ -15,6 +15,7 @@ from jax_paged.cascade import cascade_levels as cascade_levels
 from jax_paged.explain import explain as explain
 from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import kv_dtype as kv_dtype
+from jax_paged.kv import move_slots as move_slots
 from jax_paged.kv import qkv_norm_rope_write as qkv_norm_rope_write
 from jax_paged.kv import write_kv as write_kv
 from jax_paged.kv_range import gather_kv as gather_kv
@@ -32,4 +33,5 @@ from jax_paged.pages import StepBatch as StepBatch
 from jax_paged.pages import pages_for as pages_for
 from jax_paged.ragged import ragged_attention as ragged_attention
 from jax_paged.state import KVState as KVState
+from jax_paged.tree import tree_intervals as tree_intervals
 from jax_paged.validation import check_values as check_values

@@ -37,7 +37,7 @@ def hold(
     Returns:
       (table, page_ids i32[N], status i32[N]). page_ids: what to pass to `unhold` and `adopt`; -1
       where the row is -1, and everywhere if any entry fails. STALE_ROW: the row is not live.
-      BAD_ROW also for a page that the row has not filled to its end.
+      BAD_ROW also for a page that the row has not filled to its end, uncommitted trees left out.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -66,7 +66,7 @@ def _hold(table, rows, columns):
     takes_part = rows != -1
     inside = (rows >= 0) & (rows < table.max_seqs)
     safe = jnp.where(inside, rows, 0)
-    full = table.seq_lens[safe] // table.page_size
+    full = (table.seq_lens - table.tree_sizes)[safe] // table.page_size
     status = first_status(
         (takes_part & (~inside | (columns < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),

@@ -23,10 +23,12 @@ class Status(enum.IntEnum):
 
     OK = 0
     POOL_FULL = 1  # not enough free pages for this row and those before it
-    ROW_FULL = 2  # more tokens than a row can have (reserve), or than it has reserved (step_batch)
-    BAD_ROW = 3  # an id out of range or given twice, or a count that makes no sense for the row
+    # More tokens than a row can have (reserve), or than it has reserved, or than its tree can have
+    # (step_batch).
+    ROW_FULL = 2
+    BAD_ROW = 3  # an id out of range or given twice, or what makes no sense for the row
     STALE_ROW = 4  # the row is not live
-    UNCOMMITTED_TREE = 5  # kept for token trees: no verb reports it yet
+    UNCOMMITTED_TREE = 5  # the row has a tree, which `commit_tree` must settle first
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +45,8 @@ class PageTable:
     free_stack: jax.Array  # i32[num_pages], the first num_free entries are free pages, top last
     num_free: jax.Array  # i32[]
     peak_pages: jax.Array  # i32[], most pages held after any verb
+    tree_sizes: jax.Array  # i32[max_seqs], nodes of the row's uncommitted tree, its last tokens
+    tree_parents: jax.Array  # i32[max_seqs, max_tree], their parents in the tree, -1 = root
     page_size: int = field(metadata={"static": True})
 
     @property
@@ -58,12 +62,18 @@ class PageTable:
         return self.ref_counts.shape[0]
 
     @property
+    def max_tree(self) -> int:
+        return self.tree_parents.shape[1]
+
+    @property
     def row_capacity(self) -> int:
         """Most tokens that one row can have, however many pages are free."""
         return min(self.pages_per_seq * self.page_size, INT32_MAX - 1)
 
     @staticmethod
-    def create(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> "PageTable":
+    def create(
+        num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, *, max_tree: int = 256
+    ) -> "PageTable":
         """An empty table: every row and every page is free.
 
         Args:
@@ -71,6 +81,7 @@ class PageTable:
           max_seqs: rows; max_seqs * pages_per_seq must stay below 2**31.
           pages_per_seq: most pages of one row.
           page_size: tokens in a page, any number from 1 up.
+          max_tree: most nodes of a token tree; max_seqs * max_tree must stay below 2**31.
 
         Raises:
           ValueError: a size is no integer, below 1 or too large.
@@ -86,10 +97,13 @@ class PageTable:
         max_seqs = check_size("max_seqs", max_seqs)
         pages_per_seq = check_size("pages_per_seq", pages_per_seq)
         page_size = check_size("page_size", page_size)
+        max_tree = check_size("max_tree", max_tree)
         slots, entries = num_pages * page_size, max_seqs * pages_per_seq
         expect(slots < INT32_MAX, "num_pages * page_size", "less than 2**31 - 1", slots)
         expect(entries <= INT32_MAX, "max_seqs * pages_per_seq", "less than 2**31", entries)
-        return make_table(num_pages, max_seqs, pages_per_seq, page_size)
+        nodes = max_seqs * max_tree
+        expect(nodes <= INT32_MAX, "max_seqs * max_tree", "less than 2**31", nodes)
+        return make_table(num_pages, max_seqs, pages_per_seq, page_size, max_tree)
 
 
 @jax.tree_util.register_dataclass
@@ -102,13 +116,23 @@ class StepBatch:
     cu_q_lens: jax.Array  # i32[S + 1], where each row's tokens start
     num_seqs: jax.Array  # i32[1], rows up to the last one that takes part
     slot_mapping: jax.Array  # i32[T], page * page_size + offset; -1 for padding
-    positions: jax.Array  # i32[T], place of the token in its row; 0 for padding
+    positions: jax.Array  # i32[T], place of the token in its row, or in its tree; 0 for padding
+    # None unless the step was given tree_parents; else what `ragged_paged_attention` takes.
+    tree: jax.Array | None = None  # i32[S, max_tree, 2]
+    tree_sizes: jax.Array | None = None  # i32[S], 0 for a row without a tree
 
 
 class PageCopies(NamedTuple):
     """Whole pages to copy in every layer, -1 = none. No page is both a source and a target."""
 
     src: jax.Array  # i32[N]
+    dst: jax.Array  # i32[N]
+
+
+class SlotMoves(NamedTuple):
+    """Tokens to move in every layer, -1 = none; all are read before one is written."""
+
+    src: jax.Array  # i32[N], page * page_size + offset
     dst: jax.Array  # i32[N]
 
 
@@ -146,8 +170,10 @@ def pages_for(tokens: Any, page_size: int) -> Any:
     return tokens // page_size + (tokens % page_size != 0).astype(tokens.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def make_table(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> PageTable:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def make_table(
+    num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, max_tree: int
+) -> PageTable:
     """`PageTable.create` on checked sizes."""
     return PageTable(
         page_table=jnp.full((max_seqs, pages_per_seq), -1, jnp.int32),
@@ -159,6 +185,8 @@ def make_table(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int
         free_stack=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.full((), num_pages, jnp.int32),
         peak_pages=jnp.zeros((), jnp.int32),
+        tree_sizes=jnp.zeros(max_seqs, jnp.int32),
+        tree_parents=jnp.zeros((max_seqs, max_tree), jnp.int32),
         page_size=page_size,
     )
 

@@ -107,7 +107,7 @@ def paged_attention(
     )  # fmt: skip
     operands = check_attention(
         q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, None, None, spec,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
@@ -130,6 +130,8 @@ def ragged_paged_attention(
     sinks: Float[Array, "num_q_heads"] | None = None,
     k_scale: Float[Array, "..."] | float | None = None,
     v_scale: Float[Array, "..."] | float | None = None,
+    tree: Int[Array, "num_seqs max_tree 2"] | None = None,
+    tree_sizes: Int[Array, "num_seqs"] | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -148,6 +150,17 @@ def ragged_paged_attention(
       q: [tokens, num_q_heads, head_dim], the rows' new tokens in row order, padding at the end.
       cu_q_lens: start of each row's tokens; clamped to be monotone and within [0, tokens].
       num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
+      tree: [num_seqs, max_tree, 2]: token trees, as `jax_paged.tree_intervals` makes them from
+        parent pointers: node i of row r is stored token seq_lens[r] − tree_sizes[r] + i, and its
+        subtree takes the places tree[r, i, 0] ≤ place < tree[r, i, 1] in depth-first order, the
+        first being its own. A query in the tree sees all tokens before the tree, its ancestors and
+        itself: the nodes j ≤ i with tree[r, j, 0] ≤ tree[r, i, 0] < tree[r, j, 1]. Several trees in
+        one row (a forest) do not see each other. A node stands at position seq_lens[r] −
+        tree_sizes[r] + the number of its ancestors, for windows and ALiBi; a window's pages are
+        skipped by the position of the tree's roots. Queries stored before the tree are plain ones.
+        A row whose tree is a chain has the bits that it has without a tree.
+      tree_sizes: [num_seqs]: nodes of each row's tree, its last stored tokens; 0 = no tree. Clamped
+        to [0, min(max_tree, seq_lens)], intervals to [0, tree_sizes]: wild values give some mask.
       causal: whether a query is kept from later keys. With causal=False a window has no right edge,
         and ALiBi counts later keys upwards: slope · (key − query) as before.
       The other arguments are those of `paged_attention`.
@@ -156,10 +169,11 @@ def ragged_paged_attention(
       [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
       Tokens of no live row (padding) are exactly 0 with lse −inf.
 
-    Raises and derivatives: as `paged_attention`.
+    Raises and derivatives: as `paged_attention`. ValueError also for a tree with causal=False or
+    without tree_sizes, NotImplementedError for a tree at lowering for CUDA.
 
     The contract is that of JAX's TPU ragged paged attention; rows with few queries run as decode,
-    the others as prefill, told apart on the device.
+    the others as prefill, told apart on the device. Tree intervals after TVM's paged KV cache.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((2, 1, 4, 8))
@@ -175,7 +189,7 @@ def ragged_paged_attention(
     )  # fmt: skip
     operands = check_attention(
         q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, spec,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
@@ -191,7 +205,7 @@ def _with_layers(scale: jax.Array | None, pages: jax.Array) -> jax.Array | None:
 def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
     cu_q_lens, num_seqs, layer, sm_scale, *given = rest
     given = (None if x is None or not x.size else x for x in given)
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale = given
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes = given
     options = {
         "layer": layer if is_stacked(k_pages, spec.layout) else None,
         "sm_scale": sm_scale,
@@ -207,7 +221,9 @@ def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *
     if spec.one_query_per_row:
         attend, ragged = reference.paged_attention, ()
     else:
-        attend = functools.partial(reference.ragged_paged_attention, causal=spec.causal)
+        attend = functools.partial(
+            reference.ragged_paged_attention, causal=spec.causal, tree=tree, tree_sizes=tree_sizes
+        )
         ragged = (cu_q_lens, num_seqs)
     out, lse = attend(q, k_pages, v_pages, page_table, seq_lens, *ragged, **options)
     return out, lse
@@ -240,7 +256,7 @@ def _cuda_workspace_words(
 
 
 def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
-    _, k_pages, v_pages, *_, alibi_slopes, sinks, k_scale, v_scale = operands
+    _, k_pages, v_pages, *_, alibi_slopes, sinks, k_scale, v_scale, _, _ = operands
 
     def of_scale(scale):  # [num_kv_heads], or [..., num_pages, num_kv_heads, page_size]
         return None if not scale.size else max(scale.ndim - 2, 0)
@@ -260,21 +276,25 @@ def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
         "sinks": 0 if sinks.size else None,
         "k_scale": of_scale(k_scale),
         "v_scale": of_scale(v_scale),
+        "tree": None,
+        "tree_sizes": None,
     }
     return HeadAxes(of_operands, results=(1, 1))
 
 
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
-    *required, sliding_window, alibi_slopes, sinks, k_scale, v_scale = operands
-    no_number = jnp.zeros(0, jnp.float32)
+    *required, sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes = operands
+    no_number, no_index = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
     operands = (
         *required,
-        jnp.zeros(0, jnp.int32) if sliding_window is None else jnp.reshape(sliding_window, (1,)),
+        no_index if sliding_window is None else jnp.reshape(sliding_window, (1,)),
         no_number if alibi_slopes is None else alibi_slopes,
         no_number if sinks is None else sinks,
         no_number if k_scale is None else k_scale,
         no_number if v_scale is None else v_scale,
+        no_index if tree is None else tree,
+        no_index if tree_sizes is None else tree_sizes,
     )
     pages = pages_shape(v_pages, spec.layout, "v")
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
@@ -298,7 +318,7 @@ def _call(spec: AttentionSpec, *operands):
             },
             heads=_head_axes(spec.layout, operands),
             cuda_workspace_words=words,
-            cuda_lacks=cuda_lacks(TARGET, {"k_pages": v_pages}),
+            cuda_lacks=cuda_lacks(TARGET, {"tree": tree}),
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )
@@ -330,7 +350,7 @@ _differentiable.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attention(spec: AttentionSpec, *operands):
-    *rest, k_scale, v_scale = operands
+    *rest, k_scale, v_scale, tree, tree_sizes = operands
     k_pages, layer = operands[1], operands[7]
     heads = pages_shape(k_pages, spec.layout).num_kv_heads
 
@@ -339,4 +359,4 @@ def _attention(spec: AttentionSpec, *operands):
             return scale
         return head_scale(scale, layer, heads, k_pages)
 
-    return _differentiable(spec, *rest, of_layer(k_scale), of_layer(v_scale))
+    return _differentiable(spec, *rest, of_layer(k_scale), of_layer(v_scale), tree, tree_sizes)

@@ -1,4 +1,4 @@
-"""Writes to the pages: new tokens into their slots, whole pages onto others.
+"""Writes to the pages: new tokens into their slots, tokens and whole pages onto others.
 
 These ops donate the pages they are given and update them in place. Called eagerly, the arrays
 passed in are gone afterwards: use the returned ones. Inside a jitted function the update is in
@@ -25,11 +25,11 @@ from jax_paged.validation import (
     QkvSpec,
     as_index,
     check_choice,
+    check_kv_scale,
     check_pages,
     check_qkv,
     check_shape,
     check_write,
-    cuda_lacks,
     expect,
     is_per_token,
 )
@@ -180,7 +180,6 @@ def _write_native(layout: Layout, implementation: Implementation):
                 {"layout": layout},
                 heads=_head_axes(operands[0], operands[1], layout),
                 aliases={0: 0, 1: 1},
-                cuda_lacks=cuda_lacks(TARGET, {"k_pages": operands[0]}),
                 implementation=implementation,
                 reference=functools.partial(_write_reference, layout),
             )
@@ -415,3 +414,91 @@ def _copy_pages(stacked, k_pages, v_pages, src_pages, dst_pages):
         return flat.at[target].set(flat[source], mode="drop").reshape(pages.shape)
 
     return copy(k_pages), copy(v_pages)
+
+
+def move_slots(
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    src_slots: Int[Array, "n"],
+    dst_slots: Int[Array, "n"],
+    *,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    stacked: bool = False,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+) -> tuple[jax.Array, ...]:
+    """Copies tokens, slot dst_slots[i] ← slot src_slots[i], in every layer; returns the pages.
+
+    Args:
+      k_pages, v_pages: pages as for `write_kv`. Donated: updated in place.
+      src_slots, dst_slots: page · page_size + offset. A pair with a slot out of range, e.g. −1, is
+        skipped. All are read before one is written; of several tokens for one slot the last wins.
+      k_scale, v_scale: pools of scales per token and head, as for `write_kv`: copied along, donated
+        and returned behind the pages. None for other scales, which do not belong to slots.
+      stacked: whether the pages carry a leading num_layers axis.
+      implementation: as for `write_kv`.
+
+    Raises:
+      ValueError: shapes disagree, or scales are not per token.
+      NotImplementedError: as `write_kv`.
+
+    >>> import jax.numpy as jnp
+    >>> k_pages, v_pages = jnp.arange(6.0).reshape(3, 1, 2, 1), jnp.zeros((3, 1, 2, 1))
+    >>> k_pages, _ = move_slots(k_pages, v_pages, jnp.array([5, -1, 1]), jnp.array([1, 3, 0]))
+    >>> print(k_pages.ravel())
+    [1. 5. 2. 3. 4. 5.]
+    """
+    check_choice("implementation", implementation, (None, "native", "reference"))
+    shapes = check_pages(k_pages, v_pages, layout, 0 if stacked else None)
+    scales = tuple(
+        check_kv_scale(name, scale, pages, shape)
+        for name, scale, pages, shape in zip(
+            ("k_scale", "v_scale"), (k_scale, v_scale), (k_pages, v_pages), shapes, strict=True
+        )
+    )
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        expect(
+            is_per_token(scale, k_pages) == any(x is not None for x in scales),
+            name,
+            "a scale per token, or None twice",
+            "None" if scale is None else f"rank {scale.ndim}",
+        )
+    src_slots, dst_slots = as_index("src_slots", src_slots), as_index("dst_slots", dst_slots)
+    check_shape("src_slots", src_slots, "n", (None,))
+    check_shape("dst_slots", dst_slots, "n", src_slots.shape)
+    scales = None if scales[0] is None else scales
+    return _move_slots(layout, implementation, k_pages, v_pages, scales, src_slots, dst_slots)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3, 4))
+def _move_slots(layout, implementation, k_pages, v_pages, scales, src_slots, dst_slots):
+    shape = pages_shape(k_pages, layout)
+    num_slots = shape.num_pages * shape.page_size
+    inside = [(slots >= 0) & (slots < num_slots) for slots in (src_slots, dst_slots)]
+    source = jnp.where(inside[0], src_slots, 0)
+    target = jnp.where(inside[0] & inside[1], dst_slots, -1)
+    if implementation == "reference":
+        write = functools.partial(_write_reference, layout)
+    else:
+        write = _write_native(layout, implementation)
+
+    def read(pools, layer, layout):
+        return (
+            reference.read_tokens(pages, source, layer, layout, pool)
+            for pages, pool in zip(pools, POOLS, strict=True)
+        )
+
+    def move(layer, pools):  # a layer at a time, so that what is on the move stays small
+        pages, scales = pools[:2], pools[2:]
+        moved = tuple(write(*pages, *read(pages, layer, layout), target, layer))
+        if scales:  # like pages with a head_dim of 1
+            wide = [x[..., None] for x in scales]
+            wide = _write_reference("HND", *wide, *read(wide, layer, "HND"), target, layer)
+            moved += tuple(x[..., 0] for x in wide)
+        return moved
+
+    pools = (k_pages, v_pages, *(scales or ()))
+    if shape.num_layers is None:
+        return move(jnp.int32(0), pools)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(shape.num_layers), move, pools)

@@ -1,6 +1,7 @@
 """The verbs of the page table: reserve, step_batch, release, fork, truncate, reset, and queries.
 
-`hold`, `unhold` and `adopt` let pages outlive their rows, for a prefix cache.
+`hold`, `unhold` and `adopt` let pages outlive their rows, for a prefix cache. `step_batch` may add
+the nodes of token trees, for speculative decoding; `commit_tree` keeps the accepted path.
 
 A verb takes a `PageTable` and returns a new one, together with a status per row. It works eagerly,
 under `jax.jit` and inside `lax.while_loop`, and never talks to the host. Rules for all of them:
@@ -33,6 +34,7 @@ from jax_paged._page_table import (
     Integers,
     PageCopies,
     PageTable,
+    SlotMoves,
     Status,
     StepBatch,
     all_ok,
@@ -47,15 +49,20 @@ from jax_paged._page_table import (
     push,
     replace,
 )
+from jax_paged._page_trees import NO_TREE, commit_tree, read_parents, token_owners
+from jax_paged.tree import intervals_of
 from jax_paged.validation import as_index, check_shape, expect
 
 __all__ = [
+    "NO_TREE",
     "Integers",
     "PageCopies",
     "PageTable",
+    "SlotMoves",
     "Status",
     "StepBatch",
     "adopt",
+    "commit_tree",
     "fork",
     "free_rows",
     "hold",
@@ -125,8 +132,9 @@ def _reserve(table, rows, num_tokens, max_new):
 
 
 def step_batch(
-    table: PageTable, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None
-) -> tuple[PageTable, StepBatch, jax.Array]:
+    table: PageTable, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None,
+    tree_parents: Integers | None = None,
+) -> tuple[PageTable, StepBatch, jax.Array]:  # fmt: skip
     """Appends q_lens[i] tokens to row i and tells where they go; once per step, after `reserve`.
 
     The flat batch holds the tokens of rows[0], then those of rows[1], and so on without gaps, then
@@ -137,29 +145,46 @@ def step_batch(
       rows: integers [S].
       q_lens: integers [S] or a scalar, new tokens per row.
       num_tokens: T, the static size of the flat batch; None = S.
+      tree_parents: integers [T]: the tokens are nodes of token trees. A row's nodes are numbered as
+        they come, over several steps until `commit_tree`; the parent of a node is an earlier one,
+        or -1 for a root. A row whose parents are all NO_TREE (-2) takes plain tokens. A node's
+        position is the row's length before the tree plus the number of its ancestors. The batch
+        then has `tree` and `tree_sizes`, to be passed to `ragged_paged_attention`.
 
     Returns:
-      (table, batch, status i32[S]). ROW_FULL: the row has not reserved enough pages. BAD_ROW also
-      for a row whose tokens do not all fit into the T of the batch. If any row fails, the batch is
-      all padding: num_seqs 0, slots -1.
+      (table, batch, status i32[S]). ROW_FULL: the row has not reserved enough pages, or its tree
+      would have more than max_tree nodes. UNCOMMITTED_TREE: plain tokens for a row with a tree.
+      BAD_ROW also for a row whose tokens do not all fit into the T of the batch, that mixes nodes
+      and plain tokens, or that has a wrong parent. If any row fails, the batch is all padding:
+      num_seqs 0, slots -1.
 
     Raises:
       ValueError: a shape or dtype is wrong, or num_tokens is no integer of at least 1.
     """
     ids = _rows("rows", rows)
     size = ids.shape[0] if num_tokens is None else check_size("num_tokens", num_tokens)
-    return _step_batch(table, ids, _per_row("q_lens", q_lens, ids), size)
+    if tree_parents is not None:
+        tree_parents = as_index("tree_parents", tree_parents)
+        check_shape("tree_parents", tree_parents, "num_tokens", (size,))
+    return _step_batch(table, ids, _per_row("q_lens", q_lens, ids), tree_parents, size)
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def _step_batch(table, rows, q_lens, size):
+def _step_batch(table, rows, q_lens, tree_parents, size):
     page_size = table.page_size
     takes_part, bad, safe = look_up(rows, table.max_seqs)
-    old_lens = table.seq_lens[safe]
+    old_lens, old_nodes = table.seq_lens[safe], table.tree_sizes[safe]
+    grows = wrong = overgrown = jnp.zeros((), jnp.bool_)
+    if tree_parents is not None:
+        grows, wrong = read_parents(table, safe, jnp.where(takes_part, q_lens, 0), tree_parents)
+        overgrown = grows & (q_lens > table.max_tree - old_nodes)
+    too_long = q_lens > table.pages_held[safe] * page_size - old_lens
     status = first_status(
         (takes_part & (bad | (q_lens < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
-        (takes_part & (q_lens > table.pages_held[safe] * page_size - old_lens), Status.ROW_FULL),
+        (takes_part & wrong, Status.BAD_ROW),
+        (takes_part & (q_lens > 0) & (old_nodes > 0) & ~grows, Status.UNCOMMITTED_TREE),
+        (takes_part & (too_long | overgrown), Status.ROW_FULL),
     )
     # No overflow: these slots are in no other row, so there are num_pages * page_size at most.
     q_lens = jnp.where(takes_part & (status == code(Status.OK)), q_lens, 0)
@@ -171,28 +196,39 @@ def _step_batch(table, rows, q_lens, size):
     seq_lens = jnp.where(live, old_lens + q_lens, 0)
     pages = jnp.where(live[:, None], table.page_table[safe], -1)
     ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-    starts = ends - q_lens
+    owner, number_in_row = token_owners(q_lens, size)
+    in_batch = jnp.arange(size, dtype=jnp.int32) < ends[-1]
+    places = jnp.where(in_batch, old_lens[owner] + number_in_row, 0)
+    slots = pages[owner, places // page_size] * page_size + places % page_size
 
-    # Which row a token belongs to: each row marks its first token, and the mark carries on.
+    index = jnp.where(live, rows, table.max_seqs)
+    positions, tree, tree_sizes, grown = places, None, None, {}
+    if tree_parents is not None:
+        node = old_nodes[owner] + number_in_row
+        row = jnp.where(in_batch & grows[owner], index[owner], table.max_seqs)
+        tree_sizes = jnp.where(live, old_nodes + jnp.where(grows, q_lens, 0), 0)
+        grown = {
+            "tree_parents": table.tree_parents.at[row, node].set(tree_parents, mode="drop"),
+            "tree_sizes": table.tree_sizes.at[index].set(tree_sizes, mode="drop"),
+        }
+        tree, depths = intervals_of(grown["tree_parents"][safe], tree_sizes)
+        depth = depths[owner, jnp.minimum(node, table.max_tree - 1)]
+        in_tree = (old_lens - old_nodes)[owner] + depth
+        positions = jnp.where(in_batch & grows[owner], in_tree, places)
+
     number = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    first_token = jnp.where(q_lens > 0, starts, size)
-    marks = jnp.zeros(size, jnp.int32).at[first_token].set(number, mode="drop")
-    owner = jax.lax.cummax(marks)
-    token = jnp.arange(size, dtype=jnp.int32)
-    positions = jnp.where(token < ends[-1], (old_lens - starts)[owner] + token, 0)
-    slots = pages[owner, positions // page_size] * page_size + positions % page_size
-
     batch = StepBatch(
         page_table=pages,
         seq_lens=seq_lens,
         cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
         num_seqs=jnp.max(jnp.where(live, number + 1, 0), keepdims=True),
-        slot_mapping=jnp.where(token < ends[-1], slots, -1),
+        slot_mapping=jnp.where(in_batch, slots, -1),
         positions=positions,
+        tree=tree,
+        tree_sizes=tree_sizes,
     )
-    index = jnp.where(live, rows, table.max_seqs)
     new_lens = table.seq_lens.at[index].set(seq_lens, mode="drop")
-    return replace(table, seq_lens=new_lens, num_free=table.num_free), batch, status
+    return replace(table, seq_lens=new_lens, num_free=table.num_free, **grown), batch, status
 
 
 def release(table: PageTable, rows: Integers) -> tuple[PageTable, jax.Array]:
@@ -232,6 +268,7 @@ def _release(table, rows):
         ref_counts=ref_counts,
         free_stack=free_stack,
         num_free=num_free,
+        tree_sizes=table.tree_sizes.at[index].set(jnp.int32(0), mode="drop"),
     )
     return table, status
 
@@ -250,8 +287,9 @@ def fork(
       length: integers [N] or a scalar, from 0 to the parent's length.
 
     Returns:
-      (table, copies, status i32[N]). STALE_ROW: the parent is not live. BAD_ROW also for a child
-      that is live, given twice, or a parent in the same call, and for a length out of range.
+      (table, copies, status i32[N]). STALE_ROW: the parent is not live. UNCOMMITTED_TREE: it has a
+      tree. BAD_ROW also for a child that is live, given twice, or a parent in the same call, and
+      for a length out of range.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -276,6 +314,7 @@ def _fork(table, parent, child, length):
     status = first_status(
         (takes_part & bad, Status.BAD_ROW),
         (takes_part & ~table.is_live[source], Status.STALE_ROW),
+        (takes_part & (table.tree_sizes[source] > 0), Status.UNCOMMITTED_TREE),
         (takes_part & (length > table.seq_lens[source]), Status.BAD_ROW),
     )
     partial = takes_part & (length % page_size != 0)
@@ -324,8 +363,8 @@ def truncate(
       num_tokens: integers [N] or a scalar, tokens to drop, from 0 to the row's length.
 
     Returns:
-      (table, copies, status i32[N]). STALE_ROW: the row is not live. BAD_ROW also for num_tokens
-      out of range.
+      (table, copies, status i32[N]). STALE_ROW: the row is not live. UNCOMMITTED_TREE: it has a
+      tree. BAD_ROW also for num_tokens out of range.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -342,6 +381,7 @@ def _truncate(table, rows, num_tokens):
     status = first_status(
         (takes_part & (bad | (num_tokens < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
+        (takes_part & (table.tree_sizes[safe] > 0), Status.UNCOMMITTED_TREE),
         (takes_part & (num_tokens > old_lens), Status.BAD_ROW),
     )
     fine = takes_part & (status == code(Status.OK))
@@ -394,7 +434,8 @@ def _truncate(table, rows, num_tokens):
 
 def reset(table: PageTable) -> PageTable:
     """The table as `PageTable.create` made it: all rows and pages free, the peak 0."""
-    return make_table(table.num_pages, table.max_seqs, table.pages_per_seq, table.page_size)
+    sizes = (table.num_pages, table.max_seqs, table.pages_per_seq, table.page_size)
+    return make_table(*sizes, table.max_tree)
 
 
 def free_rows(table: PageTable) -> jax.Array:

@@ -122,6 +122,23 @@ def _softmax_attention(
     return out.reshape(tokens, num_q_heads, v.shape[-1]), lse.reshape(tokens, num_q_heads)
 
 
+def _read_tree(tree, tree_size, seq_len):
+    """A row's tree: (which node sees which [n, n], depths [n], place of the tree, its size).
+
+    The size is 0 where the tree hides nothing.
+    """
+    node = jnp.arange(tree.shape[0], dtype=jnp.int32)
+    size = jnp.clip(tree_size, 0, jnp.minimum(tree.shape[0], seq_len))
+    first, end = jnp.clip(tree, 0, size).T
+    sees = (node[None] <= node[:, None]) & (node < size)[None]
+    before = sees
+    sees &= (first[None] <= first[:, None]) & (first[:, None] < end[None])
+    is_chain = jnp.all((sees == before) | (node >= size)[:, None])
+    size = jnp.where(is_chain, 0, size)
+    depth = jnp.sum(sees & (node[None] < node[:, None]), axis=1, dtype=jnp.int32)
+    return sees, depth, seq_len - size, size
+
+
 def _options(sliding_window, soft_cap, alibi_slopes, sinks) -> tuple[dict, jax.Array | None]:
     """The options of `_softmax_attention`, and the window as a scalar."""
     options = {"soft_cap": soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks}
@@ -132,7 +149,8 @@ def _options(sliding_window, soft_cap, alibi_slopes, sinks) -> tuple[dict, jax.A
 def ragged_paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
     layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
-    k_scale=None, v_scale=None, causal=True, return_lse=False, layout: Layout = "HND",
+    k_scale=None, v_scale=None, tree=None, tree_sizes=None, causal=True, return_lse=False,
+    layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
     num_tokens, _, head_dim = q.shape
@@ -147,24 +165,33 @@ def ragged_paged_attention(
 
     def attend_row(carry, row):
         out, lse = carry
-        index, table, seq_len, start, end = row
+        index, table, seq_len, start, end, *row_tree = row
         k, has_page = _gather_rows(k_pages, table[None], layer, layout, "k", k_scale)
         v, _ = _gather_rows(v_pages, table[None], layer, layout, "v", v_scale)
         position = jnp.arange(k.shape[1], dtype=jnp.int32)
         stored = has_page[0] & (position < seq_len)
-        query = token - end + jnp.clip(seq_len, 0, k.shape[1])
-        if sliding_window is not None:  # what the row's first query does not see may be NaN
-            first = start - end + jnp.clip(seq_len, 0, k.shape[1])
-            stored &= _in_window(position - first, sliding_window)
-        k = jnp.where(stored[:, None, None], k[0], jnp.zeros((), k.dtype))
-        v = jnp.where(stored[:, None, None], v[0], jnp.zeros((), v.dtype))
-        visible = jnp.broadcast_to(stored[None], (num_tokens, k.shape[0]))
-        distance = position[None] - query[:, None]
+        seq_len = jnp.clip(seq_len, 0, k.shape[1])
+        query = token - end + seq_len
+        mine = (token >= start) & (token < end) & (index < num_seqs)
+        visible = jnp.broadcast_to(stored[None], (num_tokens, k.shape[1]))
         if causal:
-            visible &= distance <= 0
+            visible &= position[None] <= query[:, None]
+        if row_tree:
+            sees, depth, root, size = _read_tree(*row_tree, seq_len)
+            nodes = [jnp.clip(x - root, 0, depth.shape[0] - 1) for x in (query, position)]
+            in_tree = [(x >= root) & (x < root + size) for x in (query, position)]
+            visible &= sees[nodes[0][:, None], nodes[1][None]] | ~in_tree[1][None]
+            query, position = (
+                jnp.where(inside, root + depth[node], x)
+                for inside, node, x in zip(in_tree, nodes, (query, position), strict=True)
+            )
+        distance = position[None] - query[:, None]
         if sliding_window is not None:
             visible &= _in_window(distance, sliding_window)
-        mine = (token >= start) & (token < end) & (index < num_seqs)
+        # What no query of the row sees may be NaN.
+        stored = jnp.any(visible & mine[:, None], axis=0)
+        k = jnp.where(stored[:, None, None], k[0], jnp.zeros((), k.dtype))
+        v = jnp.where(stored[:, None, None], v[0], jnp.zeros((), v.dtype))
         # The other queries may be NaN, which would reach the gradients of k and v as 0 · NaN.
         row_q = jnp.where(mine[:, None, None], q, jnp.zeros((), q.dtype))
         row_out, row_lse = _softmax_attention(row_q, k, v, visible, distance, sm_scale, **options)
@@ -174,17 +201,17 @@ def ragged_paged_attention(
     # A carry keeps its type, and inside shard_map the type says over which mesh axes a value
     # varies: so the empty result, too, must depend on the operands.
     operands = [q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale]
-    operands += [
-        x for x in (sliding_window, alibi_slopes, sinks, k_scale, v_scale) if x is not None
-    ]
+    given = (sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes)
+    operands += [x for x in given if x is not None]
     never = jnp.any(jnp.stack([jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands]))
     nothing = (
         jnp.where(never, jnp.nan, jnp.zeros((*q.shape[:2], v_head_dim), jnp.float32)),
         jnp.where(never, jnp.nan, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)),
     )
     index = jnp.arange(rows, dtype=jnp.int32)
+    trees = () if tree is None else (jnp.int32(tree), jnp.int32(tree_sizes))
     (out, lse), _ = jax.lax.scan(
-        attend_row, nothing, (index, page_table, seq_lens, bounds[:-1], bounds[1:])
+        attend_row, nothing, (index, page_table, seq_lens, bounds[:-1], bounds[1:], *trees)
     )
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
@@ -278,6 +305,16 @@ def write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer):
     new = (k_tokens[..., None], v_tokens[..., None])
     written = scatter_tokens(*pools, *new, slot_mapping, layer, "HND")
     return tuple(x[..., 0] for x in written)
+
+
+def read_tokens(pages, slots, layer, layout: Layout, pool: Pool) -> jax.Array:
+    """What is stored in slots, all of them in range: [tokens, num_kv_heads, head_dim]."""
+    shape = pages_shape(pages, layout, pool)
+    page, offset = slots // shape.page_size, slots % shape.page_size
+    index = (page, *(slice(None),) * (SLOT_AXIS[layout] - 1), offset)
+    if shape.num_layers is not None:
+        index = (jnp.broadcast_to(layer, page.shape), *index)
+    return pages[index].reshape(slots.shape[0], shape.num_kv_heads, shape.head_dim)
 
 
 def scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout: Layout):

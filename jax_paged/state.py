@@ -1,9 +1,10 @@
 """KV pages of all layers together with their page table, and the verbs on both.
 
 The verbs are those of `pages` under the same names, with the same statuses. They take a `KVState`
-and return a new one. Only `fork` and `truncate` touch the pages: they copy the few pages that
-change hands, in place when the caller's jit donates the state. Called eagerly, these two donate the
-pages of the state that they are given: use the returned one.
+and return a new one. Only `fork`, `truncate` and `commit_tree` touch the pages: they copy the few
+pages that change hands, or the few tokens that are kept, in place when the caller's jit donates the
+state. Called eagerly, these three donate the pages of the state that they are given: use the
+returned one.
 
 Hand `k_pages` and `v_pages` to the ops whole, with a `layer` scalar: slicing out a layer copies it.
 After a write, put the returned arrays back with `dataclasses.replace(state, k_pages=, v_pages=)`.
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_paged import pages
 from jax_paged._page_table import check_size
-from jax_paged.kv import copy_pages
+from jax_paged.kv import copy_pages, move_slots
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
 from jax_paged.pages import Integers, PageCopies, PageTable, StepBatch
 from jax_paged.validation import FLOAT_DTYPES, check_choice, expect
@@ -48,13 +49,14 @@ class KVState:
         dtype: Any,
         v_head_dim: int | None = None,
         layout: Layout = "HND",
+        max_tree: int = 256,
     ) -> "KVState":
         """An empty state with zeroed pages.
 
         Args:
           num_layers, num_kv_heads, head_dim: of the model, at least 1.
-          num_pages, page_size, max_seqs, pages_per_seq: see `PageTable.create`. All layers share
-            one page table, so a page id stands for num_layers pages.
+          num_pages, page_size, max_seqs, pages_per_seq, max_tree: see `PageTable.create`. All
+            layers share one page table, so a page id stands for num_layers pages.
           dtype: of both pools: bf16, f16 or f32.
           v_head_dim: head_dim of V; None = head_dim.
           layout: "HND", "NHD" or "vllm5d", see `layout`.
@@ -68,7 +70,7 @@ class KVState:
         >>> state.k_pages.shape, int(pages.num_free_pages(state.table))
         ((2, 8, 4, 16, 64), 6)
         """
-        table = PageTable.create(num_pages, max_seqs, pages_per_seq, page_size)
+        table = PageTable.create(num_pages, max_seqs, pages_per_seq, page_size, max_tree=max_tree)
         check_choice("layout", layout, LAYOUTS)
         names = " or ".join(d.name for d in FLOAT_DTYPES)
         expect(dtype is not None and dtype in FLOAT_DTYPES, "dtype", names, dtype)
@@ -100,10 +102,13 @@ def reserve(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVSta
 
 
 def step_batch(
-    state: KVState, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None
-) -> tuple[KVState, StepBatch, jax.Array]:
+    state: KVState, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None,
+    tree_parents: Integers | None = None,
+) -> tuple[KVState, StepBatch, jax.Array]:  # fmt: skip
     """Appends q_lens[i] tokens to row i and tells where they go: `pages.step_batch`."""
-    table, batch, status = pages.step_batch(state.table, rows, q_lens, num_tokens=num_tokens)
+    table, batch, status = pages.step_batch(
+        state.table, rows, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
+    )
     return dataclasses.replace(state, table=table), batch, status
 
 
@@ -131,6 +136,18 @@ def truncate(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVSt
     """
     table, copies, status = pages.truncate(state.table, rows, num_tokens)
     return _with_copies(state, table, copies), status
+
+
+def commit_tree(state: KVState, rows: Integers, leaves: Integers) -> tuple[KVState, jax.Array]:
+    """Keeps the path to node leaves[i] of row i's tree and drops the other nodes.
+
+    `pages.commit_tree`, and the tokens of the path are moved to where the tree began.
+    """
+    table, moves, status = pages.commit_tree(state.table, rows, leaves)
+    k_pages, v_pages = move_slots(
+        state.k_pages, state.v_pages, *moves, stacked=True, layout=state.layout
+    )
+    return dataclasses.replace(state, k_pages=k_pages, v_pages=v_pages, table=table), status
 
 
 def hold(state: KVState, rows: Integers, columns: Integers) -> tuple[KVState, jax.Array, jax.Array]:

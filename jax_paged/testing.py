@@ -160,7 +160,15 @@ def make_batch(
 
 
 def dense_oracle(
-    batch: Batch, *, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None, queries=None
+    batch: Batch,
+    *,
+    sliding_window=None,
+    soft_cap=None,
+    alibi_slopes=None,
+    sinks=None,
+    tree=None,
+    tree_sizes=None,
+    queries=None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention in float64 over the tokens that exist: (out [T, Hq, Dv], lse [T, Hq]).
 
@@ -191,11 +199,26 @@ def dense_oracle(
         key = np.arange(length)
         page = batch.page_table[row, key // case.page_size]
         key = key[(page >= 0) & (page < len(k_pages))]
-        if sliding_window is not None and sliding_window > 0:  # of the first query, which sees most
-            key = key[key > int(length - (end - start)) - int(sliding_window)]
         mine = np.arange(start, end)
         if queries is not None:
             mine = mine[np.isin(mine, queries)]
+        query = length - end + mine
+        sees = np.ones((len(mine), len(key)), bool)
+        if case.causal:
+            sees &= key <= query[:, None]
+        position = np.arange(length)
+        if tree is not None:
+            size = int(np.clip(tree_sizes[row], 0, min(tree.shape[1], length)))
+            of_tree = ancestors(np.clip(tree[row, :size], 0, size))
+            position[length - size :] = length - size + of_tree.sum(1) - of_tree.diagonal()
+            for i, j in np.argwhere((query[:, None] >= length - size) & (key >= length - size)):
+                sees[i, j] &= of_tree[query[i] - (length - size), key[j] - (length - size)]
+        at = np.append(position, 0)[np.maximum(query, 0)]
+        distance = position[key] - np.where(query < 0, query, at)[:, None]
+        if sliding_window is not None and sliding_window > 0:
+            sees &= distance > -int(sliding_window)
+        kept = sees.any(0)  # what no query sees may be NaN
+        key, sees, distance = key[kept], sees[:, kept], distance[:, kept]
         if not len(mine) or (not len(key) and sinks is None):
             continue
         where = (batch.page_table[row, key // case.page_size], key % case.page_size)
@@ -203,14 +226,9 @@ def dense_oracle(
         v = v_pages[where].astype(np.float64).transpose(1, 0, 2)  # [Hkv, keys, Dv]
         q = batch.q[mine].astype(np.float64).reshape(len(mine), case.num_kv_heads, group, -1)
         logits = q.transpose(1, 2, 0, 3) @ k[:, None] * batch.sm_scale  # [Hkv, group, t, keys]
-        distance = key - (length - end + mine)[:, None]
         if soft_cap is not None:
             logits = soft_cap * np.tanh(logits / soft_cap)
-        logits = logits + slope * distance
-        if case.causal:
-            logits = np.where(distance > 0, -np.inf, logits)
-        if sliding_window is not None and sliding_window > 0:
-            logits = np.where(distance <= -int(sliding_window), -np.inf, logits)
+        logits = np.where(sees, logits + slope * distance, -np.inf)
         top = np.max(logits, axis=-1, keepdims=True, initial=-np.inf)
         top = np.maximum(top, sink)
         shift = np.where(np.isneginf(top), 0, top)
@@ -222,6 +240,13 @@ def dense_oracle(
         out[mine] = row_out.transpose(2, 0, 1, 3).reshape(len(mine), case.num_q_heads, -1)
         lse[mine] = row_lse.transpose(2, 0, 1, 3).reshape(len(mine), case.num_q_heads)
     return out, lse
+
+
+def ancestors(intervals: np.ndarray) -> np.ndarray:
+    """bool[n, n]: whether node i sees node j, by their intervals [n, 2] in depth-first order."""
+    first, end = np.asarray(intervals).T
+    sees = (first <= first[:, None]) & (first[:, None] < end)
+    return sees & np.tri(len(first), dtype=bool)
 
 
 def assert_attention_close(out, lse, expected, expected_lse, *, logit_size: float = 1.0) -> None:

@@ -84,11 +84,12 @@ def is_eight_bit(pages: jax.Array) -> bool:
 
 def cuda_lacks(target: str, call: Mapping[str, Any]) -> str | None:
     """Why CUDA cannot run a call with these arguments, or None when it can."""
-    if "k_pages" not in call or not is_eight_bit(call["k_pages"]):
+    names = [name for name in ("tree",) if call.get(name) is not None]
+    if not names:
         return None
     return (
-        f"{target}: the CUDA kernels do not offer 8-bit K and V; they offer bf16, f16 and f32; the "
-        "CPU kernels and implementation='reference' offer all"
+        f"{target}: the CUDA kernels do not offer {', '.join(names)}; the CPU kernels and "
+        "implementation='reference' do"
     )
 
 
@@ -277,7 +278,7 @@ def check_qkv(
 
 def check_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale, spec,
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, spec,
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """Checks an attention call at trace time; returns the operands in the order of the FFI target.
 
@@ -345,7 +346,24 @@ def check_attention(
         sliding_window, alibi_slopes, sinks,
         check_kv_scale("k_scale", k_scale, k_pages, k_shape),
         check_kv_scale("v_scale", v_scale, v_pages, v_shape),
+        *_check_tree(tree, tree_sizes, rows, spec),
     )  # fmt: skip
+
+
+def _check_tree(
+    tree: Any, tree_sizes: Any, rows: int, spec: AttentionSpec
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The intervals of the rows' trees and their sizes, as i32, or twice None."""
+    expect((tree is None) == (tree_sizes is None), "tree_sizes", "an array where tree is one, and "
+           "only there", "None" if tree_sizes is None else "an array")  # fmt: skip
+    if tree is None:
+        return None, None
+    expect(spec.causal, "tree", "None with causal=False", "an array")
+    tree, tree_sizes = as_index("tree", tree), as_index("tree_sizes", tree_sizes)
+    check_shape("tree", tree, "num_seqs max_tree 2", (rows, None, 2))
+    expect(tree.shape[1] >= 1, "tree", "max_tree >= 1", 0)
+    check_shape("tree_sizes", tree_sizes, "num_seqs", (rows,))
+    return tree, tree_sizes
 
 
 def _check_per_head(name: str, x: jax.Array | None, num_q_heads: int) -> jax.Array | None:

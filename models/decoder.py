@@ -100,6 +100,8 @@ class Attention(nnx.Module):
             batch.seq_lens,
             batch.cu_q_lens,
             batch.num_seqs,
+            tree=batch.tree,
+            tree_sizes=batch.tree_sizes,
             **options,
         )
         attended = cast(jax.Array, attended).reshape(tokens, -1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_paged.pages import Status
+from jax_paged.pages import NO_TREE, Status
 from jax_paged.state import KVState, reserve, step_batch
 
 from .config import DecoderConfig
@@ -48,9 +48,11 @@ def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
 
 
 @functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="state")
-def _prepare(state, rows, q_lens, *, num_tokens):
+def _prepare(state, rows, q_lens, tree_parents, *, num_tokens):
     state, reserved = reserve(state, rows, q_lens)
-    state, batch, stepped = step_batch(state, rows, q_lens, num_tokens=num_tokens)
+    state, batch, stepped = step_batch(
+        state, rows, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
+    )
     return state, batch, jnp.stack([reserved, stepped])
 
 
@@ -87,13 +89,19 @@ class Stepper:
         self._graph, self._weights = nnx.split(model)
 
     def step(
-        self, tokens: Mapping[int, Sequence[int]], *, padded_to: int | None = None
+        self,
+        tokens: Mapping[int, Sequence[int]],
+        *,
+        padded_to: int | None = None,
+        parents: Mapping[int, Sequence[int]] | None = None,
     ) -> dict[int, np.ndarray]:
         """Feeds tokens[row] to each row; gives f32[len(tokens[row]), vocab_size] logits per row.
 
         Args:
           tokens: row → new ids. The rows come in the order of the mapping.
           padded_to: length of the flat batch; None = as many as there are tokens.
+          parents: row → parents of its tokens, which are then nodes of a tree; the other rows take
+            plain tokens. None = no trees.
         """
         flat = [token for ids in tokens.values() for token in ids]
         ends = np.cumsum([0, *(len(ids) for ids in tokens.values())])
@@ -101,7 +109,14 @@ class Stepper:
         q_lens = np.zeros(self.max_seqs, np.int32)
         rows[: len(tokens)], q_lens[: len(tokens)] = list(tokens), np.diff(ends)
         flat += [0] * ((padded_to or len(flat)) - len(flat))
-        self.state, batch, status = _prepare(self.state, rows, q_lens, num_tokens=len(flat))
+        tree_parents = None
+        if parents is not None:
+            each = [parents.get(row, [NO_TREE] * len(ids)) for row, ids in tokens.items()]
+            tree_parents = np.full(len(flat), NO_TREE, np.int32)
+            tree_parents[: ends[-1]] = [parent for found in each for parent in found]
+        self.state, batch, status = _prepare(
+            self.state, rows, q_lens, tree_parents, num_tokens=len(flat)
+        )
         if np.any(np.asarray(status) != Status.OK):
             raise ValueError(f"step: reserve and step_batch gave status {status.tolist()}")
         logits, self.state = _forward(

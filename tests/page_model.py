@@ -7,7 +7,7 @@ handles the rows of a call one after the other, in loops.
 from dataclasses import dataclass, field
 
 from jax_paged.layout import Layout
-from jax_paged.pages import Status
+from jax_paged.pages import NO_TREE, Status
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Config:
     pages_per_seq: int
     page_size: int
     layout: Layout
+    max_tree: int = 5
 
     @property
     def batch_tokens(self) -> int:
@@ -27,6 +28,15 @@ class Config:
 class Row:
     pages: list[int] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
+    tree: list[int] = field(default_factory=list)  # parents of the nodes, which are the last tokens
+
+    @property
+    def root(self) -> int:
+        return len(self.tokens) - len(self.tree)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from a root down to `node`; -1 is above all roots."""
+        return [] if node == -1 else [*self.path(self.tree[node]), node]
 
 
 class Model:
@@ -98,18 +108,37 @@ class Model:
             self.changed()
         return statuses
 
-    def step(self, rows: list[int], q_lens: list[int], values: list[float]) -> list[Status]:
+    def nodes_of(self, rows: list[int], q_lens: list[int], parents: list[int]) -> list[list[int]]:
+        """The parents of each row's tokens, as far as the batch reaches."""
+        parents, found = list(parents), []
+        for row, q_len in zip(rows, q_lens, strict=True):
+            mine = parents[: max(0, q_len)] if row != -1 else []
+            del parents[: len(mine)]
+            found.append(mine)
+        return found
+
+    def step(
+        self, rows: list[int], q_lens: list[int], values: list[float], parents: list[int] | None
+    ) -> list[Status]:
         statuses = []
         used = 0
-        for row, q_len in zip(rows, q_lens, strict=True):
+        nodes_of = self.nodes_of(rows, q_lens, parents or [NO_TREE] * self.config.batch_tokens)
+        for row, q_len, nodes in zip(rows, q_lens, nodes_of, strict=True):
             has = self.rows.get(row)
+            grows = any(parent != NO_TREE for parent in nodes)
             if row == -1:
                 status = Status.OK
             elif self.is_bad(row, rows) or q_len < 0:
                 status = Status.BAD_ROW
             elif has is None:
                 status = Status.STALE_ROW
-            elif self.pages_for(len(has.tokens) + q_len) > len(has.pages):
+            elif grows and any(not -1 <= p < len(has.tree) + i for i, p in enumerate(nodes)):
+                status = Status.BAD_ROW
+            elif q_len > 0 and has.tree and not grows:
+                status = Status.UNCOMMITTED_TREE
+            elif self.pages_for(len(has.tokens) + q_len) > len(has.pages) or (
+                grows and len(has.tree) + q_len > self.config.max_tree
+            ):
                 status = Status.ROW_FULL
             else:
                 used += q_len
@@ -118,9 +147,32 @@ class Model:
             statuses.append(status)
         if not any(statuses):
             values = list(values)
-            for row, q_len in zip(rows, q_lens, strict=True):
+            for row, q_len, nodes in zip(rows, q_lens, nodes_of, strict=True):
                 if row != -1:
                     self.rows[row].tokens += [values.pop(0) for _ in range(q_len)]
+                    self.rows[row].tree += [p for p in nodes if p != NO_TREE]
+        return statuses
+
+    def commit(self, rows: list[int], leaves: list[int]) -> list[Status]:
+        statuses = []
+        for row, leaf in zip(rows, leaves, strict=True):
+            if row == -1:
+                status = Status.OK
+            elif self.is_bad(row, rows):
+                status = Status.BAD_ROW
+            elif row not in self.rows:
+                status = Status.STALE_ROW
+            else:
+                size = len(self.rows[row].tree)
+                status = Status.OK if size and -1 <= leaf < size else Status.BAD_ROW
+            statuses.append(status)
+        if not any(statuses):
+            for row, leaf in zip(rows, leaves, strict=True):
+                if row != -1:
+                    has = self.rows[row]
+                    kept = [has.tokens[has.root + node] for node in has.path(leaf)]
+                    has.tokens[has.root :] = kept
+                    has.tree = []
         return statuses
 
     def release(self, rows: list[int]) -> list[Status]:
@@ -160,6 +212,8 @@ class Model:
                     status = Status.BAD_ROW
                 elif parent not in self.rows:
                     status = Status.STALE_ROW
+                elif self.rows[parent].tree:
+                    status = Status.UNCOMMITTED_TREE
                 elif length > len(self.rows[parent].tokens):
                     status = Status.BAD_ROW
                 else:
@@ -186,6 +240,8 @@ class Model:
                 status = Status.BAD_ROW
             elif has is None:
                 status = Status.STALE_ROW
+            elif has.tree:
+                status = Status.UNCOMMITTED_TREE
             elif count > len(has.tokens):
                 status = Status.BAD_ROW
             else:

@@ -30,8 +30,9 @@ from page_model import Config, Model, Row
 from jax_paged import pages, state
 from jax_paged.kv import write_kv
 from jax_paged.layout import slots_first
-from jax_paged.pages import Status
+from jax_paged.pages import NO_TREE, Status
 from jax_paged.state import KVState
+from jax_paged.testing import ancestors
 
 IS_LONG = os.environ.get("JAX_PAGED_LONG") == "1"
 NUM_OPERATIONS = 100_000 if IS_LONG else 5_000
@@ -54,13 +55,14 @@ _reserve_one = jax.jit(lambda kv, rows: state.reserve(kv, rows, 1), donate_argnu
 _release = jax.jit(state.release, donate_argnums=0)
 _fork = jax.jit(state.fork, donate_argnums=0)
 _truncate = jax.jit(state.truncate, donate_argnums=0)
+_commit = jax.jit(state.commit_tree, donate_argnums=0)
 _reset = jax.jit(state.reset, donate_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
-def _step(kv, rows, q_lens, values, size):
+def _step(kv, rows, q_lens, values, parents, size):
     """A step that writes values[t] as K and -values[t] as V of token t, layers told apart."""
-    kv, batch, status = state.step_batch(kv, rows, q_lens, num_tokens=size)
+    kv, batch, status = state.step_batch(kv, rows, q_lens, num_tokens=size, tree_parents=parents)
     k_pages, v_pages = kv.k_pages, kv.v_pages
     for layer in range(k_pages.shape[0]):
         k = jnp.full((size, 1, 1), layer / 2, jnp.float32) + values[:, None, None]
@@ -91,8 +93,8 @@ def _wide(values: list[int]) -> np.ndarray:
 
 
 ACTIONS = [
-    "append", "append", "drain", "fork", "fork", "release", "reserve", "reserve_one", "step",
-    "truncate", "truncate_shared", "truncate_shared",
+    "append", "append", "commit", "commit", "drain", "fork", "fork", "grow", "grow", "grow",
+    "release", "reserve", "reserve_one", "step", "truncate", "truncate_shared", "truncate_shared",
 ]  # fmt: skip
 picks = st.lists(st.integers(0, 31), min_size=BATCH, max_size=BATCH)
 amounts = st.lists(st.integers(0, 63), min_size=BATCH, max_size=BATCH)
@@ -101,6 +103,7 @@ amounts = st.lists(st.integers(0, 63), min_size=BATCH, max_size=BATCH)
 class PagesMachine(RuleBasedStateMachine):
     operations: ClassVar[int] = 0
     copies: ClassVar[int] = 0  # pages that truncate had to copy
+    moves: ClassVar[int] = 0  # rows in which commit_tree had to move tokens
     outcomes: ClassVar[Counter] = Counter()  # of (verb, status)
 
     @initialize(config=st.sampled_from(CONFIGS))
@@ -118,6 +121,7 @@ class PagesMachine(RuleBasedStateMachine):
             pages_per_seq=config.pages_per_seq,
             dtype="float32",
             layout=config.layout,
+            max_tree=config.max_tree,
         )
 
     def choose(self, picks: list[int], among: list[int]) -> list[int]:
@@ -140,9 +144,16 @@ class PagesMachine(RuleBasedStateMachine):
     def free_rows(self) -> list[int]:
         return [row for row in range(self.config.max_seqs) if row not in self.model.rows]
 
+    def rows_with_tree(self) -> list[int]:
+        return sorted(row for row, has in self.model.rows.items() if has.tree)
+
+    def settled_rows(self) -> list[int]:
+        """The live rows without a tree."""
+        return sorted(row for row, has in self.model.rows.items() if not has.tree)
+
     def growable_rows(self) -> list[int]:
-        """The live rows and one free row, if there is one."""
-        return sorted(self.model.rows) + self.free_rows()[:1]
+        """The live rows without a tree and one free row, if there is one."""
+        return self.settled_rows() + self.free_rows()[:1]
 
     def length_of(self, row: int) -> int:
         return len(self.model.rows[row].tokens) if row in self.model.rows else 0
@@ -186,8 +197,10 @@ class PagesMachine(RuleBasedStateMachine):
             unused = [-1] * (config.pages_per_seq - len(row.pages))
             assert table.page_table[r].tolist() == row.pages + unused
             assert table.seq_lens[r] == len(row.tokens)
+            assert table.tree_sizes[r] == len(row.tree)
+            assert table.tree_parents[r, : len(row.tree)].tolist() == row.tree
             # Whatever may be written next is in no other row.
-            for page in row.pages[model.full_pages(len(row.tokens)) :]:
+            for page in row.pages[model.full_pages(row.root) :]:
                 assert table.ref_counts[page] == 1
         assert queries["free_rows"].tolist() == (~table.is_live).tolist()
         assert queries["num_free"] == num_free
@@ -211,6 +224,8 @@ class PagesMachine(RuleBasedStateMachine):
             self.fork(picks, children, amounts)
         elif action in ("reserve_one", "release"):
             getattr(self, action)(picks)
+        elif action == "grow":
+            self.grow(picks, children, amounts)
         elif action == "drain":
             self.drain(picks[0])
         else:
@@ -243,7 +258,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.do_reserve([row, -1, -1], [count, 0, 0])
 
     def step(self, picks, amounts):
-        rows = self.choose(picks, sorted(self.model.rows))
+        rows = self.choose(picks, self.settled_rows())
         q_lens = []
         for row, amount in zip(rows, amounts, strict=True):
             has = self.model.rows.get(row, Row())
@@ -258,19 +273,83 @@ class PagesMachine(RuleBasedStateMachine):
         self.do_reserve(rows, counts)
         self.do_step(rows, counts)
 
-    def do_step(self, rows, q_lens):
+    def grow(self, picks, kinds, amounts):
+        """New nodes for trees, old and new, next to rows that take plain tokens."""
+        rows = self.choose(picks, self.rows_with_tree() + self.growable_rows())
+        counts = [1 + amount % 3 for amount in amounts]
+        parents = []
+        for row, count, kind in zip(rows, counts, kinds, strict=True):
+            has = self.model.rows.get(row, Row())
+            nodes = range(len(has.tree), len(has.tree) + count)
+            if kind < 4:
+                found = [node - 1 for node in nodes]
+            elif kind > 26 or (kind > 20 and not has.tree):
+                found = [NO_TREE] * count
+            else:
+                found = [(kind * 7 + node * 5) % (node + 1) - 1 for node in nodes]
+            if kind in (24, 25):
+                found[-1] = {24: nodes[-1], 25: NO_TREE}[kind]
+            parents.append(found)
+        self.do_reserve(rows, counts)
+        self.do_step(rows, counts, parents)
+
+    def do_step(self, rows, q_lens, parents=None):
+        """A step; parents: of each row's tokens, None where no row has a tree."""
         size = self.config.batch_tokens
         values = [float(self.next_value + i) for i in range(size)]
         self.next_value += size
         starts = [self.length_of(row) for row in rows]
+        roots = [self.model.rows[row].root if row in self.model.rows else 0 for row in rows]
+        flat = None
+        if parents is not None:
+            found = (p for row, p in zip(rows, parents, strict=True) if row != -1)
+            flat = [parent for mine in found for parent in mine]
+            flat = (flat + [NO_TREE, WIDE] * size)[:size]
         self.kv, batch, status = _step(
-            self.kv, _wide(rows), _wide(q_lens), np.asarray(values, np.float32), size
-        )
-        expected = self.model.step(rows, q_lens, values)
-        went_well = self.agree("step", status, expected)
-        self.check_batch(batch, rows if went_well else [-1] * BATCH, q_lens, starts)
+            self.kv, _wide(rows), _wide(q_lens), np.asarray(values, np.float32),
+            None if flat is None else _wide(flat), size,
+        )  # fmt: skip
+        expected = self.model.step(rows, q_lens, values, flat)
+        went_well = self.agree("grow" if parents else "step", status, expected)
+        rows_done = rows if went_well else [-1] * BATCH
+        self.check_batch(batch, rows_done, q_lens, starts)
+        if parents is not None:
+            self.check_trees(batch, rows_done, roots, q_lens)
         if not went_well:
-            self.retry(expected, rows, lambda rows: self.do_step(rows, q_lens))
+            self.retry(expected, rows, lambda rows: self.do_step(rows, q_lens, parents))
+
+    def check_trees(self, batch, rows, roots, q_lens):
+        assert batch.tree.shape == (BATCH, self.config.max_tree, 2)
+        for i, row in enumerate(rows):
+            has = self.model.rows[row] if row != -1 else Row()
+            size = len(has.tree)
+            assert batch.tree_sizes[i] == size
+            paths = [has.path(node) for node in range(size)]
+            sees = [[j in path for j in range(size)] for path in paths]
+            assert ancestors(batch.tree[i, :size]).tolist() == sees
+            if size:
+                begin = int(batch.cu_q_lens[i])
+                depths = [len(path) - 1 for path in paths][-q_lens[i] :]
+                got = batch.positions[begin : begin + q_lens[i]].tolist()
+                assert got == [roots[i] + depth for depth in depths]
+
+    def commit(self, picks, amounts):
+        rows = self.choose(picks, self.rows_with_tree())
+        leaves = []
+        for row, amount in zip(rows, amounts, strict=True):
+            size = len(self.model.rows[row].tree) if row in self.model.rows else 0
+            special = {63: size, 62: -2, 61: WIDE}
+            leaves.append(special.get(amount, amount % (size + 1) - 1))
+        self.do_commit(rows, leaves)
+
+    def do_commit(self, rows, leaves):
+        self.kv, status = _commit(self.kv, _wide(rows), _wide(leaves))
+        before = {row: list(has.tokens) for row, has in self.model.rows.items()}
+        expected = self.model.commit(rows, leaves)
+        for row, has in self.model.rows.items():
+            type(self).moves += has.tokens != before[row][: len(has.tokens)]
+        if not self.agree("commit", status, expected):
+            self.retry(expected, rows, lambda rows: self.do_commit(rows, leaves))
 
     def check_batch(self, batch, rows, q_lens, starts):
         config = self.config
@@ -285,6 +364,9 @@ class PagesMachine(RuleBasedStateMachine):
                 assert self.model.holders(page) == 1
                 slots.append(page * config.page_size + position % config.page_size)
                 positions.append(position)
+            if has.tree:  # by depth: check_trees
+                where = slice(len(positions) - q_len, len(positions))
+                positions[where] = batch.positions[where].tolist()
             cu_q_lens.append(len(slots))
         padding = config.batch_tokens - len(slots)
         assert batch.page_table.tolist() == table
@@ -309,7 +391,7 @@ class PagesMachine(RuleBasedStateMachine):
             self.retry(expected, rows, self.do_release)
 
     def fork(self, parents, children, amounts):
-        live = sorted(self.model.rows)
+        live = self.settled_rows()
         long = [row for row in live if self.length_of(row) >= self.config.page_size]
         # The parents may repeat; now and then one is not live.
         among = [long or live if pick < 24 else [pick % self.config.max_seqs] for pick in parents]
@@ -325,7 +407,7 @@ class PagesMachine(RuleBasedStateMachine):
             self.retry(expected, child, lambda child: self.do_fork(parent, child, lengths))
 
     def truncate(self, picks, amounts):
-        rows = self.choose(picks, sorted(self.model.rows))
+        rows = self.choose(picks, self.settled_rows())
         counts = []
         for row, amount in zip(rows, amounts, strict=True):
             most = min(self.length_of(row), self.config.page_size + 1)
@@ -334,7 +416,8 @@ class PagesMachine(RuleBasedStateMachine):
 
     def sharing_rows(self) -> list[int]:
         rows = self.model.rows.items()
-        return sorted(r for r, row in rows if row.pages and self.model.holders(row.pages[0]) > 1)
+        sharing = (r for r, row in rows if row.pages and self.model.holders(row.pages[0]) > 1)
+        return sorted(r for r in sharing if not self.model.rows[r].tree)
 
     def truncate_shared(self, picks, amounts):
         """Cuts rows inside a page that they share."""
@@ -374,7 +457,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 def test_random_operations_agree_with_a_plain_model():
-    PagesMachine.operations = PagesMachine.copies = 0
+    PagesMachine.operations = PagesMachine.copies = PagesMachine.moves = 0
     PagesMachine.outcomes = Counter()
     run_state_machine_as_test(
         PagesMachine,
@@ -393,12 +476,15 @@ def test_random_operations_agree_with_a_plain_model():
     common = {Status.OK, Status.BAD_ROW}
     reports = {
         "reserve": common | {Status.ROW_FULL, Status.POOL_FULL},
-        "step": common | {Status.ROW_FULL, Status.STALE_ROW},
+        "step": common | {Status.ROW_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
+        "grow": common | {Status.ROW_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
+        "commit": common | {Status.STALE_ROW},
         "release": common | {Status.STALE_ROW},
-        "fork": common | {Status.POOL_FULL, Status.STALE_ROW},
-        "truncate": common | {Status.POOL_FULL, Status.STALE_ROW},
+        "fork": common | {Status.POOL_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
+        "truncate": common | {Status.POOL_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
     }
     for verb, statuses in reports.items():
         assert {status for name, status in seen if name == verb} == statuses
     assert PagesMachine.copies >= NUM_OPERATIONS // 200
+    assert PagesMachine.moves >= NUM_OPERATIONS // 200
     assert all(seen[verb, Status.OK] >= NUM_OPERATIONS // 50 for verb in reports), seen

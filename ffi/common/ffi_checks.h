@@ -89,6 +89,8 @@ struct AttentionOptions {
   ShapeView sinks;           // f32[num_q_heads]
   ShapeView k_scale;         // f32[num_kv_heads], or per token: f32[(num_layers,) num_pages,
   ShapeView v_scale;         //   num_kv_heads, page_size]; only with 8-bit pages
+  ShapeView tree;            // i32[max_seqs, max_tree, 2], intervals in depth-first order
+  ShapeView tree_sizes;      // i32[max_seqs], there where tree is
 };
 
 // Checks a scale of 8-bit pages.
@@ -103,6 +105,18 @@ inline std::string CheckKvScale(const char* argument, ShapeView scale, const Att
   }
   return CheckShape(kAttentionOp, argument, scale,
                     {pool.num_layers, pool.num_pages, pool.num_kv_heads, pool.page_size});
+}
+
+inline std::string CheckTree(const AttentionOptions& options, int64_t max_seqs) {
+  if (!IsGiven(options.tree)) {
+    return CheckShape(kAttentionOp, "tree_sizes", options.tree_sizes, {0});
+  }
+  const std::string error = CheckRank(kAttentionOp, "tree", options.tree, 3);
+  if (!error.empty()) return error;
+  const std::string wrong =
+      CheckShape(kAttentionOp, "tree", options.tree, {max_seqs, options.tree[1], 2});
+  if (!wrong.empty()) return wrong;
+  return CheckShape(kAttentionOp, "tree_sizes", options.tree_sizes, {max_seqs});
 }
 
 // Checks the operands, attributes and results of jax_paged.attention, and reads its sizes.
@@ -164,6 +178,7 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
       failed(CheckOptional(kOp, "sinks", options.sinks, {num_q_heads})) ||
       failed(CheckKvScale("k_scale", options.k_scale, *shape)) ||
       failed(CheckKvScale("v_scale", options.v_scale, *shape)) ||
+      failed(CheckTree(options, max_seqs)) ||
       failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
     return error;

@@ -52,6 +52,8 @@ struct AttentionParams {
   int64_t sliding_window;     // tokens that a query sees, itself included; 0: off
   KvScale k_scale;            // of 8-bit pages
   KvScale v_scale;
+  const int32_t* trees;  // [S, 3, max_tree] as ReadTree (tree.h) leaves them, null: no trees
+  int64_t max_tree;
   bool causal;
   bool has_atoms;  // K and V rows are not contiguous in the pages (Layout::kVllm5d)
   Dtype dtype;
@@ -63,6 +65,7 @@ struct Row {
   int32_t q_begin;
   int32_t q_len;
   int32_t seq_len;
+  int32_t tree_size;  // its last stored tokens are a tree that is no chain; 0: there is none
 };
 
 }  // namespace jax_paged

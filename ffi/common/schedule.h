@@ -95,10 +95,14 @@ inline int64_t QueryPosition(const Row& row, int64_t query) {
   return int64_t{row.seq_len} - row.q_len + query;
 }
 
-// First key that query `query` of the row sees, if it sees any. Ascends with the query.
+// First key that query `query` of the row sees, if it sees any. Ascends with the query: so in a
+// tree, where a query stands at its depth, it is that of the roots.
 inline int64_t FirstKey(const Row& row, int64_t query, int64_t sliding_window) {
   if (sliding_window <= 0) return 0;
-  return Clamp(QueryPosition(row, query) - sliding_window + 1, 0, row.seq_len);
+  const int64_t root = int64_t{row.seq_len} - row.tree_size;
+  const int64_t stored = QueryPosition(row, query);
+  const int64_t position = row.tree_size > 0 && stored > root ? root : stored;
+  return Clamp(position - sliding_window + 1, 0, row.seq_len);
 }
 
 // End of the keys that query `query` of the row sees. Ascends with the query.
@@ -120,6 +124,7 @@ inline int32_t SanitizeRows(const int32_t* cu_q_lens, const int32_t* seq_lens, i
     rows[i].q_begin = static_cast<int32_t>(begin);
     rows[i].q_len = static_cast<int32_t>(end - begin);
     rows[i].seq_len = static_cast<int32_t>(Clamp(seq_lens[i], 0, capacity));
+    rows[i].tree_size = 0;
     begin = end;
   }
   return static_cast<int32_t>(num_seqs);

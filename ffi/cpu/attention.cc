@@ -12,6 +12,7 @@
 #include "common/ffi_checks.h"
 #include "common/params.h"
 #include "common/schedule.h"
+#include "common/tree.h"
 #include "cpu/attend.h"
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
@@ -91,17 +92,37 @@ void SortByCost(const WorkItem* items, int64_t count, WorkItem* sorted) {
   for (int64_t i = 0; i < count; ++i) sorted[start[bucket(items[i])]++] = items[i];
 }
 
+// Reads the trees of the rows into words [num_rows, 3, max_tree] and sets rows[i].tree_size.
+void ReadTrees(const Trees& trees, bool depths, int32_t num_rows, int32_t* words, Row* rows) {
+  for (int32_t i = 0; i < num_rows; ++i) {
+    const int64_t most = trees.max_tree < rows[i].seq_len ? trees.max_tree : rows[i].seq_len;
+    const int32_t size = static_cast<int32_t>(Clamp(trees.sizes[i], 0, most));
+    const bool hides = ReadTree(trees.intervals + i * 2 * trees.max_tree, size, trees.max_tree,
+                                depths, words + i * 3 * trees.max_tree);
+    rows[i].tree_size = hides ? size : 0;
+  }
+}
+
 }  // namespace
 
-void Attend(ffi::ThreadPool& pool, const AttentionParams& params, ScheduleOptions options,
+void Attend(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
             const int32_t* cu_q_lens, const int32_t* seq_lens, int32_t num_seqs, int64_t max_seqs,
-            int64_t num_tokens) {
+            int64_t num_tokens, const Trees& trees) {
   const Scratch row_memory(static_cast<size_t>(max_seqs) * (sizeof(Row) + sizeof(RowPlan)) + 1);
   RowPlan* plans = reinterpret_cast<RowPlan*>(row_memory.data());
   Row* rows = reinterpret_cast<Row*>(plans + max_seqs);
   const int32_t num_rows =
       SanitizeRows(cu_q_lens, seq_lens, num_seqs, max_seqs, num_tokens,
                    Clamp(params.pages_per_seq * params.k.page_size, 0, INT32_MAX), rows);
+  const int64_t tree_words = trees.intervals ? num_rows * 3 * trees.max_tree : 0;
+  const Scratch tree_memory(static_cast<size_t>(tree_words) * sizeof(int32_t) + 1);
+  if (trees.intervals) {
+    int32_t* words = reinterpret_cast<int32_t*>(tree_memory.data());
+    const bool depths = params.sliding_window > 0 || params.alibi_slopes || params.soft_cap > 0.0f;
+    ReadTrees(trees, depths, num_rows, words, rows);
+    params.trees = words;
+    params.max_tree = trees.max_tree;
+  }
   const PlanTotals totals = PlanCall(&options, rows, num_rows, plans);
 
   WorkerScratch layout;
@@ -161,12 +182,14 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
                      ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
                      ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+                     ffi::Buffer<ffi::S32> tree, ffi::Buffer<ffi::S32> tree_sizes,
                      std::string_view layout_name, bool causal, int64_t num_kv_splits,
                      int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
                      ffi::ResultBuffer<ffi::F32> lse) {
   AttentionShape shape;
   const AttentionOptions given = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
-                                  Shape(k_scale), Shape(v_scale)};
+                                  Shape(k_scale),        Shape(v_scale),      Shape(tree),
+                                  Shape(tree_sizes)};
   const std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), given, layout_name,
@@ -201,6 +224,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.k_scale = kv_scale(k_scale, given.k_scale);
   params.v_scale = kv_scale(v_scale, given.v_scale);
   params.kv_dtype = shape.kv_dtype;
+  params.trees = nullptr;  // set by Attend
+  params.max_tree = 0;
   params.causal = causal;
   params.has_atoms = shape.k_pool.layout == Layout::kVllm5d;
   params.dtype = shape.dtype;
@@ -220,9 +245,11 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   options.num_workers = Clamp(pool.num_threads(), 1, 1024);
   options.num_kv_splits = num_kv_splits;
   options.split_tokens = split_tokens;
+  Trees trees = {nullptr, nullptr, 0};
+  if (IsGiven(given.tree)) trees = {tree.typed_data(), tree_sizes.typed_data(), given.tree[1]};
   try {
     Attend(pool, params, options, cu_q_lens.typed_data(), seq_lens.typed_data(),
-           *num_seqs.typed_data(), shape.max_seqs, shape.num_tokens);
+           *num_seqs.typed_data(), shape.max_seqs, shape.num_tokens, trees);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       std::string(kAttentionOp) + ": out of memory for partial results");
@@ -249,6 +276,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sinks
                                   .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
                                   .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tree
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tree_sizes
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")

@@ -11,6 +11,7 @@
 #include "common/params.h"
 #include "common/qkv_params.h"
 #include "common/schedule.h"
+#include "common/tree.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 

@@ -33,6 +33,7 @@ struct DecodeState {
   const float* key_offset;              // edited logits: per listed token of the block
   float slope[kDecodeMaxRows];          // edited logits: ALiBi
   float distance[kDecodeMaxRows];       // edited logits: of the block's first token from the query
+  const uint64_t* seen;                 // of the block in a tree (SetSeen), null: rows see ranges
   float top[kDecodeMaxRows];            // largest logit so far, raw
   float m[kDecodeMaxRows];              // top * scale->scale
   float l[kDecodeMaxRows / 8][kWidth];  // per tile and lane, lanes of one row to be summed
@@ -146,21 +147,24 @@ __attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int 
 // need it.
 template <typename T, int ROWS>
 __attribute__((noinline)) void AddEdges(const float* scores, const int* hidden, const int* visible,
-                                        int all, int end, const T* const* v, const T* const* next,
-                                        int64_t v_head_dim, float* o, int64_t o_stride) {
+                                        const uint64_t* seen, int all, int end, const T* const* v,
+                                        const T* const* next, int64_t v_head_dim, float* o,
+                                        int64_t o_stride) {
   constexpr float kOne = 1.0f;
-  for (int i = 0; i < 2 * ROWS; ++i) {
-    const int r = i / 2;
-    const int begin = i % 2 == 0 ? hidden[r] : (hidden[r] > end ? hidden[r] : end);
-    const int limit = i % 2 == 0 && visible[r] > all ? all : visible[r];
-    if (begin >= limit) continue;
-    AddValues<T, 1>({scores + r, ROWS, begin, limit}, v, next, v_head_dim, &kOne, o + r * o_stride,
-                    o_stride);
+  for (int r = 0; r < ROWS; ++r) {
+    uint64_t bits = BitRange(hidden[r], visible[r]) & ~BitRange(all, end);
+    if (seen) bits &= seen[r];
+    while (bits) {
+      int begin, limit;
+      TakeRun(&bits, &begin, &limit);
+      AddValues<T, 1>({scores + r, ROWS, begin, limit}, v, next, v_head_dim, &kOne,
+                      o + r * o_stride, o_stride);
+    }
   }
 }
 
 // One block for packed rows [row0, row0 + ROWS). Row r sees the block's listed tokens [hidden[r],
-// visible[r]), both ascending in r.
+// visible[r]), both ascending in r; in a tree perhaps fewer.
 template <typename T, int ROWS>
 void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hidden,
                 const int* visible, int row0, DecodeState* state) {
@@ -182,7 +186,12 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
   if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
   // Tokens [all, end) are seen by all rows of the tile.
   const int all = hidden[ROWS - 1];
-  const int end = visible[0] > all ? visible[0] : all;
+  int end = visible[0] > all ? visible[0] : all;
+  const uint64_t* seen = state->seen ? state->seen + row0 : nullptr;
+  if (seen) {
+    for (int r = 0; r < ROWS; ++r) HideScores(seen[r], start, padded, ROWS, scores + r);
+    end = CommonRun(seen, ROWS, all, end);
+  }
   for (int t = start; t < all; ++t) {
     for (int r = 0; r < ROWS; ++r) {
       if (t < hidden[r] || t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
@@ -228,8 +237,8 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
   AddValues<T, ROWS>({scores, ROWS, all, end}, block.v, next.v, state->v_head_dim, alpha, o,
                      state->o_stride);
   if (hidden[0] < all || end < count) {
-    AddEdges<T, ROWS>(scores, hidden, visible, all, end, block.v, next.v, state->v_head_dim, o,
-                      state->o_stride);
+    AddEdges<T, ROWS>(scores, hidden, visible, seen, all, end, block.v, next.v, state->v_head_dim,
+                      o, state->o_stride);
   }
 }
 
@@ -276,6 +285,7 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   EditedRow edited[kDecodeMaxRows];
   SetRows(params, row, item, num_rows, padded, first, limit, scale.edited ? edited : nullptr);
   float key_offset[kKeyBlock];
+  uint64_t seen[kDecodeMaxRows];
   int hidden[kDecodeMaxRows] = {};
   const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
   const bool staged = IsEightBit(params.kv_dtype);
@@ -312,8 +322,13 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
     if (params.sliding_window > 0) {
       CountBefore(block.count_before, block.begin, first, padded, hidden);
     }
+    state.seen = nullptr;
+    if (HidesKeys(params, row, token + block_tokens)) {
+      SetSeen(params, row, item, num_rows, padded, block.count_before, block.begin, seen);
+      state.seen = seen;
+    }
     if (scale.edited) {
-      ListOffsets(block, key_offset);
+      ListOffsets(params, row, item.row, block, key_offset);
       state.key_offset = key_offset;
       for (int r = 0; r < padded; ++r) {
         state.slope[r] = edited[r].slope;

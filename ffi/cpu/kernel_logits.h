@@ -1,8 +1,9 @@
-// Logits that are more than a product times sm_scale: soft cap and ALiBi. Included by
-// attention_<isa>.cc inside its target region (isa.h), after kernel_common.h.
+// Logits that are more than a product times sm_scale: soft cap and ALiBi; and which keys a query
+// sees: ranges, and in token trees single ones. Included by attention_<isa>.cc inside its target
+// region (isa.h), after kernel_common.h.
 //
 // Such a call edits the products in place between "scores" and "weights", to logits in natural
-// units; a plain call pays one branch per block for it.
+// units; a plain call pays one branch per block for it, and one for trees.
 
 #ifndef JAX_PAGED_CPU_KERNEL_LOGITS_H_
 #define JAX_PAGED_CPU_KERNEL_LOGITS_H_
@@ -57,10 +58,13 @@ JAX_PAGED_INLINE Vec EditedLogit(Vec s, float factor, float soft_cap, Vec slope,
 
 // offset[i] = position of listed token i, less block.begin; repeats the last one.
 template <typename T>
-void ListOffsets(const KeyBlock<T>& block, float* offset) {
+void ListOffsets(const AttentionParams& params, const Row& row, int32_t row_index,
+                 const KeyBlock<T>& block, float* offset) {
   int listed = 0;
   for (int i = 0; i < kKeyBlock; ++i) {
-    if (block.count_before[i + 1] > listed) offset[listed++] = static_cast<float>(i);
+    if (block.count_before[i + 1] <= listed) continue;
+    const int64_t position = PositionOf(params, row, row_index, block.begin + i);
+    offset[listed++] = static_cast<float>(position - block.begin);
   }
   for (int i = listed; i < kKeyBlock; ++i) offset[i] = listed ? offset[listed - 1] : 0.0f;
 }
@@ -83,7 +87,8 @@ __attribute__((noinline)) inline void SetRows(const AttentionParams& params, con
     limit[r] = VisibleKeys(row, query, params.causal);
     if (!edited) continue;
     const int64_t head = int64_t{item.kv_head} * params.group_size + packed % params.group_size;
-    edited[r] = {params.alibi_slopes ? params.alibi_slopes[head] : 0.0f, QueryPosition(row, query)};
+    edited[r] = {params.alibi_slopes ? params.alibi_slopes[head] : 0.0f,
+                 PositionOf(params, row, item.row, QueryPosition(row, query))};
   }
 }
 
@@ -93,6 +98,76 @@ __attribute__((noinline)) inline void CountBefore(const uint8_t* count_before, i
                                                   const int64_t* limits, int rows, int* counts) {
   for (int r = 0; r < rows; ++r) {
     counts[r] = count_before[Clamp(limits[r] - begin, 0, kKeyBlock)];
+  }
+}
+
+// The lowest n bits of a word, 0 <= n <= 64.
+JAX_PAGED_INLINE uint64_t LowBits(int n) { return n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}; }
+
+// Bits [begin, end) of a word.
+JAX_PAGED_INLINE uint64_t BitRange(int begin, int end) {
+  return begin < end ? LowBits(end) & ~LowBits(begin) : 0;
+}
+
+// Takes the lowest run of ones out of *bits, which is not 0: [*begin, *end).
+inline void TakeRun(uint64_t* bits, int* begin, int* end) {
+  *begin = __builtin_ctzll(*bits);
+  const uint64_t behind = ~(*bits >> *begin);
+  *end = behind ? *begin + __builtin_ctzll(behind) : 64;
+  *bits &= ~BitRange(*begin, *end);
+}
+
+// The end of the run of bits that `rows` words all have, from `begin` on and up to `end`.
+inline int CommonRun(const uint64_t* seen, int rows, int begin, int end) {
+  uint64_t missing = 0;
+  for (int r = 0; r < rows; ++r) missing |= ~seen[r];
+  missing &= BitRange(begin, end);
+  return missing ? __builtin_ctzll(missing) : end;
+}
+
+// Whether a query of the row may see fewer keys than its range in a block that ends at `end`: it
+// reaches into the tree, or the window is a matter of depth.
+inline bool HidesKeys(const AttentionParams& params, const Row& row, int64_t end) {
+  return row.tree_size > 0 &&
+         (params.sliding_window > 0 || end > int64_t{row.seq_len} - row.tree_size);
+}
+
+// seen[r]: the listed tokens of a block (see KeyBlock) that packed row r of an item sees, a bit for
+// each; for a row with a tree. Rows from num_rows to padded are like the last one.
+__attribute__((noinline)) inline void SetSeen(const AttentionParams& params, const Row& row,
+                                              const WorkItem& item, int num_rows, int padded,
+                                              const uint8_t* count_before, int64_t begin,
+                                              uint64_t* seen) {
+  const TreeView tree = TreeOf(params, item.row);
+  const int64_t root = int64_t{row.seq_len} - row.tree_size;
+  for (int r = 0; r < padded; ++r) {
+    const int64_t packed = item.packed_begin + r;
+    if (r > 0 && (r >= num_rows || packed % params.group_size != 0)) {  // the same query
+      seen[r] = seen[r - 1];
+      continue;
+    }
+    const int64_t stored = QueryPosition(row, packed / params.group_size);
+    int64_t first = 0;  // position of the first key in the window
+    if (params.sliding_window > 0) {
+      first = PositionOf(params, row, item.row, stored) - params.sliding_window + 1;
+    }
+    uint64_t bits = 0;
+    for (int i = 0; i < kKeyBlock; ++i) {
+      if (count_before[i + 1] == count_before[i]) continue;
+      const int64_t token = begin + i;
+      if (token > stored) continue;
+      if (params.sliding_window > 0 && PositionOf(params, row, item.row, token) < first) continue;
+      if (token >= root && !tree.Sees(stored - root, token - root)) continue;
+      bits |= uint64_t{1} << count_before[i];
+    }
+    seen[r] = bits;
+  }
+}
+
+// Makes the logits of hidden tokens -inf; scores[token * token_stride] for tokens [begin, end).
+inline void HideScores(uint64_t seen, int begin, int end, int64_t token_stride, float* scores) {
+  for (uint64_t bits = BitRange(begin, end) & ~seen; bits; bits &= bits - 1) {
+    scores[__builtin_ctzll(bits) * token_stride] = -kInfinity;
   }
 }
 

@@ -195,17 +195,16 @@ inline float WeighRow(float* scores, int hidden, int visible, float scale, float
 
 // o = o + weights v of one row and one panel, for tokens [begin, end).
 inline void AddValueRow(const float* weights, const float* panel, int begin, int end, float* o) {
-  if (begin >= end) return;
   constexpr float kOne = 1.0f;
   Vec sum[2];
   MultiplyTile<float, 1>(weights + begin, kKeyBlock, panel + begin * kPanel, end - begin, sum);
   AddTile<1>(sum, &kOne, o, /*o_stride=*/0);
 }
 
-// o = o * alpha + weights v.
+// o = o * alpha + weights v. `seen` (SetSeen) is null where rows see ranges.
 inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, const int* hidden,
-                         const int* visible, const float* alpha, int64_t padded_rows,
-                         int64_t v_head_dim) {
+                         const int* visible, const uint64_t* seen, const float* alpha,
+                         int64_t padded_rows, int64_t v_head_dim) {
   for (int64_t d = 0; d < v_head_dim; d += kPanel) {
     const float* panel = scratch.v_panels + d * kKeyBlock;
     for (int64_t r = 0; r < padded_rows; r += kGemmRows) {
@@ -213,7 +212,8 @@ inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, cons
       const int most = visible[r + kGemmRows - 1];
       if (most <= hidden[r]) continue;
       const int all = hidden[r + kGemmRows - 1];
-      const int end = visible[r] > all ? visible[r] : all;
+      int end = visible[r] > all ? visible[r] : all;
+      if (seen) end = CommonRun(seen + r, kGemmRows, all, end);
       const float* weights = scratch.scores + r * kKeyBlock;
       float* o = part.o + r * part.stride + d;
       Vec sum[2 * kGemmRows];
@@ -224,11 +224,13 @@ inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, cons
       // A masked value must not be touched, not even with weight 0: keys that only some rows see
       // are added row by row.
       for (int i = 0; i < kGemmRows; ++i) {
-        const int first = hidden[r + i], limit = visible[r + i];
-        AddValueRow(weights + i * kKeyBlock, panel, first, limit < all ? limit : all,
-                    o + i * part.stride);
-        AddValueRow(weights + i * kKeyBlock, panel, first > end ? first : end, limit,
-                    o + i * part.stride);
+        uint64_t bits = BitRange(hidden[r + i], visible[r + i]) & ~BitRange(all, end);
+        if (seen) bits &= seen[r + i];
+        while (bits) {
+          int first, limit;
+          TakeRun(&bits, &first, &limit);
+          AddValueRow(weights + i * kKeyBlock, panel, first, limit, o + i * part.stride);
+        }
       }
     }
   }
@@ -250,6 +252,7 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
   KeyBlock<T> stored, floats;
   int hidden[kPrefillBlock], visible[kPrefillBlock];
   float alpha[kPrefillBlock], key_offset[kKeyBlock];
+  uint64_t seen[kPrefillBlock];
   for (int64_t token = begin; token < end; token += kKeyBlock) {
     const int64_t block_end = Clamp(token + kKeyBlock, token, end);
     GatherKeys(params, item.row, item.kv_head, token, block_end, scratch, /*half=*/0, &stored);
@@ -266,17 +269,26 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
     PackValues(block, params.v_head_dim, scratch.v_panels);
     ScoreRows<T>(scratch, hidden, visible, padded_rows, params.head_dim);
     if (scale.edited) {
-      ListOffsets(block, key_offset);
+      ListOffsets(params, row, item.row, block, key_offset);
       for (int r = 0; r < num_rows; ++r) {
         EditRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale, params.soft_cap,
                 edited[r].slope, static_cast<float>(token - edited[r].position), key_offset);
+      }
+    }
+    const bool hides = HidesKeys(params, row, block_end);
+    if (hides) {
+      SetSeen(params, row, item, num_rows, padded_rows, block.count_before, block.begin, seen);
+      for (int r = 0; r < padded_rows; ++r) {
+        HideScores(seen[r], hidden[r], visible[r], /*token_stride=*/1,
+                   scratch.scores + r * kKeyBlock);
       }
     }
     for (int64_t r = 0; r < padded_rows; ++r) {
       alpha[r] = WeighRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale.scale,
                           &top[r], &part.m[r], &part.l[r]);
     }
-    AddValueRows(scratch, part, hidden, visible, alpha, padded_rows, params.v_head_dim);
+    AddValueRows(scratch, part, hidden, visible, hides ? seen : nullptr, alpha, padded_rows,
+                 params.v_head_dim);
   }
 }
 

@@ -59,7 +59,7 @@ ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   options.split_tokens = split_tokens;
   try {
     Attend(pool, params, options, cu_q_lens.typed_data(), seq_lens.typed_data(),
-           *num_seqs.typed_data(), shape.max_seqs, shape.num_tokens);
+           *num_seqs.typed_data(), shape.max_seqs, shape.num_tokens, /*trees=*/{});
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       std::string(kMlaAttentionOp) + ": out of memory for partial results");

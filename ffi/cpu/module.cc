@@ -89,7 +89,7 @@ nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int
   int64_t begin = 0;
   for (size_t i = 0; i < q_lens.size(); ++i) {
     rows.push_back({static_cast<int32_t>(begin), static_cast<int32_t>(q_lens[i]),
-                    static_cast<int32_t>(seq_lens[i])});
+                    static_cast<int32_t>(seq_lens[i]), /*tree_size=*/0});
     begin += q_lens[i];
   }
   std::vector<RowPlan> plans(rows.size());

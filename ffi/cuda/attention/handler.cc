@@ -21,17 +21,23 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
                      ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
                      ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+                     ffi::Buffer<ffi::S32> tree, ffi::Buffer<ffi::S32> tree_sizes,
                      std::string_view layout_name, bool causal, int64_t num_kv_splits,
                      int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
                      ffi::ResultBuffer<ffi::F32> lse, ffi::ResultBuffer<ffi::S32> workspace) {
   AttentionCall call = {};
   const AttentionOptions options = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
-                                    Shape(k_scale), Shape(v_scale)};
+                                    Shape(k_scale),        Shape(v_scale),      Shape(tree),
+                                    Shape(tree_sizes)};
   std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), options, layout_name,
                     num_kv_splits, split_tokens, soft_cap, *out, Shape(*lse), &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  if (IsGiven(options.tree)) {  // jax_paged.attention refuses it at lowering
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      std::string(kAttentionOp) + ": the CUDA kernels have no trees");
+  }
   call.q = q.untyped_data();
   call.k_pages = k_pages.untyped_data();
   call.v_pages = v_pages.untyped_data();
@@ -90,6 +96,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sinks
                                   .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
                                   .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tree
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tree_sizes
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
