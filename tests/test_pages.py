@@ -268,7 +268,7 @@ def test_rows_that_do_not_fit_the_flat_batch_are_bad():
 def test_a_table_round_trips_as_a_pytree():
     table = grow(make(), [0], [5])
     leaves, structure = jax.tree.flatten(table)
-    assert len(leaves) == 9
+    assert len(leaves) == 11
     again = jax.tree.unflatten(structure, leaves)
     assert_same(again, table)
     assert (again.page_size, again.num_pages, again.max_seqs, again.pages_per_seq) == (4, 8, 4, 4)
