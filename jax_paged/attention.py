@@ -84,8 +84,7 @@ def paged_attention(
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
-      NotImplementedError: the native kernels do not take this head_dim; at lowering for CUDA: its
-        kernels do not take 8-bit K and V.
+      NotImplementedError: the native kernels do not take this head_dim.
 
     Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
     backward pass is the reference). vmap runs one call after another; the batch axis of the op

@@ -94,8 +94,7 @@ def write_kv(
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
-      NotImplementedError: under vmap and differentiation (implementation="reference" offers both);
-        8-bit pages at lowering for CUDA.
+      NotImplementedError: under vmap and differentiation (implementation="reference" offers both).
 
     The contract is that of vLLM's reshape_and_cache (slot −1 skips).
 

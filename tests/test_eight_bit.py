@@ -161,7 +161,7 @@ def test_kv_dtype_reads_the_usual_names():
         kv_dtype("auto")
 
 
-def test_cuda_refuses_8_bit_pages_at_lowering(monkeypatch):
+def test_8_bit_pages_lower_to_the_cuda_kernels(monkeypatch):
     jax.clear_caches()
     monkeypatch.setattr(
         _ffi, "_targets", lambda _: ("jax_paged.attention.v1", "jax_paged.write_kv.v1")
@@ -172,9 +172,7 @@ def test_cuda_refuses_8_bit_pages_at_lowering(monkeypatch):
     table = jnp.zeros((6, 1), jnp.int32)
     read = jax.jit(lambda p: paged_attention(k, p, p, table, slots, layer=0)).trace(pages)
     for traced, target in ((write, "write_kv"), (read, "attention")):
-        message = f"jax_paged.{target}.v1: the CUDA kernels do not offer 8-bit K and V; they offer"
-        with pytest.raises(NotImplementedError, match=re.escape(message)):
-            traced.lower(lowering_platforms=("cuda",))
+        assert f"jax_paged.{target}.v1" in traced.lower(lowering_platforms=("cuda",)).as_text()
     monkeypatch.undo()
     jax.clear_caches()
 
