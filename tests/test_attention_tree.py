@@ -313,7 +313,7 @@ def test_cuda_refuses_a_tree_by_name_at_lowering(monkeypatch):
     monkeypatch.setattr(_ffi, "_targets", lambda _: ("jax_paged.attention.v1",))  # as if built
     traced = jax.jit(lambda: attend(batch, options)[0]).trace()
     traced.lower(lowering_platforms=("cpu",))
-    message = "jax_paged.attention.v1: the CUDA kernels do not offer tree; they offer causal"
+    message = "jax_paged.attention.v1: the CUDA kernels do not offer tree; the CPU kernels"
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         traced.lower(lowering_platforms=("cuda",))
     monkeypatch.undo()
