@@ -9,7 +9,7 @@
 namespace jax_paged::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kPlanThreads)
+__global__ void __launch_bounds__(kPlanThreads, 1)
     PlanKernel(__grid_constant__ const AttentionArgs args) {
   PlanCta(args);
 }

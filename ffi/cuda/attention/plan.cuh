@@ -108,8 +108,7 @@ JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int
   const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
   if (!is_decode && args.prefill_rows > 0) return plan;  // see PrefillUnits
   const int32_t first_key = FirstKey(args, QueryPosition(plan.lengths, /*query=*/0));
-  const int32_t tiles =
-      static_cast<int32_t>(DivideUp(seq_len, kTileTokens)) - first_key / kTileTokens;
+  const int32_t tiles = (seq_len - 1) / kTileTokens + 1 - first_key / kTileTokens;
   plan.lengths.num_units =
       args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
   if (args.has_fixed_splits()) {
