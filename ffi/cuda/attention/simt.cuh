@@ -13,7 +13,7 @@
 //   values    thread t: columns t, t + 128, ... of all rows; a value that a row does not see is
 //             not used
 //
-// Shared memory: (16 x (head_dim + v_head_dim) + 16 x 64) x 4 bytes + 2 KiB: 70 KiB at 512 + 512.
+// Shared memory: (16 x (head_dim + v_head_dim) + 16 x 64) x 4 bytes + 2.3 KiB: 70 KiB at 512 + 512.
 // Bound by shared-memory reads and uncoalesced loads of K.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_SIMT_CUH_
