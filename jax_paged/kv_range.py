@@ -62,7 +62,7 @@ def gather_kv(
     cache calls DebugGetKV.
 
     >>> import jax.numpy as jnp
-    >>> k_pages = jnp.arange(12.0).reshape(3, 1, 4, 1) * jnp.ones(8)
+    >>> k_pages = jnp.arange(12.0).repeat(8).reshape(3, 1, 4, 8)
     >>> table = jnp.array([[2, 0]])
     >>> one = [jnp.array([x]) for x in (0, 2, 5)]  # row 0, tokens 2, 3 and 4
     >>> k, _ = gather_kv(k_pages, k_pages, table, *one, max_tokens=4)

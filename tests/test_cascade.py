@@ -232,14 +232,18 @@ def test_a_forked_state_gives_levels_under_jit():
         ([([[0]], [1, 2])], {}, r"levels\[0\].seq_lens: expected shape \[groups=1\], got \[2\]"),
         ([([[0]], [1])], {}, r"levels\[0\]: expected the batch's 2 rows without row_groups, got 1"),
         ([([[0]], [1], [0])], {}, r"levels\[0\].row_groups: expected shape \[num_seqs=2\], got"),
-        ([([[0]], [1], [0, 0])], {"sinks": jnp.ones(6)}, "sinks: expected a level without row_gr"),
+        (
+            [([[0]], [1], [0, 0])],
+            {"sinks": jnp.ones(6, jnp.float32)},
+            "sinks: expected a level without row_gr",
+        ),
     ],
 )
 def test_wrong_levels_are_named(levels, options, text):
-    pages = jnp.zeros((3, 2, PAGE, 32))
+    pages = jnp.zeros((3, 2, PAGE, 32), jnp.float32)
     levels = [tuple(map(np.array, level)) for level in levels]
     with pytest.raises(ValueError, match=text):
-        cascade_attention(jnp.zeros((2, 6, 32)), pages, pages, levels, **options)
+        cascade_attention(jnp.zeros((2, 6, 32), jnp.float32), pages, pages, levels, **options)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_scatter_under_jit_is_in_place():
         one = (jnp.array([0]), jnp.array([1]), jnp.array([9]))
         return scatter_kv(k_pages, v_pages, k, k, jnp.array([[3, 7]]), *one, layer=layer)
 
-    operands = (pool, pool, jnp.ones((1, 9, 2, 8)), jnp.int32(1))
+    operands = (pool, pool, jnp.ones((1, 9, 2, 8), jnp.float32), jnp.int32(1))
     compiled = jax.jit(write, donate_argnums=(0, 1)).lower(*operands).compile()
     assert is_in_place(compiled, pool), pool_sized_ops(compiled, pool)
 
@@ -152,7 +152,7 @@ def test_gather_does_not_copy_the_pool_and_is_differentiable():
 
     compiled = jax.jit(read).lower(pool, jnp.int32(1)).compile()
     assert not pool_sized_ops(compiled, pool)
-    gradient = jax.grad(lambda x: jnp.sum(read(x, 1)))(jnp.ones((2, 8, 2, 4, 8)))
+    gradient = jax.grad(lambda x: jnp.sum(read(x, 1)))(jnp.ones((2, 8, 2, 4, 8), jnp.float32))
     assert float(gradient.sum()) == 7 * 2 * 8
     np.testing.assert_array_equal(gradient[0], 0)
 
@@ -169,7 +169,7 @@ def test_gather_does_not_copy_the_pool_and_is_differentiable():
     ],
 )
 def test_wrong_arguments_are_named(change, text):
-    pages = jnp.zeros((2, 1, 4, 8))
+    pages = jnp.zeros((2, 1, 4, 8), jnp.float32)
     zero = np.zeros(1, np.int32)
     arguments = {
         "k_pages": pages, "v_pages": pages, "page_table": np.zeros((1, 1), np.int32), "rows": zero,

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +158,7 @@ def test_writes_are_in_place_and_reads_copy_nothing():
             kv = q[:, 0]  # each write depends on the reads before it
         return kv_pages, q
 
-    operands = (pool, jnp.ones((3, 24)), jnp.ones((3, 4, 24)))
+    operands = (pool, jnp.ones((3, 24), jnp.float32), jnp.ones((3, 4, 24), jnp.float32))
     compiled = jax.jit(step, donate_argnums=0).lower(*operands).compile()
     written = pool_sized_ops(compiled, pool)
     assert not [line for line in written if " copy(" in line or " select(" in line], written
@@ -165,9 +168,9 @@ def test_writes_are_in_place_and_reads_copy_nothing():
 
 
 def test_write_skips_bad_slots_and_the_last_of_equal_slots_wins():
-    kv = jnp.arange(6.0)[:, None] * jnp.ones((6, 8))
+    kv = jnp.arange(6, dtype=jnp.float32)[:, None] * jnp.ones((6, 8), jnp.float32)
     slots = jnp.array([5, -1, 8, 5, 2**31 - 1, 0])
-    written = np.asarray(write_mla_kv(jnp.full((2, 4, 8), -7.0), kv, slots))
+    written = np.asarray(write_mla_kv(jnp.full((2, 4, 8), -7.0, jnp.float32), kv, slots))
     expected = np.full((2, 4, 8), -7.0)
     expected[1, 1], expected[0, 0] = 3, 5
     np.testing.assert_array_equal(written, expected)
@@ -189,9 +192,17 @@ def test_explain_names_the_target():
         ({"v_head_dim": 32}, ValueError, r"v_head_dim: expected at most latent\+rope=24, got 32"),
         ({"v_head_dim": 0}, ValueError, "v_head_dim: expected an int >= 1, got 0"),
         ({"v_head_dim": 12}, NotImplementedError, "v_head_dim: native kernels take a multiple"),
-        ({"kv_pages": jnp.ones((2, 4, 1, 24, 1))}, ValueError, r"kv_pages: expected \[num_page"),
+        (
+            {"kv_pages": jnp.ones((2, 4, 1, 24, 1), jnp.float32)},
+            ValueError,
+            r"kv_pages: expected \[num_page",
+        ),
         ({"layer": 0}, ValueError, "layer: expected an i32 scalar for stacked pages"),
-        ({"q": jnp.ones((1, 2, 16))}, ValueError, r"q: expected shape \[tokens, num_q_heads, lat"),
+        (
+            {"q": jnp.ones((1, 2, 16), jnp.float32)},
+            ValueError,
+            r"q: expected shape \[tokens, num_q_heads, lat",
+        ),
         ({"q": jnp.ones((1, 2, 24), "bfloat16")}, ValueError, "kv_pages: expected dtype bfloat16"),
         ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a finite scale"),
         ({"num_kv_splits": 2, "split_tokens": 2}, ValueError, "split_tokens: expected None when"),
@@ -199,8 +210,8 @@ def test_explain_names_the_target():
 )
 def test_wrong_arguments_are_named(change, error, text):
     arguments = {
-        "q": jnp.ones((1, 2, 24)),
-        "kv_pages": jnp.ones((2, 4, 24)),
+        "q": jnp.ones((1, 2, 24), jnp.float32),
+        "kv_pages": jnp.ones((2, 4, 24), jnp.float32),
         "page_table": jnp.array([[1]]),
         "seq_lens": jnp.array([3]),
         "cu_q_lens": jnp.array([0, 1]),
@@ -209,3 +220,35 @@ def test_wrong_arguments_are_named(change, error, text):
     }
     with pytest.raises(error, match=text):
         mla_paged_attention(**{**arguments, **change})
+
+
+SPLIT_HEADS = """
+import re, jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_paged import mla_paged_attention
+
+keys = jax.random.split(jax.random.key(0))
+q = jax.random.normal(keys[0], (3, 4, 24), "f4")
+kv_pages = jax.random.normal(keys[1], (6, 8, 24), "f4")
+rows = np.array([[0, 1], [2, 3]]), np.array([9, 12]), np.array([0, 1, 3])
+attend = jax.jit(lambda *x: mla_paged_attention(*x, *rows, sm_scale=0.3, v_head_dim=16))
+expected = attend(q, kv_pages)
+mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
+split = jax.device_put(q, NamedSharding(mesh, P(None, "heads")))
+whole = jax.device_put(kv_pages, NamedSharding(mesh, P()))
+out = attend(split, whole)
+np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+assert out.sharding.spec == P(None, "heads"), out.sharding
+text = attend.lower(split, whole).compile().as_text()
+print(re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute)", text))
+"""
+
+
+def test_heads_of_q_may_be_split_over_devices():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", SPLIT_HEADS],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "[]\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_paged.testing
-from jax_paged import ragged_attention, ragged_paged_attention
+from jax_paged import explain, ragged_attention, ragged_paged_attention
 from jax_paged.testing import (
     TOLERANCES,
     Batch,
@@ -173,7 +173,7 @@ def test_vmap_is_one_call_after_another():
 
 
 def test_k_and_v_are_not_copied():
-    q, k = jnp.ones((1, 8, 64)), jnp.ones((5000, 2, 64))
+    q, k = jnp.ones((1, 8, 64), jnp.float32), jnp.ones((5000, 2, 64), jnp.float32)
     call = jax.jit(lambda q, k: ragged_attention(q, k, k, jnp.array([0, 1]), jnp.array([0, 5000])))
     compiled = call.lower(q, k).compile()
     assert not jax_paged.testing.pool_sized_ops(compiled, k)
@@ -182,10 +182,19 @@ def test_k_and_v_are_not_copied():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"k": jnp.ones((5, 2, 16))}, r"k: expected shape \[kv_tokens, num_kv_heads, head_dim=8\]"),
-        ({"v": jnp.ones((4, 2, 8))}, r"v: expected shape \[kv_tokens=5, num_kv_heads=2, head_d"),
+        (
+            {"k": jnp.ones((5, 2, 16), jnp.float32)},
+            r"k: expected shape \[kv_tokens, num_kv_heads, head_dim=8\]",
+        ),
+        (
+            {"v": jnp.ones((4, 2, 8), jnp.float32)},
+            r"v: expected shape \[kv_tokens=5, num_kv_heads=2, head_d",
+        ),
         ({"k": jnp.ones((5, 2, 8), "bfloat16")}, "k: expected dtype float32, got bfloat16"),
-        ({"q": jnp.ones((3, 3, 8))}, "q: expected num_q_heads to be a multiple of num_kv_heads=2"),
+        (
+            {"q": jnp.ones((3, 3, 8), jnp.float32)},
+            "q: expected num_q_heads to be a multiple of num_kv_heads=2",
+        ),
         ({"cu_kv_lens": jnp.array([0, 5])}, r"cu_kv_lens: expected shape \[num_seqs\+1=3\], got"),
         ({"max_kv_len": -1}, "max_kv_len: expected None or an int >= 0, got -1"),
         ({"sm_scale": -1.0}, "sm_scale: expected a finite scale >= 0"),
@@ -193,11 +202,18 @@ def test_k_and_v_are_not_copied():
 )
 def test_wrong_arguments_are_named(change, text):
     arguments = {
-        "q": jnp.ones((3, 4, 8)),
-        "k": jnp.ones((5, 2, 8)),
-        "v": jnp.ones((5, 2, 8)),
+        "q": jnp.ones((3, 4, 8), jnp.float32),
+        "k": jnp.ones((5, 2, 8), jnp.float32),
+        "v": jnp.ones((5, 2, 8), jnp.float32),
         "cu_q_lens": jnp.array([0, 2, 3]),
         "cu_kv_lens": jnp.array([0, 2, 5]),
     }
     with pytest.raises(ValueError, match=text):
         ragged_attention(**{**arguments, **change})
+
+
+def test_explain_tells_the_plan_of_flat_rows():
+    flat = make_flat([40, 1, 0], [40, 9, 3])
+    bounds = flat.paged.cu_q_lens, flat.cu_kv_lens
+    plan = explain("ragged_attention", flat.paged.q, flat.k, flat.v, *bounds)
+    assert plan["kernels"] == ["prefill", "decode", "empty"]
