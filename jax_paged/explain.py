@@ -31,7 +31,8 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
     Args:
       op: the name of an op ("paged_attention", "write_kv", …), or the function itself.
       args, options: as for the op. Arrays may be `jax.ShapeDtypeStruct`; the split of an attention
-        call is told only when seq_lens (and cu_q_lens, sliding_window) hold values.
+        call is told only when seq_lens (and cu_q_lens, sliding_window) hold values; it leaves out
+        that a window reaches further left in a row with a tree.
 
     Returns:
       A dict: `op`; `platform`; `implementation`, "native" or "reference"; `target`, the FFI target
