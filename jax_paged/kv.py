@@ -482,18 +482,20 @@ def _move_slots(layout, implementation, k_pages, v_pages, scales, src_slots, dst
     else:
         write = _write_native(layout, implementation)
 
-    def read(pools, layer, layout):
-        return (
+    def move_in(write, k_pages, v_pages, layer, layout):
+        k, v = (
             reference.read_tokens(pages, source, layer, layout, pool)
-            for pages, pool in zip(pools, POOLS, strict=True)
+            for pages, pool in zip((k_pages, v_pages), POOLS, strict=True)
         )
+        return tuple(write(k_pages, v_pages, k, v, target, layer))
 
     def move(layer, pools):  # a layer at a time, so that what is on the move stays small
-        pages, scales = pools[:2], pools[2:]
-        moved = tuple(write(*pages, *read(pages, layer, layout), target, layer))
+        k_pages, v_pages, *scales = pools
+        moved = move_in(write, k_pages, v_pages, layer, layout)
         if scales:  # like pages with a head_dim of 1
-            wide = [x[..., None] for x in scales]
-            wide = _write_reference("HND", *wide, *read(wide, layer, "HND"), target, layer)
+            k_scale, v_scale = (x[..., None] for x in scales)
+            write_scales = functools.partial(_write_reference, "HND")
+            wide = move_in(write_scales, k_scale, v_scale, layer, "HND")
             moved += tuple(x[..., 0] for x in wide)
         return moved
 
