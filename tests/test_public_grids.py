@@ -16,7 +16,12 @@ import numpy as np
 import pytest
 from public_grids import GRIDS, build, problems
 
-from jax_paged import merge_attention_states, paged_attention, ragged_paged_attention
+from jax_paged import (
+    cascade_attention,
+    merge_attention_states,
+    paged_attention,
+    ragged_paged_attention,
+)
 from jax_paged.layout import slots_first
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
@@ -250,3 +255,39 @@ def test_jax_tpu_ragged_paged_attention(rows, heads, dtype, kv, options):
     assert_attention_close(
         out[:total], lse[:total], expected, np.asarray(lse[:total]), logit_size=size
     )
+
+
+SHARED = list(
+    itertools.product(
+        ("decode", "append"), (12, 17), (37, 17), (128, 512, 2048), (8, 16), (128, 256), (1, 16)
+    )
+)
+if not LONG:
+    SHARED = [SHARED[i] for i in (1, 22, 47, 90, 101)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "rows", "unique", "shared", "heads", "head_dim", "page_size"), SHARED
+)
+def test_flashinfer_shared_prefix(stage, rows, unique, shared, heads, head_dim, page_size):
+    """FlashInfer, test_shared_prefix_kernels: a cascade of two levels, every key seen."""
+    case = Case("shared", heads, heads, head_dim, page_size, layout="NHD", causal=False)
+    new = 1 if stage == "decode" else unique
+    batch = make_batch(case, jnp.float16, [new] * rows, [shared + unique] * rows)
+    prefix_pages = shared // page_size
+    table = batch.page_table.copy()
+    table[:, :prefix_pages] = table[0, :prefix_pages]
+    batch = dataclasses.replace(batch, page_table=table)
+    q, k_pages, v_pages, *_ = batch.operands()
+    levels = [
+        (table[:1, :prefix_pages], np.int32([shared]), np.zeros(rows, np.int32)),
+        (table[:, prefix_pages:], np.full(rows, unique, np.int32)),
+    ]
+    out, lse = cascade_attention(
+        q, k_pages, v_pages, levels, jnp.asarray(batch.cu_q_lens), layout="NHD", causal=False,
+        return_lse=True,
+    )  # fmt: skip
+    queries = np.unique(np.linspace(0, len(out) - 1, 60, dtype=int))
+    expected = dense_oracle(batch, queries=queries)
+    # Two parts, each rounded to f16 before they are merged.
+    assert_attention_close(out[queries], lse[queries], *(x[queries] for x in expected))
