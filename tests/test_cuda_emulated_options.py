@@ -254,7 +254,7 @@ def test_a_sink_counts_once_and_a_split_without_a_key_counts_nothing(split, dtyp
 @pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0, 1000.0])
 def test_a_sink_far_from_the_logits_neither_overflows_nor_is_lost(sink, dtype):
     batch = small_batch(jnp.dtype(dtype))
-    options = {"sinks": np.full(8, sink, np.float32)}
+    options: dict[str, Any] = {"sinks": np.full(8, sink, np.float32)}
     out, lse = emulate(batch, **options)
     expected, expected_lse = dense_oracle(batch, **options)
     np.testing.assert_allclose(
