@@ -34,6 +34,12 @@ JAX_PAGED_DEVICE uint32_t Fp8Code(Dtype dtype, float x) {
   return dtype == Dtype::kFloat8E4M3 ? Fp8Code<3, 7, 0x7e>(x) : Fp8Code<2, 15, 0x7b>(x);
 }
 
+// The codes of x / scale in one word.
+JAX_PAGED_DEVICE uint32_t Fp8Quad(Dtype dtype, const Float4& x, float scale) {
+  return Fp8Code(dtype, x.x / scale) | Fp8Code(dtype, x.y / scale) << 8 |
+         Fp8Code(dtype, x.z / scale) << 16 | Fp8Code(dtype, x.w / scale) << 24;
+}
+
 }  // namespace jax_paged::cuda
 
 #endif  // JAX_PAGED_CUDA_ATTENTION_FP8_CUH_

@@ -258,11 +258,7 @@ JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, const Segment& segm
                        : Float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
   const Global<char> out = args.out + (head_index * args.v_head_dim + column) * args.out_bytes;
   if (args.out_bytes == 1) {  // fp8
-    const float scale = OutScale(args);
-    prim::Store(out.As<uint32_t>(), Fp8Code(args.out_dtype, x.x / scale) |
-                                        Fp8Code(args.out_dtype, x.y / scale) << 8 |
-                                        Fp8Code(args.out_dtype, x.z / scale) << 16 |
-                                        Fp8Code(args.out_dtype, x.w / scale) << 24);
+    prim::Store(out.As<uint32_t>(), Fp8Quad(args.out_dtype, x, OutScale(args)));
   } else if constexpr (sizeof(T) == 4) {
     prim::Store(out.As<Float4>(), x);
   } else {
