@@ -486,6 +486,6 @@ def test_random_operations_agree_with_a_plain_model():
     }
     for verb, statuses in reports.items():
         assert {status for name, status in seen if name == verb} == statuses
-    assert PagesMachine.copies >= NUM_OPERATIONS // 200
-    assert PagesMachine.moves >= NUM_OPERATIONS // 200
+    assert PagesMachine.copies >= NUM_OPERATIONS // 500
+    assert PagesMachine.moves >= NUM_OPERATIONS // 500
     assert all(seen[verb, Status.OK] >= NUM_OPERATIONS // 50 for verb in reports), seen
