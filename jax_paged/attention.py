@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
@@ -14,7 +15,13 @@ from jax_paged._ffi import Implementation
 from jax_paged.layout import Layout, is_stacked, kv_heads_axis, pages_shape
 from jax_paged.reference import head_scale
 from jax_paged.sharding import HeadAxes
-from jax_paged.validation import AttentionSpec, check_attention, cuda_lacks, is_per_token
+from jax_paged.validation import (
+    AttentionSpec,
+    as_out_dtype,
+    check_attention,
+    cuda_lacks,
+    is_per_token,
+)
 
 TARGET = "jax_paged.attention.v1"
 
@@ -34,6 +41,8 @@ def paged_attention(
     sinks: Float[Array, "num_q_heads"] | None = None,
     k_scale: Float[Array, "..."] | float | None = None,
     v_scale: Float[Array, "..."] | float | None = None,
+    out_dtype: DTypeLike | None = None,
+    out_scale: Float[Array, ""] | float | None = None,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
     split_tokens: int | None = None,
@@ -71,6 +80,9 @@ def paged_attention(
       k_scale, v_scale: what 8-bit K and V are multiplied with; None: 1. A scalar, [num_kv_heads],
         or [num_pages, num_kv_heads, page_size] (one per token and head, as `write_kv` returns
         them); for stacked pages each with a leading num_layers axis, or a scalar.
+      out_dtype: float8_e4m3fn or float8_e5m2: the output as fp8, out / out_scale from f32 to the
+        nearest, clamped to ±448 or ±57344; NaN stays NaN. None: q's dtype.
+      out_scale: f32 scalar, with an out_dtype only; None: 1. May be traced.
       return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
       num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
         1 = not cut.
@@ -79,8 +91,8 @@ def paged_attention(
       implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
 
     Returns:
-      [num_seqs, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[num_seqs,
-      num_q_heads]. NaN in unused pages or slots never reaches it.
+      [num_seqs, num_q_heads, v_head_dim] in q's dtype or out_dtype; with return_lse also
+      f32[num_seqs, num_q_heads]. NaN in unused pages or slots never reaches it.
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
@@ -102,11 +114,11 @@ def paged_attention(
     """
     spec = AttentionSpec(
         layout, True, num_kv_splits, split_tokens, soft_cap, one_query_per_row=True,
-        implementation=implementation,
+        implementation=implementation, out_dtype=as_out_dtype(out_dtype),
     )  # fmt: skip
     operands = check_attention(
         q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, k_scale, v_scale, None, None, spec,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, None, None, out_scale, spec,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
@@ -131,6 +143,8 @@ def ragged_paged_attention(
     v_scale: Float[Array, "..."] | float | None = None,
     tree: Int[Array, "num_seqs max_tree 2"] | None = None,
     tree_sizes: Int[Array, "num_seqs"] | None = None,
+    out_dtype: DTypeLike | None = None,
+    out_scale: Float[Array, ""] | float | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -165,8 +179,8 @@ def ragged_paged_attention(
       The other arguments are those of `paged_attention`.
 
     Returns:
-      [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
-      Tokens of no live row (padding) are exactly 0 with lse −inf.
+      [tokens, num_q_heads, v_head_dim] in q's dtype or out_dtype; with return_lse also f32[tokens,
+      num_q_heads]. Tokens of no live row (padding) are exactly 0 with lse −inf.
 
     Raises and derivatives: as `paged_attention`. ValueError also for a tree with causal=False or
     without tree_sizes, NotImplementedError for a tree at lowering for CUDA.
@@ -184,11 +198,11 @@ def ragged_paged_attention(
     """
     spec = AttentionSpec(
         layout, causal, num_kv_splits, split_tokens, soft_cap, one_query_per_row=False,
-        implementation=implementation,
+        implementation=implementation, out_dtype=as_out_dtype(out_dtype),
     )  # fmt: skip
     operands = check_attention(
         q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, spec,
+        sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale, spec,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
@@ -204,7 +218,7 @@ def _with_layers(scale: jax.Array | None, pages: jax.Array) -> jax.Array | None:
 def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
     cu_q_lens, num_seqs, layer, sm_scale, *given = rest
     given = (None if x is None or not x.size else x for x in given)
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes = given
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale = given
     options = {
         "layer": layer if is_stacked(k_pages, spec.layout) else None,
         "sm_scale": sm_scale,
@@ -214,6 +228,8 @@ def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *
         "sinks": sinks,
         "k_scale": _with_layers(k_scale, k_pages),
         "v_scale": _with_layers(v_scale, v_pages),
+        "out_dtype": spec.out_dtype,
+        "out_scale": out_scale,
         "return_lse": True,
         "layout": spec.layout,
     }
@@ -255,7 +271,7 @@ def _cuda_workspace_words(
 
 
 def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
-    _, k_pages, v_pages, *_, alibi_slopes, sinks, k_scale, v_scale, _, _ = operands
+    _, k_pages, v_pages, *_, alibi_slopes, sinks, k_scale, v_scale, _, _, _ = operands
 
     def of_scale(scale):  # [num_kv_heads], or [..., num_pages, num_kv_heads, page_size]
         return None if not scale.size else max(scale.ndim - 2, 0)
@@ -277,13 +293,15 @@ def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
         "v_scale": of_scale(v_scale),
         "tree": None,
         "tree_sizes": None,
+        "out_scale": None,
     }
     return HeadAxes(of_operands, results=(1, 1))
 
 
 def _call(spec: AttentionSpec, *operands):
     q, _, v_pages, page_table, *_ = operands
-    *required, sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes = operands
+    required, given = operands[:9], operands[9:]
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale = given
     no_number, no_index = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
     operands = (
         *required,
@@ -294,6 +312,7 @@ def _call(spec: AttentionSpec, *operands):
         no_number if v_scale is None else v_scale,
         no_index if tree is None else tree,
         no_index if tree_sizes is None else tree_sizes,
+        no_number if out_scale is None else jnp.reshape(out_scale, (1,)),
     )
     pages = pages_shape(v_pages, spec.layout, "v")
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
@@ -349,7 +368,7 @@ _differentiable.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attention(spec: AttentionSpec, *operands):
-    *rest, k_scale, v_scale, tree, tree_sizes = operands
+    *rest, k_scale, v_scale, tree, tree_sizes, out_scale = operands
     k_pages, layer = operands[1], operands[7]
     heads = pages_shape(k_pages, spec.layout).num_kv_heads
 
@@ -358,4 +377,5 @@ def _attention(spec: AttentionSpec, *operands):
             return scale
         return head_scale(scale, layer, heads, k_pages)
 
-    return _differentiable(spec, *rest, of_layer(k_scale), of_layer(v_scale), tree, tree_sizes)
+    scales = of_layer(k_scale), of_layer(v_scale)
+    return _differentiable(spec, *rest, *scales, tree, tree_sizes, out_scale)

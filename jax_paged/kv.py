@@ -31,6 +31,7 @@ from jax_paged.validation import (
     check_shape,
     check_write,
     expect,
+    is_eight_bit,
     is_per_token,
 )
 
@@ -119,6 +120,7 @@ def write_kv(
 def _write_kv(
     layout, implementation, k_pages, v_pages, scale_pools, scales, k, v, slot_mapping, layer
 ):
+    """Quantises k and v where the pages are 8-bit, and writes them and their scales."""
     k_scale, v_scale = scales if scale_pools is None else scale_pools
     k, v, k_tokens, v_tokens = reference.quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale)
     operands = (k_pages, v_pages, k, v, slot_mapping, layer)
@@ -225,9 +227,11 @@ def qkv_norm_rope_write(
     rotary_dim: int | None = None,
     style: RopeStyle = "half",
     layer: Int[Array, ""] | int | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
     layout: Layout = "HND",
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """What stands between the q, k, v projection and attention, in one pass over `qkv`.
 
     Splits each token's row into heads of q, k and v; normalises those of q and k,
@@ -237,7 +241,7 @@ def qkv_norm_rope_write(
     Args:
       qkv: [tokens, (num_q_heads + num_kv_heads) · head_dim + num_kv_heads · v_head_dim], bf16, f16
         or f32: the heads of q, then of k, then of v.
-      k_pages, v_pages: as for `write_kv`, of qkv's dtype. Donated: updated in place.
+      k_pages, v_pages: as for `write_kv`, of qkv's dtype or 8-bit. Donated: updated in place.
       positions: row of cos and sin for each token. Outside [0, max_positions): the token's q is 0
         and its K and V are not written.
       slot_mapping: as for `write_kv`: negative or out of range, K and V are skipped (q is not); of
@@ -251,15 +255,20 @@ def qkv_norm_rope_write(
       style: "half" turns dimension i with i + rotary_dim / 2 (NeoX, Llama, Qwen), "interleaved"
         2 i with 2 i + 1 (GPT-J).
       layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
+      k_scale, v_scale: of 8-bit pages, as for `write_kv`: given, or pools of scales per token and
+        head, which are computed and written. Those pools are donated.
       implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
 
     Returns:
-      (q [tokens, num_q_heads, head_dim] in qkv's dtype, k_pages, v_pages).
+      (q [tokens, num_q_heads, head_dim] in qkv's dtype, k_pages, v_pages), and with scales per
+      token also (k_scale, v_scale).
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
       NotImplementedError: under vmap and differentiation, or for a head_dim or rotary_dim that the
         native kernels lack (implementation="reference" offers all).
+
+    With 8-bit pages the write is native, as in `write_kv`, and what comes before it is XLA's.
 
     >>> import jax.numpy as jnp
     >>> k_pages, v_pages = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 4, 8))
@@ -273,12 +282,28 @@ def qkv_norm_rope_write(
     [16. 17. 18. 19. 20. 21. 22. 23.]
     """
     spec = QkvSpec(num_q_heads, eps, style, layout, implementation)
-    positions, slot_mapping, index = check_qkv(
+    positions, slot_mapping, index, *given = check_qkv(
         qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, rotary_dim,
-        layer, spec,
+        layer, k_scale, v_scale, spec,
     )  # fmt: skip
     operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, index)
+    if is_eight_bit(k_pages):
+        scales, pools = given, None
+        if is_per_token(given[0], k_pages):
+            scales, pools = None, given
+        return _qkv_eight_bit(spec, k_pages, v_pages, pools, scales, operands[:1] + operands[3:])
     return _qkv(spec, *operands)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
+def _qkv_eight_bit(spec: QkvSpec, k_pages, v_pages, scale_pools, scales, operands):
+    qkv, positions, slot_mapping, cos, sin, q_norm, k_norm, layer = operands
+    q, k, v, slots = reference.qkv_heads(
+        qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm=q_norm, k_norm=k_norm,
+        eps=spec.eps, num_q_heads=spec.num_q_heads, style=spec.style, layout=spec.layout,
+    )  # fmt: skip
+    written = (k_pages, v_pages, scale_pools, scales, k, v, slots, layer)
+    return q, *_write_kv(spec.layout, spec.implementation, *written)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
@@ -396,11 +421,12 @@ def copy_pages(
     src_pages, dst_pages = as_index("src_pages", src_pages), as_index("dst_pages", dst_pages)
     check_shape("src_pages", src_pages, "n", (None,))
     check_shape("dst_pages", dst_pages, "n", src_pages.shape)
-    return _copy_pages(stacked, k_pages, v_pages, src_pages, dst_pages)
+    return copy_stored_pages(stacked, k_pages, v_pages, src_pages, dst_pages)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def _copy_pages(stacked, k_pages, v_pages, src_pages, dst_pages):
+def copy_stored_pages(stacked, k_pages, v_pages, src_pages, dst_pages):
+    """`copy_pages`, also of what is stored page by page beside them (scales per token)."""
     num_layers, num_pages = k_pages.shape[:2] if stacked else (1, k_pages.shape[0])
     valid = (src_pages >= 0) & (src_pages < num_pages) & (dst_pages >= 0) & (dst_pages < num_pages)
     # Layer and page as one leading axis: older XLA transposes the pool to scatter into the second.

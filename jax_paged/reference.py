@@ -139,6 +139,15 @@ def _read_tree(tree, tree_size, seq_len):
     return sees, depth, seq_len - size, size
 
 
+def _as_output(out, q_dtype, out_dtype, out_scale) -> jax.Array:
+    """The f32 result in q's dtype, or as fp8: divided by out_scale and clamped."""
+    if out_dtype is None:
+        return out.astype(q_dtype)
+    limit = jnp.float32(QMAX[jnp.dtype(out_dtype).name])
+    scale = jnp.float32(1) if out_scale is None else jnp.reshape(jnp.float32(out_scale), ())
+    return jnp.clip(out / scale, -limit, limit).astype(out_dtype)
+
+
 def _options(sliding_window, soft_cap, alibi_slopes, sinks) -> tuple[dict, jax.Array | None]:
     """The options of `_softmax_attention`, and the window as a scalar."""
     options = {"soft_cap": soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks}
@@ -149,7 +158,8 @@ def _options(sliding_window, soft_cap, alibi_slopes, sinks) -> tuple[dict, jax.A
 def ragged_paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
     layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
-    k_scale=None, v_scale=None, tree=None, tree_sizes=None, causal=True, return_lse=False,
+    k_scale=None, v_scale=None, tree=None, tree_sizes=None, out_dtype=None, out_scale=None,
+    causal=True, return_lse=False,
     layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
@@ -201,7 +211,7 @@ def ragged_paged_attention(
     # A carry keeps its type, and inside shard_map the type says over which mesh axes a value
     # varies: so the empty result, too, must depend on the operands.
     operands = [q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale]
-    given = (sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes)
+    given = (sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale)
     operands += [x for x in given if x is not None]
     never = jnp.any(jnp.stack([jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands]))
     nothing = (
@@ -213,14 +223,15 @@ def ragged_paged_attention(
     (out, lse), _ = jax.lax.scan(
         attend_row, nothing, (index, page_table, seq_lens, bounds[:-1], bounds[1:], *trees)
     )
-    out = out.astype(q.dtype)
+    out = _as_output(out, q.dtype, out_dtype, out_scale)
     return (out, lse) if return_lse else out
 
 
 def paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, *,
     layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
-    k_scale=None, v_scale=None, return_lse=False, layout: Layout = "HND",
+    k_scale=None, v_scale=None, out_dtype=None, out_scale=None, return_lse=False,
+    layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.paged_attention` in jax.numpy, all rows at once. Differentiable."""
     sm_scale = jnp.float32(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
@@ -240,7 +251,7 @@ def paged_attention(
     out, lse = jax.vmap(attend, in_axes=(0, 0, 0, 0, 0, None))(
         q[:, None], k, v, stored[:, None], distance[:, None], sm_scale
     )
-    out, lse = out[:, 0].astype(q.dtype), lse[:, 0]
+    out, lse = _as_output(out[:, 0], q.dtype, out_dtype, out_scale), lse[:, 0]
     return (out, lse) if return_lse else out
 
 
@@ -348,9 +359,22 @@ def scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout: Layout):
 def qkv_norm_rope_write(
     qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *,
     q_norm=None, k_norm=None, eps=1e-6, num_q_heads, style: RopeStyle = "half", layer=None,
-    layout: Layout = "HND",
+    k_scale=None, v_scale=None, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.qkv_norm_rope_write` in jax.numpy. Differentiable."""
+    q, k, v, slots = qkv_heads(
+        qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm=q_norm, k_norm=k_norm,
+        eps=eps, num_q_heads=num_q_heads, style=style, layout=layout,
+    )  # fmt: skip
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return q, *write_kv(k_pages, v_pages, k, v, slots, layer=layer, layout=layout, **scales)
+
+
+def qkv_heads(
+    qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *,
+    q_norm, k_norm, eps, num_q_heads, style: RopeStyle, layout: Layout,
+):  # fmt: skip
+    """What qkv_norm_rope_write returns and writes: q in qkv's dtype, k in f32, v, and the slots."""
     shape, v_shape = pages_shape(k_pages, layout), pages_shape(v_pages, layout, "v")
     heads = num_q_heads + shape.num_kv_heads
     qk, v = jnp.split(qkv, [heads * shape.head_dim], axis=1)
@@ -367,12 +391,11 @@ def qkv_norm_rope_write(
             mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
             x = x * jax.lax.rsqrt(mean_square + jnp.float32(eps))
             x = x * weight.astype(jnp.float32)[None, None]
-        return apply_rope(x, cos, sin, style=style).astype(qkv.dtype)
+        return apply_rope(x, cos, sin, style=style)
 
-    q = jnp.where(has_position[:, None, None], norm_and_turn(q, q_norm), jnp.zeros((), qkv.dtype))
-    slots = jnp.where(has_position, slot_mapping, -1)
-    k = norm_and_turn(k, k_norm)
-    return q, *write_kv(k_pages, v_pages, k, v, slots, layer=layer, layout=layout)
+    q = norm_and_turn(q, q_norm).astype(qkv.dtype)
+    q = jnp.where(has_position[:, None, None], q, jnp.zeros((), qkv.dtype))
+    return q, norm_and_turn(k, k_norm), v, jnp.where(has_position, slot_mapping, -1)
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b):

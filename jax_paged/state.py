@@ -7,7 +7,9 @@ state. Called eagerly, these three donate the pages of the state that they are g
 returned one.
 
 Hand `k_pages` and `v_pages` to the ops whole, with a `layer` scalar: slicing out a layer copies it.
-After a write, put the returned arrays back with `dataclasses.replace(state, k_pages=, v_pages=)`.
+After a write, put the returned arrays back with `dataclasses.replace(state, k_pages=, v_pages=)`;
+with 8-bit pages hand over and put back k_scale and v_scale, too. Scales per token lie by page and
+slot as the pages do, and the verbs copy them with their pages.
 """
 
 import dataclasses
@@ -20,10 +22,17 @@ import jax.numpy as jnp
 
 from jax_paged import pages
 from jax_paged._page_table import check_size
-from jax_paged.kv import copy_pages, move_slots
+from jax_paged.kv import copy_pages, copy_stored_pages, move_slots
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
 from jax_paged.pages import Integers, PageCopies, PageTable, StepBatch
-from jax_paged.validation import FLOAT_DTYPES, check_choice, expect
+from jax_paged.validation import (
+    EIGHT_BIT_DTYPES,
+    FLOAT_DTYPES,
+    check_choice,
+    check_kv_scale,
+    expect,
+    is_per_token,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +44,10 @@ class KVState:
     v_pages: jax.Array  # the same with v_head_dim
     table: PageTable
     layout: Layout = field(metadata={"static": True})
+    # Of 8-bit pages, for the ops' arguments of these names: f32[num_layers, num_pages,
+    # num_kv_heads, page_size], one per token and head, or one that is given. None: 1.
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
     @staticmethod
     def create(
@@ -50,6 +63,8 @@ class KVState:
         v_head_dim: int | None = None,
         layout: Layout = "HND",
         max_tree: int = 256,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> "KVState":
         """An empty state with zeroed pages.
 
@@ -57,12 +72,15 @@ class KVState:
           num_layers, num_kv_heads, head_dim: of the model, at least 1.
           num_pages, page_size, max_seqs, pages_per_seq, max_tree: see `PageTable.create`. All
             layers share one page table, so a page id stands for num_layers pages.
-          dtype: of both pools: bf16, f16 or f32.
+          dtype: of both pools: bf16, f16, f32, f8e4m3fn, f8e5m2 or int8 (see `kv_dtype`).
           v_head_dim: head_dim of V; None = head_dim.
-          layout: "HND", "NHD" or "vllm5d", see `layout`.
+          layout: "HND", "NHD" or "vllm5d" (not with 8-bit pages), see `layout`.
+          k_scale, v_scale: of 8-bit pages: a scalar, [num_layers] or [num_layers, num_kv_heads].
+            None for both: pools of scales, one per token and head, which the writes compute; they
+            add 8 bytes per token, head and layer to the 2 · head_dim of K and V.
 
         Raises:
-          ValueError: a size, the dtype or the layout is wrong.
+          ValueError: a size, the dtype, the layout or a scale is wrong.
 
         >>> state = KVState.create(num_layers=2, num_pages=8, page_size=16, num_kv_heads=4,
         ...                        head_dim=64, max_seqs=2, pages_per_seq=4, dtype="bfloat16")
@@ -72,8 +90,9 @@ class KVState:
         """
         table = PageTable.create(num_pages, max_seqs, pages_per_seq, page_size, max_tree=max_tree)
         check_choice("layout", layout, LAYOUTS)
-        names = " or ".join(d.name for d in FLOAT_DTYPES)
-        expect(dtype is not None and dtype in FLOAT_DTYPES, "dtype", names, dtype)
+        allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
+        names = " or ".join(d.name for d in allowed)
+        expect(dtype is not None and dtype in allowed, "dtype", names, dtype)
         shape = PagesShape(
             num_layers=check_size("num_layers", num_layers),
             num_pages=table.num_pages,
@@ -82,12 +101,24 @@ class KVState:
             head_dim=check_size("head_dim", head_dim),
         )
         v_head_dim = shape.head_dim if v_head_dim is None else check_size("v_head_dim", v_head_dim)
+        is_eight_bit = dtype in EIGHT_BIT_DTYPES
+        expect(not is_eight_bit or layout != "vllm5d", "layout", "'HND' or 'NHD'", repr(layout))
+        expect((k_scale is None) == (v_scale is None), "v_scale", "given as k_scale is", v_scale)
         k_pages, v_pages = _zeros(
             make_shape(shape, layout, "k", dtype=dtype),
             make_shape(shape._replace(head_dim=v_head_dim), layout, "v"),
             jnp.dtype(dtype),
         )
-        return KVState(k_pages, v_pages, table, layout)
+        if is_eight_bit and k_scale is None:
+            scale_shape = make_shape(shape, "HND")[:-1]
+            k_scale, v_scale = _zeros(scale_shape, scale_shape, jnp.dtype("float32"))
+        else:
+            k_scale = check_kv_scale("k_scale", k_scale, k_pages, shape)
+            v_scale = check_kv_scale("v_scale", v_scale, v_pages, shape)
+            k_scale, v_scale = (
+                None if x is None else jnp.array(x, jnp.float32) for x in (k_scale, v_scale)
+            )  # each leaf is a buffer of its own
+        return KVState(k_pages, v_pages, table, layout, k_scale, v_scale)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -144,10 +175,14 @@ def commit_tree(state: KVState, rows: Integers, leaves: Integers) -> tuple[KVSta
     `pages.commit_tree`, and the tokens of the path are moved to where the tree began.
     """
     table, moves, status = pages.commit_tree(state.table, rows, leaves)
-    k_pages, v_pages = move_slots(
-        state.k_pages, state.v_pages, *moves, stacked=True, layout=state.layout
+    per_token = is_per_token(state.k_scale, state.k_pages)
+    scales = {"k_scale": state.k_scale, "v_scale": state.v_scale} if per_token else {}
+    k_pages, v_pages, *moved = move_slots(
+        state.k_pages, state.v_pages, *moves, stacked=True, layout=state.layout, **scales
     )
-    return dataclasses.replace(state, k_pages=k_pages, v_pages=v_pages, table=table), status
+    changes = dict(zip(scales, moved, strict=True))
+    state = dataclasses.replace(state, k_pages=k_pages, v_pages=v_pages, table=table, **changes)
+    return state, status
 
 
 def hold(state: KVState, rows: Integers, columns: Integers) -> tuple[KVState, jax.Array, jax.Array]:
@@ -177,4 +212,7 @@ def _with_copies(state: KVState, table: PageTable, copies: PageCopies) -> KVStat
     k_pages, v_pages = copy_pages(
         state.k_pages, state.v_pages, copies.src, copies.dst, stacked=True
     )
-    return KVState(k_pages, v_pages, table, state.layout)
+    k_scale, v_scale = state.k_scale, state.v_scale
+    if is_per_token(k_scale, k_pages):
+        k_scale, v_scale = copy_stored_pages(True, k_scale, v_scale, copies.src, copies.dst)
+    return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale)

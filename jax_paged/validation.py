@@ -19,6 +19,7 @@ from jax_paged.rope import ROPE_STYLES, RopeStyle
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 EIGHT_BIT_DTYPES = tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
+OUT_DTYPES = EIGHT_BIT_DTYPES[:2]  # of an fp8 output
 MAX_HEAD_DIM = 512
 _I32_MAX = 2**31 - 1
 
@@ -34,6 +35,7 @@ class AttentionSpec:
     soft_cap: float | None
     one_query_per_row: bool
     implementation: Implementation
+    out_dtype: jnp.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +208,14 @@ def check_write(
         )
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
+    scales = _check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
+    return slot_mapping, layer, *scales
+
+
+def _check_written_scales(
+    k_scale, v_scale, k_pages, v_pages, k_shape, v_shape
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Checks the scales of a page write; returns them as f32, or None."""
     k_scale = check_kv_scale("k_scale", k_scale, k_pages, k_shape)
     v_scale = check_kv_scale("v_scale", v_scale, v_pages, v_shape)
     expect(
@@ -214,14 +224,17 @@ def check_write(
         "a scale per token where k_scale is one, and only there",
         "None" if v_scale is None else f"shape {_shape_text(v_scale.shape)}",
     )
-    return slot_mapping, layer, k_scale, v_scale
+    return k_scale, v_scale
 
 
 def check_qkv(
     qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, rotary_dim, layer,
-    spec,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Checks a qkv_norm_rope_write call; returns positions, slot_mapping and layer as i32."""
+    k_scale, v_scale, spec,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Checks a qkv_norm_rope_write call.
+
+    Returns positions, slot_mapping and layer as i32, and the scales as f32 or None.
+    """
     check_choice("implementation", spec.implementation, (None, "native", "reference"))
     check_choice("style", spec.style, ROPE_STYLES)
     k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
@@ -245,7 +258,8 @@ def check_qkv(
         "qkv", qkv, "tokens (num_q_heads+num_kv_heads)·head_dim+num_kv_heads·v_head_dim",
         (None, width),
     )  # fmt: skip
-    check_float("k_pages", k_pages, qkv.dtype)
+    if not is_eight_bit(k_pages):
+        check_float("k_pages", k_pages, qkv.dtype)
     positions = as_index("positions", positions)
     slot_mapping = as_index("slot_mapping", slot_mapping)
     for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
@@ -273,12 +287,13 @@ def check_qkv(
         )
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
-    return positions, slot_mapping, layer
+    scales = _check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
+    return positions, slot_mapping, layer, *scales
 
 
 def check_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, spec,
+    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale, spec,
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """Checks an attention call at trace time; returns the operands in the order of the FFI target.
 
@@ -341,12 +356,16 @@ def check_attention(
             sliding_window = None
     alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
     sinks = _check_per_head("sinks", sinks, num_q_heads)
+    if out_scale is not None:
+        expect(spec.out_dtype is not None, "out_scale", "None without an out_dtype", "a scale")
+        out_scale = check_scale("out_scale", out_scale)
     return (
         q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
         sliding_window, alibi_slopes, sinks,
         check_kv_scale("k_scale", k_scale, k_pages, k_shape),
         check_kv_scale("v_scale", v_scale, v_pages, v_shape),
         *_check_tree(tree, tree_sizes, rows, spec),
+        out_scale,
     )  # fmt: skip
 
 
@@ -364,6 +383,18 @@ def _check_tree(
     expect(tree.shape[1] >= 1, "tree", "max_tree >= 1", 0)
     check_shape("tree_sizes", tree_sizes, "num_seqs", (rows,))
     return tree, tree_sizes
+
+
+def as_out_dtype(dtype: Any) -> jnp.dtype | None:
+    """The dtype of an attention output that is not q's: an fp8 one, or None."""
+    if dtype is None:
+        return None
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = dtype
+    check_choice("out_dtype", known, (None, *OUT_DTYPES))
+    return known
 
 
 def _check_per_head(name: str, x: jax.Array | None, num_q_heads: int) -> jax.Array | None:

@@ -23,6 +23,7 @@ def generate_many(
     max_new_tokens: int,
     stop_tokens: Sequence[int] = (),
     num_pages: int | None = None,
+    kv_dtype: str = "auto",
     on_tokens: OnTokens | None = None,
     **sampling: Any,
 ) -> Generation:
@@ -32,8 +33,8 @@ def generate_many(
     alike share pages.
 
     Args:
-      model, prompts, max_new_tokens, stop_tokens, sampling: as for `generate`, which would give the
-        same tokens.
+      model, prompts, max_new_tokens, stop_tokens, kv_dtype, sampling: as for `generate`, which
+        would give the same tokens.
       num_pages: pages of the pool; None = enough for the 16 longest. A prompt that fills all of it
         stops with "row_full".
       on_tokens: called after each step with the new ids and the stop reason of each prompt.
@@ -56,8 +57,9 @@ def generate_many(
     pages_per_seq = min(max(needs), num_pages)
     capacity = pages_per_seq * PAGE_SIZE
     engine = Engine(
-        model, num_pages=num_pages, max_seqs=min(len(texts), MAX_SEQS), pages_per_seq=pages_per_seq
-    )
+        model, num_pages=num_pages, max_seqs=min(len(texts), MAX_SEQS),
+        pages_per_seq=pages_per_seq, kv_dtype=kv_dtype,
+    )  # fmt: skip
     requests: list[Request | None] = []
     options = {"stop_tokens": stop_tokens, **sampling}
     for place, (text, limit) in enumerate(zip(texts, limits, strict=True)):

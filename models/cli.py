@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pages", type=int, metavar="N",
         help=f"size of the KV pool in pages of {PAGE_SIZE} tokens (default: as many as are needed)",
     )  # fmt: skip
+    _add_kv_dtype(one)
     one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
     one.add_argument(
         "--json", action="store_true",
@@ -111,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens between the windows of a longer text (default: half the context)",
     )  # fmt: skip
 
+    _add_kv_dtype(two)
+
     three = commands.add_parser(
         "bench-serve", help="measure serving", description=bench_serve.DESCRIPTION
     )
@@ -128,6 +131,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"],
         help="of weights and KV pages (default: float32 on CPU, bfloat16 on CUDA)",
+    )  # fmt: skip
+
+
+def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-dtype", choices=["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"], default="auto",
+        help="of KV pages: 8-bit takes half or a quarter of the memory (default: that of weights)",
     )  # fmt: skip
 
 
@@ -189,21 +199,24 @@ def _generate(options: argparse.Namespace) -> int:
             "on_tokens": printer.take,
         }  # fmt: skip
         if len(texts) > 1:
+            sampling["kv_dtype"] = options.kv_dtype
             result = generate_many(model, texts, num_pages=options.pages, **sampling)
-        else:  # one program for the whole loop, without a step's trip to the host
-            result = generate(model, texts, state=_state(model, options.pages), **sampling)
+        elif options.pages is None:  # one program for the whole loop, without trips to the host
+            result = generate(model, texts, kv_dtype=options.kv_dtype, **sampling)
+        else:
+            result = generate(model, texts, state=_state(model, options), **sampling)
         with uninterrupted():
             printer.finish(result)
     _report(result)
     return _INTERRUPTED if "interrupted" in result.stop_reasons else 0
 
 
-def _state(model: Decoder, num_pages: int | None) -> KVState | None:
-    """Pages for one prompt, if their number is given."""
-    if num_pages is None:
-        return None
-    most = pages_for(model.config.context_length, PAGE_SIZE)
-    return create_state(model, num_pages=num_pages, max_seqs=1, pages_per_seq=min(num_pages, most))
+def _state(model: Decoder, options: argparse.Namespace) -> KVState:
+    """The number of pages that is asked for, for one prompt."""
+    most = min(pages_for(model.config.context_length, PAGE_SIZE), options.pages)
+    return create_state(
+        model, num_pages=options.pages, max_seqs=1, pages_per_seq=most, kv_dtype=options.kv_dtype
+    )
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -218,7 +231,7 @@ def _eval(options: argparse.Namespace) -> int:
     with tqdm(total=len(tokens) - 1, desc="eval", unit=" tokens", disable=None, leave=False) as bar:
         result = evaluate(
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
-            on_progress=bar.update,
+            kv_dtype=options.kv_dtype, on_progress=bar.update,
         )  # fmt: skip
     print(f"perplexity: {result['perplexity']:.4f}\ntokens: {result['tokens']}", flush=True)
     return 0

@@ -67,18 +67,21 @@ class Attention(nnx.Module):
             self.q_norm = nnx.Param(source(prefix + "q_norm.weight"))
             self.k_norm = nnx.Param(source(prefix + "k_norm.weight"))
 
-    def __call__(self, x, step: _Step, k_pages, v_pages):
+    def __call__(self, x, step: _Step, pools: tuple):
         config, tokens = self.config, x.shape[0]
+        k_pages, v_pages, *scales = pools
         qkv = linear(x, self.qkv[...], implementation=step.implementation)
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...][None, :]
         options = {
             "layer": jnp.int32(self.layer),
+            "k_scale": scales[0],
+            "v_scale": scales[1],
             "layout": step.layout,
             "implementation": step.implementation,
         }
         batch = step.batch
-        q, k_pages, v_pages = qkv_norm_rope_write(
+        q, k_pages, v_pages, *written = qkv_norm_rope_write(
             qkv,
             k_pages,
             v_pages,
@@ -92,6 +95,8 @@ class Attention(nnx.Module):
             num_q_heads=config.num_q_heads,
             **options,
         )
+        scales = written or scales  # those per token are written
+        options |= {"k_scale": scales[0], "v_scale": scales[1]}
         attended = ragged_paged_attention(
             q,
             k_pages,
@@ -108,7 +113,7 @@ class Attention(nnx.Module):
         out = linear(attended, self.out[...], implementation=step.implementation)
         if config.attention_bias:
             out = out + self.out_bias[...][None, :]
-        return out, k_pages, v_pages
+        return out, (k_pages, v_pages, *scales)
 
 
 class DenseMLP(nnx.Module):
@@ -173,12 +178,12 @@ class Layer(nnx.Module):
         mlp = ExpertsMLP if config.moe_layers[layer] else DenseMLP
         self.mlp = mlp(config, layer, source)
 
-    def __call__(self, x, step: _Step, k_pages, v_pages):
+    def __call__(self, x, step: _Step, pools: tuple):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
-        out, k_pages, v_pages = self.attention(normed, step, k_pages, v_pages)
+        out, pools = self.attention(normed, step, pools)
         x = x + out
         x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step)
-        return x, k_pages, v_pages
+        return x, pools
 
 
 class Decoder(nnx.Module):
@@ -207,7 +212,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> DTypeLike:
-        """The dtype of the weights, and of the KV pages that go with them."""
+        """The dtype of the weights, and of the KV pages that go with them unless they are 8-bit."""
         return self.embedding[...].dtype
 
     def __call__(
@@ -224,7 +229,8 @@ class Decoder(nnx.Module):
           tokens: i32[T], the new tokens of the rows of `batch`, in row order, padding at the end
             (any id within the vocabulary; it costs no expert and reaches no row).
           batch: the step's view of the state, T tokens long.
-          state: its pages have num_layers, num_kv_heads and head_dim of this model and its dtype.
+          state: its pages have num_layers, num_kv_heads and head_dim of this model, and its dtype
+            or an 8-bit one.
           logit_rows: i32[R] indices into tokens whose logits are wanted, e.g. each row's last
             token, `batch.cu_q_lens[1:] − 1`; clamped into range. None = every token.
 
@@ -239,12 +245,13 @@ class Decoder(nnx.Module):
         live = jnp.arange(tokens.shape[0], dtype=jnp.int32) < end
         step = _Step(batch, cos, sin, live, state.layout, self.implementation)
         x = self.embedding[...][tokens]
-        k_pages, v_pages = state.k_pages, state.v_pages
+        pools = (state.k_pages, state.v_pages, state.k_scale, state.v_scale)
         for layer in self.layers:
-            x, k_pages, v_pages = layer(x, step, k_pages, v_pages)
+            x, pools = layer(x, step, pools)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
         x = rms_norm(x, self.norm[...], config.rms_norm_eps)
         head = self.embedding if config.tie_embeddings else self.head
         logits = linear(x, head[...], out_dtype=jnp.float32, implementation=self.implementation)
-        return logits, dataclasses.replace(state, k_pages=k_pages, v_pages=v_pages)
+        names = ("k_pages", "v_pages", "k_scale", "v_scale")
+        return logits, dataclasses.replace(state, **dict(zip(names, pools, strict=True)))

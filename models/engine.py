@@ -51,6 +51,7 @@ class Engine:
       max_drafts: guesses per row and step, looked up in the request's own text (`speculate`); the
         engine then waits for each step, because it guesses from the tokens that came out of it.
       ahead: steps that are dispatched before the oldest is read back; None = 1, without drafts.
+      kv_dtype: of K and V, as for `generate`.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -69,6 +70,7 @@ class Engine:
         prefix_cache: bool = True,
         max_drafts: int = 0,
         ahead: int | None = None,
+        kv_dtype: str = "auto",
         progress: bool = True,
     ):
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
@@ -85,11 +87,12 @@ class Engine:
         self._graph, self._params = nnx.split(model)
         state = create_state(
             model, num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
-            page_size=page_size,
+            page_size=page_size, kv_dtype=kv_dtype,
         )  # fmt: skip
         table = state.table
         self._device = Device.create(state)
-        salt = repr((model.config, np.dtype(model.dtype).name, state.layout))
+        dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
+        salt = repr((model.config, *dtypes, state.layout))
         self._cache = PrefixCache(num_pages, page_size, salt) if prefix_cache else None
         self._scheduler = Scheduler(
             num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,

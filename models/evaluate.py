@@ -21,13 +21,16 @@ from .generate import as_tokens, check_count, state_for
 from .steps import chunk_size, prefill
 
 
-def score(model: Decoder, tokens: Sequence[int], *, chunk: int = 512) -> np.ndarray:
+def score(
+    model: Decoder, tokens: Sequence[int], *, chunk: int = 512, kv_dtype: str = "auto"
+) -> np.ndarray:
     """Logits of one sequence, computed chunk by chunk through the paged path.
 
     Args:
       model: a `Decoder`, e.g. from `load_checkpoint`.
       tokens: ids, at least one and at most the model's context_length.
       chunk: tokens per forward step, ≥ 1.
+      kv_dtype: of K and V, as for `generate`.
 
     Returns:
       f32[len(tokens), vocab_size] on the host; row t holds the logits of token t + 1.
@@ -41,7 +44,7 @@ def score(model: Decoder, tokens: Sequence[int], *, chunk: int = 512) -> np.ndar
     length = f"at most context_length={config.context_length} tokens"
     expect(len(text) <= config.context_length, "tokens", length, len(text))
     graph, params = nnx.split(model)
-    state = state_for(model, [len(text)])
+    state = state_for(model, [len(text)], kv_dtype)
     table, _ = pages.reserve(state.table, [0], len(text))
     state = dataclasses.replace(state, table=table)
     logits = np.empty((len(text), config.vocab_size), np.float32)
@@ -59,6 +62,7 @@ def evaluate(
     chunk: int = 512,
     context: int | None = None,
     stride: int | None = None,
+    kv_dtype: str = "auto",
     on_progress: Callable[[int], object] = lambda predicted: None,
 ) -> dict[str, Any]:
     """Perplexity of a text: exp of the mean of −log p(token | the tokens before it).
@@ -74,6 +78,7 @@ def evaluate(
       chunk: tokens per forward step, ≥ 1.
       context: most tokens that a prediction sees; None = the model's context_length.
       stride: None = half of the context; at most the context.
+      kv_dtype: of K and V, as for `generate`.
       on_progress: called after each step with the number of tokens that it predicted.
 
     Returns:
@@ -96,7 +101,8 @@ def evaluate(
     expect(stride <= context, "stride", f"at most context={context}", stride)
     graph, params = nnx.split(model)
     windows = list(plan_windows(len(text), context, stride))
-    state = state_for(model, [max(window.stop - window.start for window in windows)])
+    longest = max(window.stop - window.start for window in windows)
+    state = state_for(model, [longest], kv_dtype)
     row = np.zeros(1, np.int32)
     total = 0.0
     for window in windows:

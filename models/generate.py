@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_paged import kv_dtype as page_dtype
 from jax_paged import pages
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
-from jax_paged.validation import expect
+from jax_paged.validation import EIGHT_BIT_DTYPES, expect
 
 from .config import DecoderConfig
 from .decoder import Decoder
@@ -65,6 +66,7 @@ def generate(
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
     state: KVState | None = None,
+    kv_dtype: str = "auto",
     on_tokens: OnTokens | None = None,
     chunk: int = 32,
 ) -> Generation:
@@ -89,6 +91,8 @@ def generate(
       stop_tokens: ids that end a row.
       state: pages to use; donated, so go on with `Generation.state`. Only free rows and pages are
         taken; live rows are left alone. None = a pool that is just large enough.
+      kv_dtype: of that pool: "auto" (the model's dtype), or 8-bit with a scale per token and head:
+        "fp8" or "fp8_e4m3", "fp8_e5m2", "int8". Half or a quarter of the memory, at some loss.
       on_tokens: called between calls of the loop, at least once, with the new ids of each prompt
         since the last time and the stop reason of each prompt (None = it goes on).
       chunk: most decode steps per call of the loop, ≥ 1. Fewer run when steps are slow, so that
@@ -113,7 +117,9 @@ def generate(
     limits = np.minimum(max_new_tokens, room).astype(np.int32)
     if state is None:
         needs = [len(text) + max(limit - 1, 0) for text, limit in zip(texts, limits, strict=True)]
-        state = state_for(model, needs)
+        state = state_for(model, needs, kv_dtype)
+    else:
+        expect(kv_dtype == "auto", "kv_dtype", "'auto' with a state, which has its own", kv_dtype)
     check_state(model, state)
     rows = _free_rows(state, len(texts))
     run = _Run(model, state, texts, rows, limits, np.append(stops, padding), sampler, chunk)
@@ -161,7 +167,7 @@ def check_count(name: str, value: Any, least: int) -> None:
     expect(ok and bool(value >= least), name, f"an integer >= {least}", repr(value))
 
 
-def state_for(model: Decoder, lengths: Sequence[int]) -> KVState:
+def state_for(model: Decoder, lengths: Sequence[int], kv_dtype: str = "auto") -> KVState:
     """A state with a row and enough pages for each of `lengths` tokens.
 
     Sizes are rounded up to three leading bits (at most a quarter more), so that similar calls share
@@ -173,6 +179,7 @@ def state_for(model: Decoder, lengths: Sequence[int]) -> KVState:
         num_pages=_round_up(sum(needs)),
         max_seqs=len(needs),
         pages_per_seq=_round_up(max(needs)),
+        kv_dtype=kv_dtype,
     )
 
 
@@ -183,23 +190,28 @@ def _round_up(size: int) -> int:
 
 def create_state(
     model: Decoder, *, num_pages: int, max_seqs: int, pages_per_seq: int,
-    page_size: int = PAGE_SIZE,
+    page_size: int = PAGE_SIZE, kv_dtype: str = "auto",
 ) -> KVState:  # fmt: skip
-    """An empty `KVState` of the model's sizes and dtype."""
+    """An empty `KVState` of the model's sizes, and its dtype or an 8-bit one."""
     config = model.config
+    dtype = page_dtype(kv_dtype, model.dtype)
+    ok = dtype == model.dtype or dtype in EIGHT_BIT_DTYPES
+    expect(ok, "kv_dtype", "'auto' or the name of an 8-bit dtype", repr(kv_dtype))
     return KVState.create(
         num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
         num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
-        pages_per_seq=pages_per_seq, dtype=model.dtype,
+        pages_per_seq=pages_per_seq, dtype=dtype,
     )  # fmt: skip
 
 
 def check_state(model: Decoder, state: KVState) -> None:
-    """Checks that the state's pages are the model's."""
+    """Checks that the state's pages are the model's, in its dtype or 8-bit."""
+    dtype = state.k_pages.dtype
     expected = jax.eval_shape(
         lambda: create_state(
             model, num_pages=state.table.num_pages, max_seqs=1, pages_per_seq=1,
             page_size=state.table.page_size,
+            kv_dtype=dtype.name if dtype in EIGHT_BIT_DTYPES else "auto",
         )
     )  # fmt: skip
     for name in ("k_pages", "v_pages"):

@@ -100,6 +100,14 @@ def test_options_reach_the_sampler(run, loaded):
     assert out != continuation(loaded, "Hello")[1] + "\n"
 
 
+def test_kv_dtype_reaches_the_pages(run, loaded):
+    _, text = continuation(loaded, "Hello", kv_dtype="fp8_e5m2")
+    for more in ((), ("--pages", 8)):
+        code, out, _ = run("generate", "Hello", *LENGTH, "--kv-dtype", "fp8_e5m2", *more)
+        assert (code, out) == (0, text + "\n")
+    assert_one_line_error(run("generate", "Hello", "--kv-dtype", "fp4"), "--kv-dtype", "fp4")
+
+
 def test_several_prompts_come_in_order_under_their_names(run, loaded, tmp_path):
     lines = tmp_path / "prompts.txt"
     lines.write_text("second one\n\n  third\n", encoding="utf-8")

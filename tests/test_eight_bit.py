@@ -8,10 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import _ffi, explain, kv_dtype, paged_attention, reference, write_kv
+from jax_paged import (
+    _ffi,
+    explain,
+    kv_dtype,
+    paged_attention,
+    qkv_norm_rope_write,
+    ragged_paged_attention,
+    reference,
+    write_kv,
+)
+from jax_paged.testing import assert_attention_close
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8"]
 QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+TARGETS = ("attention", "qkv_norm_rope_write", "write_kv")
 LAYERS, PAGES, HEADS, SLOTS, DIM = 2, 5, 3, 4, 16
 
 
@@ -164,14 +175,20 @@ def test_kv_dtype_reads_the_usual_names():
 def test_8_bit_pages_lower_to_the_cuda_kernels(monkeypatch):
     jax.clear_caches()
     monkeypatch.setattr(
-        _ffi, "_targets", lambda _: ("jax_paged.attention.v1", "jax_paged.write_kv.v1")
+        _ffi, "_targets", lambda _: tuple(f"jax_paged.{name}.v1" for name in TARGETS)
     )
     k, slots = tokens(10), jnp.zeros(6, jnp.int32)
     pages = pool("int8")
     write = jax.jit(lambda pages: write_kv(pages, pages, k, k, slots, layer=0)).trace(pages)
     table = jnp.zeros((6, 1), jnp.int32)
     read = jax.jit(lambda p: paged_attention(k, p, p, table, slots, layer=0)).trace(pages)
-    for traced, target in ((write, "write_kv"), (read, "attention")):
+    qkv, angles = jnp.zeros((6, 9 * DIM), jnp.float32), jnp.zeros((6, DIM // 2), jnp.float32)
+    fused = jax.jit(
+        lambda p: qkv_norm_rope_write(
+            qkv, p, p, slots, slots, angles, angles, num_q_heads=3, layer=0
+        )
+    ).trace(pages)
+    for traced, target in zip((read, fused, write), TARGETS, strict=True):
         assert f"jax_paged.{target}.v1" in traced.lower(lowering_platforms=("cuda",)).as_text()
     monkeypatch.undo()
     jax.clear_caches()
@@ -182,3 +199,128 @@ def test_8_bit_calls_are_explained():
     new = jax.ShapeDtypeStruct((3, 2, 64), jnp.float32)
     plan = explain("write_kv", pages, pages, new, new, jax.ShapeDtypeStruct((3,), jnp.int32))
     assert plan["implementation"] == "native"
+
+
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_code_is_read_as_what_it_stands_for(dtype, q_dtype):
+    """One key: out is its V. Queries of one 1: lse is one element of its K."""
+    codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype))
+    values = codes.astype(np.float32)
+    exact = values.astype(jnp.dtype(q_dtype)).astype(np.float32)  # f16 has all but e5m2's largest
+    v_pages = jnp.asarray(codes.reshape(1, 1, 1, 256))
+    k_pages = jnp.asarray(np.where(np.isfinite(values), codes, codes[0]).reshape(1, 1, 1, 256))
+    q = jnp.asarray(np.eye(256, dtype=np.float32).reshape(32, 8, 256), jnp.dtype(q_dtype))
+    table, one = jnp.zeros((32, 1), jnp.int32), jnp.ones(32, jnp.int32)
+    out, lse = paged_attention(q, k_pages, v_pages, table, one, sm_scale=1.0, return_lse=True)
+    exact = np.where(np.isfinite(values), exact, np.nan)  # an infinity may come out as NaN
+    out = np.where(np.isfinite(values), as_float(out), out.astype(jnp.float32) * 0)
+    np.testing.assert_allclose(out, np.broadcast_to(exact, (32, 8, 256)), rtol=2e-7)
+    finite = np.where(np.isfinite(values), values, 0)
+    np.testing.assert_allclose(np.asarray(lse).reshape(256), finite, rtol=2e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 5])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 24])
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), [
+    ("float8_e4m3fn", 128, 128), ("float8_e5m2", 72, 40), ("int8", 8, 200), ("int8", 64, 16),
+])  # fmt: skip
+def test_queries_of_bf16_against_the_dequantised_cache(dtype, dim, v_dim, group, q_len):
+    """Blocks, tiles and windows at odd places; NaN in what no query of a row sees."""
+    rng = np.random.default_rng(group * 10 + q_len)
+    page_size, lens, window = 5, [1, 33, 64, 131], 29
+    num_pages = sum(-(-n // page_size) for n in lens) + 1
+    order = rng.permutation(num_pages - 1) + 1
+    table = np.full((len(lens), -(-max(lens) // page_size)), -1, np.int32)
+    size = 20.0 if dtype == "int8" else 1.0
+    k, v = (
+        rng.standard_normal((num_pages, 2, page_size, d)).astype("f4") * size for d in (dim, v_dim)
+    )
+    k_scale, v_scale = (rng.uniform(0.5, 2, (num_pages, 2, page_size)) / size for _ in "kv")
+    k, v = rounded(k, dtype), rounded(v, dtype)
+    real_k, real_v = (
+        x.astype(np.float64) * s.astype(np.float32)[..., None]
+        for x, s in ((k, k_scale), (v, v_scale))
+    )
+    q_lens = [min(q_len, n) for n in lens]
+    bounds = np.cumsum([0, *q_lens]).astype(np.int32)
+    q = jnp.asarray(rng.standard_normal((bounds[-1], 2 * group, dim)), jnp.bfloat16)
+    expected = np.zeros((bounds[-1], 2 * group, v_dim))
+    expected_lse = np.zeros((bounds[-1], 2 * group))
+    seen = np.zeros((num_pages, page_size), bool)
+    used = 0
+    for i, n in enumerate(lens):
+        count = -(-n // page_size)
+        table[i, :count] = order[used : used + count]
+        used += count
+        keys, values = (
+            x[table[i, :count]].swapaxes(1, 2).reshape(-1, 2, x.shape[-1]) for x in (real_k, real_v)
+        )
+        for j in range(q_lens[i]):
+            end = n - q_lens[i] + j + 1
+            mine = slice(max(end - window, 0), end)
+            at = np.arange(mine.start, mine.stop)
+            seen[table[i, at // page_size], at % page_size] = True
+            for head in range(2 * group):
+                query = np.asarray(q[bounds[i] + j, head]).astype(np.float64)
+                logits = keys[mine, head // group] @ query * dim**-0.5
+                weights = np.exp(logits - logits.max())
+                expected[bounds[i] + j, head] = (
+                    weights @ values[mine, head // group] / weights.sum()
+                )
+                expected_lse[bounds[i] + j, head] = logits.max() + np.log(weights.sum())
+    hidden = ~seen[:, None, :]
+    if dtype != "int8":
+        k, v = (np.where(hidden[..., None], np.float32(np.nan).astype(x.dtype), x) for x in (k, v))
+    k_scale, v_scale = (
+        jnp.asarray(np.where(hidden, np.nan, s), jnp.float32) for s in (k_scale, v_scale)
+    )
+    out, lse = ragged_paged_attention(
+        q, jnp.asarray(k), jnp.asarray(v), jnp.asarray(table), jnp.asarray(lens, jnp.int32),
+        jnp.asarray(bounds), k_scale=k_scale, v_scale=v_scale, sliding_window=window,
+        return_lse=True,
+    )  # fmt: skip
+    assert_attention_close(out, lse, expected, expected_lse)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qkv_norm_rope_write_stores_what_write_kv_does(dtype, per_token, style, implementation):
+    rng = np.random.default_rng(11)
+    qkv = jnp.asarray(rng.standard_normal((6, (4 * HEADS) * DIM)), jnp.float32)
+    norm = jnp.asarray(rng.uniform(0.5, 2, DIM), jnp.float32)
+    cos, sin = (jnp.asarray(rng.standard_normal((40, DIM // 2)), jnp.float32) for _ in "cs")
+    positions = jnp.array([3, 39, -1, 0, 8, 40], jnp.int32)
+    slots = jnp.array([7, 0, 3, -1, 7, 9], jnp.int32)
+    options = {
+        "num_q_heads": 2 * HEADS, "q_norm": norm, "k_norm": norm, "layer": 1, "style": style,
+    }  # fmt: skip
+    plain = [jnp.zeros((LAYERS, PAGES, HEADS, SLOTS, DIM), jnp.float32) for _ in "kv"]
+    q, k, v = qkv_norm_rope_write(
+        qkv, *plain, positions, jnp.arange(6, dtype=jnp.int32), cos, sin,
+        implementation="reference", **options,
+    )  # fmt: skip
+    k, v = (jnp.swapaxes(x[1], 1, 2).reshape(-1, HEADS, DIM)[:6] for x in (k, v))
+
+    def scales():
+        if per_token:
+            nowhere = jnp.full((LAYERS, PAGES, HEADS, SLOTS), jnp.nan, jnp.float32)
+            return {"k_scale": nowhere, "v_scale": nowhere + 0}
+        return {"k_scale": jnp.float32(0.02), "v_scale": jnp.full((LAYERS, HEADS), 0.05, "f4")}
+
+    kept = jnp.where((positions >= 0) & (positions < 40), slots, -1)
+    expected = write_kv(pool(dtype), pool(dtype), k, v, kept, layer=1, **scales())
+    got_q, *written = qkv_norm_rope_write(
+        qkv, pool(dtype), pool(dtype), positions, slots, cos, sin,
+        implementation=implementation, **options, **scales(),
+    )  # fmt: skip
+    np.testing.assert_allclose(as_float(got_q), as_float(q), rtol=1e-5, atol=1e-6)
+    assert len(written) == (4 if per_token else 2)
+    for got, want in zip(written, expected, strict=True):
+        got, want = as_float(got), as_float(want)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        # A k that is as good as halfway between two codes may go to either.
+        close = np.isclose(got, want, rtol=1e-6, equal_nan=True)
+        assert np.isclose(got, want, rtol=0.3, atol=1, equal_nan=True).all()
+        assert close.mean() > 0.99

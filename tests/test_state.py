@@ -27,6 +27,9 @@ SIZES = {
 }
 
 
+DTYPES = "dtype: expected bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2 or int8"
+
+
 def make(**changes) -> KVState:
     return KVState.create(**(SIZES | changes))
 
@@ -100,9 +103,15 @@ def test_a_state_round_trips_as_a_pytree():
         ({"head_dim": -8}, "head_dim: expected an integer of at least 1, got -8"),
         ({"v_head_dim": 0}, "v_head_dim: expected an integer of at least 1, got 0"),
         ({"num_pages": 0}, "num_pages: expected an integer of at least 1, got 0"),
-        ({"dtype": "int8"}, "dtype: expected bfloat16 or float16 or float32, got int8"),
-        ({"dtype": "nonsense"}, "dtype: expected bfloat16 or float16 or float32, got nonsense"),
-        ({"dtype": None}, "dtype: expected bfloat16 or float16 or float32, got None"),
+        ({"dtype": "int16"}, f"{DTYPES}, got int16"),
+        ({"dtype": "nonsense"}, f"{DTYPES}, got nonsense"),
+        ({"dtype": None}, f"{DTYPES}, got None"),
+        ({"dtype": "int8", "layout": "vllm5d"}, "layout: expected 'HND' or 'NHD', got 'vllm5d'"),
+        ({"dtype": "int8", "k_scale": 1.0}, "v_scale: expected given as k_scale is, got None"),
+        (
+            {"k_scale": 1.0, "v_scale": 1.0},
+            "k_scale: expected None for pages of float32, got a scale",
+        ),
         (
             {"layout": "vllm5d", "head_dim": 12, "dtype": jnp.bfloat16},
             "head_dim: expected a multiple of x=8 (bfloat16 elements in 16 bytes) for layout "
@@ -223,3 +232,72 @@ def test_a_select_between_pools_would_be_noticed():
     kv = _big_state()
     compiled = jax.jit(careless, donate_argnums=0).lower(kv, jnp.zeros(2, jnp.int32)).compile()
     assert _copies_and_selects(compiled, kv.k_pages)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_scales_per_token_go_with_their_pages(dtype, layout):
+    kv = make(dtype=dtype, layout=layout)
+    assert kv.k_scale.shape == kv.v_scale.shape == (2, 12, 2, 4)
+
+    def append_8_bit(kv, rows, q_lens, values):
+        """Token t has K = values[t] and V = -2 values[t]: all of it in the scales."""
+        kv, status = state.reserve(kv, rows, q_lens)
+        assert not any(status.tolist())
+        kv, batch, status = state.step_batch(kv, rows, q_lens, num_tokens=len(values))
+        assert not any(status.tolist())
+        k = jnp.asarray(np.broadcast_to(np.float32(values)[:, None, None], (len(values), 2, 8)))
+        pools = (kv.k_pages, kv.v_pages, kv.k_scale, kv.v_scale)
+        for layer in range(2):
+            pools = write_kv(
+                *pools[:2], k, -2 * k, batch.slot_mapping, layer=layer, layout=layout,
+                k_scale=pools[2], v_scale=pools[3],
+            )  # fmt: skip
+        names = ("k_pages", "v_pages", "k_scale", "v_scale")
+        return dataclasses.replace(kv, **dict(zip(names, pools, strict=True)))
+
+    def read_8_bit(kv, row):
+        ids = np.asarray(kv.table.page_table[row])[: int(kv.table.pages_held[row])]
+        tokens, found = int(kv.table.seq_lens[row]), []
+        for pages_, scale in ((kv.k_pages, kv.k_scale), (kv.v_pages, kv.v_scale)):
+            codes = slots_first(np.asarray(pages_.astype(jnp.float32))[:, ids], layout)
+            factor = slots_first(np.asarray(scale)[:, ids][..., None], "HND")
+            real = (codes * factor).reshape(2, -1, 2, 8)[:, :tokens]
+            np.testing.assert_allclose(real, np.broadcast_to(real[:1, :, :1, :1], real.shape))
+            found.append(real[0, :, 0, 0])
+        np.testing.assert_allclose(found[1], -2 * found[0], rtol=1e-6)
+        return np.round(found[0], 3).tolist()
+
+    kv = append_8_bit(kv, [0], [6], range(1, 7))
+    kv, status = state.fork(kv, [0], [1], [5])  # shares a page and copies one token of the next
+    assert status.tolist() == [Status.OK]
+    kv = append_8_bit(kv, [0, 1], [2, 2], [10, 11, 20, 21])
+    assert read_8_bit(kv, 0) == [1, 2, 3, 4, 5, 6, 10, 11]
+    assert read_8_bit(kv, 1) == [1, 2, 3, 4, 5, 20, 21]
+    kv, status = state.fork(kv, [0], [2], [8])
+    kv, status = state.truncate(kv, [2], [1])  # its last page is row 0's, too: copied
+    kv = append_8_bit(kv, [2], [1], [30])
+    assert read_8_bit(kv, 0) == [1, 2, 3, 4, 5, 6, 10, 11]
+    assert read_8_bit(kv, 2) == [1, 2, 3, 4, 5, 6, 10, 30]
+    kv, _ = state.release(kv, [0])
+    kv = append_8_bit(kv, [3], [7], range(40, 47))  # on pages that row 0 has left
+    assert read_8_bit(kv, 1) == [1, 2, 3, 4, 5, 20, 21]
+    assert read_8_bit(kv, 3) == list(range(40, 47))
+
+
+def test_given_scales_stay_as_they_are():
+    scale = jnp.asarray([[0.5, 0.25], [1, 2]], jnp.float32)
+    kv = make(dtype="float8_e5m2", k_scale=scale, v_scale=0.5)
+    kv, _ = state.reserve(kv, [0], [6])
+    kv, _, _ = state.step_batch(kv, [0], [6], num_tokens=6)
+    kv, status = state.fork(kv, [0], [1], [5])
+    assert status.tolist() == [Status.OK]
+    np.testing.assert_array_equal(kv.k_scale, scale)
+    assert kv.v_scale.shape == ()
+
+
+def test_scales_are_copied_in_place():
+    kv = jax.eval_shape(lambda: make(dtype="int8", num_pages=64))
+    rows = jnp.zeros(1, jnp.int32)
+    compiled = jax.jit(state.fork, donate_argnums=0).lower(kv, rows, rows + 1, rows + 3).compile()
+    assert _copies_and_selects(compiled, kv.k_scale) == []

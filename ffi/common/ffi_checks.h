@@ -91,6 +91,7 @@ struct AttentionOptions {
   ShapeView v_scale;         //   num_kv_heads, page_size]; only with 8-bit pages
   ShapeView tree;            // i32[max_seqs, max_tree, 2], intervals in depth-first order
   ShapeView tree_sizes;      // i32[max_seqs], there where tree is
+  ShapeView out_scale;       // f32[1], only with an fp8 output
 };
 
 // Checks a scale of 8-bit pages.
@@ -119,6 +120,15 @@ inline std::string CheckTree(const AttentionOptions& options, int64_t max_seqs) 
   return CheckShape(kAttentionOp, "tree_sizes", options.tree_sizes, {max_seqs});
 }
 
+// Reads the dtype of the output: q's or fp8.
+inline std::string ReadOutDtype(xla::ffi::DataType q, xla::ffi::DataType out, Dtype* dtype) {
+  if (out == xla::ffi::DataType::F8E4M3FN || out == xla::ffi::DataType::F8E5M2) {
+    return ReadKvDtype(kAttentionOp, "out", out, dtype);
+  }
+  const std::string error = CheckType(kAttentionOp, "out", out, q);
+  return error.empty() ? ReadDtype(kAttentionOp, "out", out, dtype) : error;
+}
+
 // Checks the operands, attributes and results of jax_paged.attention, and reads its sizes.
 inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::AnyBuffer& k_pages,
                                  const xla::ffi::AnyBuffer& v_pages, ShapeView page_table,
@@ -140,7 +150,7 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
   if (failed(ReadDtype(kOp, "q", q.element_type(), &shape->dtype)) ||
       failed(ReadKvDtype(kOp, "k_pages", k_pages.element_type(), &shape->kv_dtype)) ||
       failed(CheckType(kOp, "v_pages", v_pages.element_type(), k_pages.element_type())) ||
-      failed(CheckType(kOp, "out", out.element_type(), q.element_type())) ||
+      failed(ReadOutDtype(q.element_type(), out.element_type(), &shape->out_dtype)) ||
       failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout))) {
     return error;
   }
@@ -179,6 +189,7 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
       failed(CheckKvScale("k_scale", options.k_scale, *shape)) ||
       failed(CheckKvScale("v_scale", options.v_scale, *shape)) ||
       failed(CheckTree(options, max_seqs)) ||
+      failed(CheckOptional(kOp, "out_scale", options.out_scale, {1})) ||
       failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
     return error;

@@ -34,7 +34,7 @@ struct KvScale {
 
 struct AttentionParams {
   const void* q;              // [T, num_q_heads, head_dim], dtype
-  void* out;                  // [T, num_q_heads, v_head_dim], dtype
+  void* out;                  // [T, num_q_heads, v_head_dim], out_dtype
   float* lse;                 // [T, num_q_heads], natural log
   PageView k;                 // the layer's pages, kv_dtype
   PageView v;                 // the same, v_head_dim wide
@@ -54,10 +54,12 @@ struct AttentionParams {
   KvScale v_scale;
   const int32_t* trees;  // [S, 3, max_tree] as ReadTree (tree.h) leaves them, null: no trees
   int64_t max_tree;
+  float out_scale;  // what an fp8 output is divided by
   bool causal;
   bool has_atoms;  // K and V rows are not contiguous in the pages (Layout::kVllm5d)
   Dtype dtype;
   Dtype kv_dtype;
+  Dtype out_dtype;
 };
 
 // One row of the batch with its lengths made safe: it owns tokens [q_begin, q_begin + q_len) of q.

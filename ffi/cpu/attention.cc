@@ -70,7 +70,7 @@ struct Workspace {
 void WriteEmpty(const AttentionParams& params, int64_t begin, int64_t end, const float* sinks) {
   const int64_t heads = (end - begin) * params.num_q_heads;
   if (heads <= 0) return;
-  const int64_t bytes = params.v_head_dim * ByteWidth(params.dtype);
+  const int64_t bytes = params.v_head_dim * ByteWidth(params.out_dtype);
   std::memset(static_cast<char*>(params.out) + begin * params.num_q_heads * bytes, 0,
               static_cast<size_t>(heads * bytes));
   float* lse = params.lse + begin * params.num_q_heads;
@@ -163,7 +163,12 @@ void Attend(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions optio
     WorkerScratch scratch;
     LayOutScratch(work.workers + worker * work.worker_floats, params.head_dim, params.v_head_dim,
                   totals.has_prefill, params.has_atoms, staged, &scratch);
-    kernels.run_item[dtype](params, rows[item.row], item, scratch, work.partials);
+    const Row& row = rows[item.row];
+    const bool words = kernels.run_words && staged && !params.trees &&
+                       params.dtype == Dtype::kBFloat16 &&
+                       int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
+    (words ? kernels.run_words : kernels.run_item[dtype])(params, row, item, scratch,
+                                                          work.partials);
     if (item.shared_unit < 0) return;
     // The last to finish folds, always in the order of the splits.
     if (work.unfinished[item.shared_unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -183,13 +188,13 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
                      ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                      ffi::Buffer<ffi::S32> tree, ffi::Buffer<ffi::S32> tree_sizes,
-                     std::string_view layout_name, bool causal, int64_t num_kv_splits,
-                     int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
-                     ffi::ResultBuffer<ffi::F32> lse) {
+                     ffi::Buffer<ffi::F32> out_scale, std::string_view layout_name, bool causal,
+                     int64_t num_kv_splits, int64_t split_tokens, float soft_cap,
+                     ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse) {
   AttentionShape shape;
   const AttentionOptions given = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
                                   Shape(k_scale),        Shape(v_scale),      Shape(tree),
-                                  Shape(tree_sizes)};
+                                  Shape(tree_sizes),     Shape(out_scale)};
   const std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), given, layout_name,
@@ -226,6 +231,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.kv_dtype = shape.kv_dtype;
   params.trees = nullptr;  // set by Attend
   params.max_tree = 0;
+  params.out_dtype = shape.out_dtype;
+  params.out_scale = IsGiven(given.out_scale) ? *out_scale.typed_data() : 1.0f;
   params.causal = causal;
   params.has_atoms = shape.k_pool.layout == Layout::kVllm5d;
   params.dtype = shape.dtype;
@@ -278,6 +285,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree_sizes
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // out_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")

@@ -37,6 +37,7 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace jax_paged::cpu::avx512 {
 constexpr Kernels kKernels = {"avx512",
                               {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
+                              /*run_words=*/nullptr,
                               {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
                               {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},
                               {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>},

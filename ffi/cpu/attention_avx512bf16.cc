@@ -1,6 +1,7 @@
-// Attention kernels for x86 with AVX-512 F, BW, DQ, VL and BF16: those of attention_avx512.cc, with
-// logits of bf16 from dot products of bf16 words. Half the work, and products and sums are as exact
-// (only subnormal values count as 0). Rules for this file: isa.h.
+// Attention kernels for x86 with AVX-512 F, BW, DQ, VL, VBMI and BF16: those of
+// attention_avx512.cc, with logits of bf16 from dot products of bf16 words. Half the work, and
+// products and sums are as exact (only subnormal values count as 0). 8-bit pages become bf16 words
+// too. Rules for this file: isa.h.
 
 // gcc 12 takes the "undefined" operand inside its own AVX-512 intrinsics for a mistake.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -17,26 +18,30 @@
 #include "common/params.h"
 #include "common/schedule.h"
 #include "common/tree.h"
+#include "cpu/code_tables.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
 #define JAX_PAGED_ISA avx512bf16
 #define JAX_PAGED_DOT_BFLOAT16
 
-JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")
 // clang-format off: in this order
 #include "cpu/vec_avx512.h"
+#include "cpu/vec_avx512_codes.h"
 #include "cpu/kernel_common.h"
 #include "cpu/kernel_dot.h"
 #include "cpu/kernel_logits.h"
 #include "cpu/kernel_stage.h"
 #include "cpu/kernel_decode.h"
+#include "cpu/kernel_decode_words.h"
 #include "cpu/kernel_prefill.h"
 #include "cpu/kernel_attention.h"
 // clang-format on
 namespace jax_paged::cpu::avx512bf16 {
 constexpr Kernels::RunItem kRunBFloat16 = RunItem<BFloat16>;
-}
+constexpr Kernels::RunItem kRunWords = RunItem<BFloat16, /*WORDS=*/true>;
+}  // namespace jax_paged::cpu::avx512bf16
 JAX_PAGED_END_TARGET
 
 namespace jax_paged::cpu {
@@ -46,6 +51,7 @@ const Kernels& Avx512Bf16Kernels() {
     Kernels all = Avx512Kernels();
     all.isa = "avx512bf16";
     all.run_item[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kRunBFloat16;
+    all.run_words = avx512bf16::kRunWords;
     return all;
   }();
   return kernels;

@@ -31,6 +31,7 @@
 namespace jax_paged::cpu::generic {
 constexpr Kernels kKernels = {"generic",
                               {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
+                              /*run_words=*/nullptr,
                               {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
                               {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},
                               {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>},

@@ -6,14 +6,17 @@
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
-template <typename T>
+// WORDS: decode with bf16 queries and 8-bit pages (kernel_decode_words.h).
+template <typename T, bool WORDS = false>
 void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item,
              const WorkerScratch& scratch, float* partials) {
   const int64_t num_rows = item.packed_end - item.packed_begin;
-  const bool decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
+  const bool decode = WORDS || int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
   const int64_t padded_rows = decode ? DecodePaddedRows(num_rows) : RoundUp(num_rows, kGemmRows);
   const LogitScale scale(params);
-  if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kBFloat16) {
+  if (WORDS) {
+    LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
+  } else if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kBFloat16) {
     LoadQueriesAs<BFloat16>(params, row, item, scale.sign, padded_rows, scratch);
   } else if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kFloat16) {
     LoadQueriesAs<Float16>(params, row, item, scale.sign, padded_rows, scratch);
@@ -32,7 +35,11 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
     const int64_t origin = item.split_origin + split * item.split_tokens;
     const int64_t end = Clamp(origin + item.split_tokens, origin, item.keys);
     const int64_t begin = Clamp(origin, item.first_key, end);
-    if (decode) {
+    if constexpr (WORDS) {
+#ifdef JAX_PAGED_DOT_BFLOAT16
+      DecodeWordSplit(params, row, item, scale, begin, end, scratch, part);
+#endif
+    } else if (decode) {
       DecodeSplit<T>(params, row, item, scale, begin, end, scratch, part);
     } else {
       PrefillSplit<T>(params, row, item, scale, begin, end, scratch, part);
@@ -43,7 +50,12 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
       CopyPartial(part, StoredPartial(params, item, split, partials), num_rows, params.v_head_dim);
     }
   }
-  if (whole_unit) WriteOutput<T>(params, row, item, fold ? total : part);
+  if (!whole_unit) return;
+  if constexpr (WORDS) {
+    WriteOutput<float>(params, row, item, fold ? total : part);
+  } else {
+    WriteOutput<T>(params, row, item, fold ? total : part);
+  }
 }
 
 template <typename T>

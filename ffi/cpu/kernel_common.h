@@ -219,8 +219,55 @@ inline void FoldPartial(const Partial& total, const Partial& part, int64_t rows,
   }
 }
 
+// The codes of n floats as fp8, rounded to nearest even and clamped; NaN stays NaN.
+inline void StoreCodes(const float* x, int n, bool e4m3, uint8_t* codes) {
+  const int shift = e4m3 ? 20 : 21;  // fraction bits of a float that fp8 lacks
+  const float largest = e4m3 ? 448.0f : 57344.0f;
+  const uint32_t smallest_normal = e4m3 ? 121u << 23 : 113u << 23;  // 2^-6, 2^-14
+  const uint32_t rebias = smallest_normal - (1u << 23);
+  const float aligned = e4m3 ? 0x1p14f : 0x1p7f;  // adding it leaves multiples of the least code
+  const uint32_t nan = e4m3 ? 0x7fu : 0x7eu;
+  for (int i = 0; i < n; ++i) {
+    const uint32_t bits = FloatBits(x[i]);
+    const float magnitude = FloatFromBits(bits & 0x7fffffffu);
+    const float y = magnitude > largest ? largest : magnitude;
+    const uint32_t subnormal = FloatBits(y + aligned) - FloatBits(aligned);
+    const uint32_t z = FloatBits(y) - rebias;
+    const uint32_t normal = (z + (1u << (shift - 1)) - 1u + ((z >> shift) & 1u)) >> shift;
+    const uint32_t code = FloatBits(y) < smallest_normal ? subnormal : normal;
+    codes[i] = static_cast<uint8_t>((bits >> 24 & 0x80u) | (magnitude == magnitude ? code : nan));
+  }
+}
+
+// Writes o * factor / out_scale as fp8, o being ordered as kernels of T do.
+template <typename T>
+void WriteCodes(const AttentionParams& params, const float* o, Vec factor, uint8_t* out) {
+  const bool e4m3 = params.out_dtype == Dtype::kFloat8E4M3;
+  const Vec scale = Set1(params.out_scale);
+  float x[2 * kWidth], ordered[2 * kWidth];
+  int64_t d = 0;
+  for (; d + 2 * kWidth <= params.v_head_dim; d += 2 * kWidth) {
+    Store(x, Div(Mul(Load(o + d), factor), scale));
+    Store(x + kWidth, Div(Mul(Load(o + d + kWidth), factor), scale));
+    if constexpr (kSameType<T, BFloat16>) {  // even ones, then odd ones
+      for (int i = 0; i < kWidth; ++i) {
+        ordered[2 * i] = x[i];
+        ordered[2 * i + 1] = x[kWidth + i];
+      }
+      StoreCodes(ordered, 2 * kWidth, e4m3, out + d);
+    } else {
+      StoreCodes(x, 2 * kWidth, e4m3, out + d);
+    }
+  }
+  for (; d < params.v_head_dim; d += kWidth) {
+    const int64_t n = Clamp(params.v_head_dim - d, 0, kWidth);
+    Store(x, Div(Mul(LoadTail(o + d, n), factor), scale));
+    StoreCodes(x, static_cast<int>(n), e4m3, out + d);
+  }
+}
+
 // Writes out and lse of a unit's packed rows, whose o is ordered as kernels of T do, to out of type
-// O.
+// O, or fp8.
 template <typename T, typename O>
 void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem& item,
                    const Partial& x) {
@@ -242,8 +289,13 @@ void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem
     const bool nothing = m == -kInfinity;
     params.lse[head] = nothing ? -kInfinity : static_cast<float>(m * kLn2 + ::log(l));
     const Vec factor = Set1(empty ? 0.0f : numerator / static_cast<float>(l));
-    O* out = static_cast<O*>(params.out) + head * params.v_head_dim;
     const float* o = x.o + r * x.stride;
+    if (IsEightBit(params.out_dtype)) {
+      WriteCodes<T>(params, o, factor,
+                    static_cast<uint8_t*>(params.out) + head * params.v_head_dim);
+      continue;
+    }
+    O* out = static_cast<O*>(params.out) + head * params.v_head_dim;
     int64_t d = 0;
     for (; kSameType<T, O> && d + 2 * kWidth <= params.v_head_dim; d += 2 * kWidth) {
       StorePair(out + d, {Mul(Load(o + d), factor), Mul(Load(o + d + kWidth), factor)});

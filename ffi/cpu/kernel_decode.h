@@ -163,35 +163,14 @@ __attribute__((noinline)) void AddEdges(const float* scores, const int* hidden, 
   }
 }
 
-// One block for packed rows [row0, row0 + ROWS). Row r sees the block's listed tokens [hidden[r],
-// visible[r]), both ascending in r; in a tree perhaps fewer.
-template <typename T, int ROWS>
-void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hidden,
-                const int* visible, int row0, DecodeState* state) {
+// Turns the logits of listed tokens [start, padded) of a tile into weights: 0 for those that a row
+// does not see. Rows all see tokens [all, end). Returns in alpha what the rows' o is to be scaled
+// by.
+template <int ROWS>
+JAX_PAGED_INLINE void WeighTile(const int* hidden, const int* visible, int all, int end, int start,
+                                int padded, int row0, float* scores, float* alpha,
+                                DecodeState* state) {
   constexpr int kTokens = kWidth / ROWS;
-  const float* q = state->q + row0 * state->q_stride;
-  float* scores = state->scores + row0 * kKeyBlock;
-  const int start = hidden[0] / kTokens * kTokens;
-  const int count = visible[ROWS - 1];
-  const int padded = static_cast<int>(RoundUp(count, kTokens));
-  const int64_t k_bytes = state->head_dim * int64_t{sizeof(T)};
-
-  Vec top = Set1(-kInfinity);
-  for (int t = start; t < padded; t += kTokens) {
-    const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
-    Store(scores + t * ROWS, s);
-    JAX_PAGED_UNROLL
-    for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
-  }
-  if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
-  // Tokens [all, end) are seen by all rows of the tile.
-  const int all = hidden[ROWS - 1];
-  int end = visible[0] > all ? visible[0] : all;
-  const uint64_t* seen = state->seen ? state->seen + row0 : nullptr;
-  if (seen) {
-    for (int r = 0; r < ROWS; ++r) HideScores(seen[r], start, padded, ROWS, scores + r);
-    end = CommonRun(seen, ROWS, all, end);
-  }
   for (int t = start; t < all; ++t) {
     for (int r = 0; r < ROWS; ++r) {
       if (t < hidden[r] || t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
@@ -202,9 +181,10 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
       if (t < hidden[r] || t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
     }
   }
+  Vec top = Set1(-kInfinity);
   for (int t = start; t < padded; t += kTokens) top = MaxSkipNan(top, Load(scores + t * ROWS));
 
-  float lanes[kWidth], shift[kWidth], alpha[kWidth];
+  float lanes[kWidth], shift[kWidth];
   Store(lanes, top);
   for (int r = 0; r < ROWS; ++r) {
     float& row_top = state->top[row0 + r];
@@ -232,6 +212,38 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
   }
   float* l = state->l[row0 / 8];
   Store(l, Fma(Load(l), keep, sum));
+}
+
+// One block for packed rows [row0, row0 + ROWS). Row r sees the block's listed tokens [hidden[r],
+// visible[r]), both ascending in r; in a tree perhaps fewer.
+template <typename T, int ROWS>
+void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hidden,
+                const int* visible, int row0, DecodeState* state) {
+  constexpr int kTokens = kWidth / ROWS;
+  const float* q = state->q + row0 * state->q_stride;
+  float* scores = state->scores + row0 * kKeyBlock;
+  const int start = hidden[0] / kTokens * kTokens;
+  const int count = visible[ROWS - 1];
+  const int padded = static_cast<int>(RoundUp(count, kTokens));
+  const int64_t k_bytes = state->head_dim * int64_t{sizeof(T)};
+
+  for (int t = start; t < padded; t += kTokens) {
+    const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
+    Store(scores + t * ROWS, s);
+    JAX_PAGED_UNROLL
+    for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
+  }
+  if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
+  // Tokens [all, end) are seen by all rows of the tile.
+  const int all = hidden[ROWS - 1];
+  int end = visible[0] > all ? visible[0] : all;
+  const uint64_t* seen = state->seen ? state->seen + row0 : nullptr;
+  if (seen) {
+    for (int r = 0; r < ROWS; ++r) HideScores(seen[r], start, padded, ROWS, scores + r);
+    end = CommonRun(seen, ROWS, all, end);
+  }
+  float alpha[kWidth];
+  WeighTile<ROWS>(hidden, visible, all, end, start, padded, row0, scores, alpha, state);
 
   float* o = state->o + row0 * state->o_stride;
   AddValues<T, ROWS>({scores, ROWS, all, end}, block.v, next.v, state->v_head_dim, alpha, o,
@@ -260,6 +272,34 @@ inline int DecodeBlockTokens(int64_t token_bytes) {
   return static_cast<int>(Clamp(8192 / token_bytes / 16 * 16, 16, kKeyBlock));
 }
 
+inline void StartDecode(const AttentionParams& params, const LogitScale& scale, int padded,
+                        const WorkerScratch& scratch, const Partial& part, DecodeState* state) {
+  state->q = scratch.q;
+  state->o = part.o;
+  state->scores = scratch.scores;
+  state->q_stride = scratch.q_stride;
+  state->o_stride = part.stride;
+  state->head_dim = params.head_dim;
+  state->v_head_dim = params.v_head_dim;
+  state->scale = &scale;
+  state->soft_cap = params.soft_cap;
+  for (int r = 0; r < padded; ++r) state->top[r] = state->m[r] = -kInfinity;
+  for (auto& lanes : state->l) Store(lanes, Zero());
+  state->seen = nullptr;
+}
+
+inline void FinishDecode(const DecodeState& state, int num_rows, const Partial& part) {
+  for (int r = 0; r < num_rows;) {
+    const int tile = TileRows(num_rows, r);
+    for (int i = 0; i < tile && r + i < num_rows; ++i) {
+      part.m[r + i] = state.m[r + i];
+      part.l[r + i] = 0.0f;
+      for (int lane = i; lane < kWidth; lane += tile) part.l[r + i] += state.l[r / 8][lane];
+    }
+    r += tile;
+  }
+}
+
 // KV tokens [begin, end) of a unit, into part.
 template <typename T>
 void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
@@ -268,17 +308,7 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
   const int padded = static_cast<int>(DecodePaddedRows(num_rows));
   DecodeState state;
-  state.q = scratch.q;
-  state.o = part.o;
-  state.scores = scratch.scores;
-  state.q_stride = scratch.q_stride;
-  state.o_stride = part.stride;
-  state.head_dim = params.head_dim;
-  state.v_head_dim = params.v_head_dim;
-  state.scale = &scale;
-  state.soft_cap = params.soft_cap;
-  for (int r = 0; r < padded; ++r) state.top[r] = state.m[r] = -kInfinity;
-  for (auto& lanes : state.l) Store(lanes, Zero());
+  StartDecode(params, scale, padded, scratch, part, &state);
 
   // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
   int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
@@ -350,15 +380,7 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
       r += tile;
     }
   }
-  for (int r = 0; r < num_rows;) {
-    const int tile = TileRows(num_rows, r);
-    for (int i = 0; i < tile && r + i < num_rows; ++i) {
-      part.m[r + i] = state.m[r + i];
-      part.l[r + i] = 0.0f;
-      for (int lane = i; lane < kWidth; lane += tile) part.l[r + i] += state.l[r / 8][lane];
-    }
-    r += tile;
-  }
+  FinishDecode(state, num_rows, part);
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

@@ -37,8 +37,8 @@ struct WorkerScratch {
   // dtype.
   float* k_rows;   // [2, kKeyBlock, head_dim]
   float* v_rows;   // [2, kKeyBlock, v_head_dim]
-  float* k_stage;  // 8-bit pages: [kKeyBlock, q_stride] keys of a block as floats
-  float* v_stage;  // 8-bit pages: [kKeyBlock, o_stride] values of a block as floats
+  float* k_stage;  // 8-bit pages: [kKeyBlock, q_stride] keys of a block as floats, or as bf16
+  float* v_stage;  // 8-bit pages: [kKeyBlock, o_stride] the same of values
   int64_t q_stride;
   int64_t o_stride;
 };
@@ -108,6 +108,9 @@ struct Kernels {
 
   const char* isa;
   RunItem run_item[kNumDtypes];
+  // Items of decode with bf16 queries and 8-bit pages, without trees; null: run_item of f32, as for
+  // other queries. The units are those of f32, too.
+  RunItem run_words;
   FoldUnit fold_unit[kNumDtypes];
   QkvQueries qkv_queries[kNumDtypes];
   QkvPages qkv_pages[kNumDtypes];

@@ -41,7 +41,7 @@ ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   params.v_head_dim = static_cast<int32_t>(shape.v_pool.head_dim);
   params.sm_scale = *sm_scale.typed_data();
   params.causal = causal;
-  params.dtype = params.kv_dtype = shape.dtype;
+  params.dtype = params.kv_dtype = params.out_dtype = shape.dtype;
   const int32_t layer_index = *layer.typed_data();
   if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {  // no page holds anything
     shape.k_pool.num_pages = 0;

@@ -38,7 +38,8 @@ std::vector<Isa> BuiltIsas() {
                       __builtin_cpu_supports("avx512vl");
   isas.push_back({Avx2Kernels(), avx2});
   isas.push_back({Avx512Kernels(), avx512});
-  isas.push_back({Avx512Bf16Kernels(), avx512 && __builtin_cpu_supports("avx512bf16")});
+  isas.push_back({Avx512Bf16Kernels(), avx512 && __builtin_cpu_supports("avx512vbmi") &&
+                                           __builtin_cpu_supports("avx512bf16")});
 #endif
   return isas;
 }

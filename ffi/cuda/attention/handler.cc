@@ -22,13 +22,14 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
                      ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                      ffi::Buffer<ffi::S32> tree, ffi::Buffer<ffi::S32> tree_sizes,
-                     std::string_view layout_name, bool causal, int64_t num_kv_splits,
-                     int64_t split_tokens, float soft_cap, ffi::Result<ffi::AnyBuffer> out,
-                     ffi::ResultBuffer<ffi::F32> lse, ffi::ResultBuffer<ffi::S32> workspace) {
+                     ffi::Buffer<ffi::F32> out_scale, std::string_view layout_name, bool causal,
+                     int64_t num_kv_splits, int64_t split_tokens, float soft_cap,
+                     ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse,
+                     ffi::ResultBuffer<ffi::S32> workspace) {
   AttentionCall call = {};
   const AttentionOptions options = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
                                     Shape(k_scale),        Shape(v_scale),      Shape(tree),
-                                    Shape(tree_sizes)};
+                                    Shape(tree_sizes),     Shape(out_scale)};
   std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), options, layout_name,
@@ -52,6 +53,7 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
   if (IsGiven(options.sinks)) call.sinks = sinks.typed_data();
   if (IsGiven(options.k_scale)) call.k_scale = k_scale.typed_data();
   if (IsGiven(options.v_scale)) call.v_scale = v_scale.typed_data();
+  if (IsGiven(options.out_scale)) call.out_scale = out_scale.typed_data();
   call.k_scale_per_token = options.k_scale.rank > 1;
   call.v_scale_per_token = options.v_scale.rank > 1;
   call.soft_cap = soft_cap;
@@ -98,6 +100,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree_sizes
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // out_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
