@@ -176,13 +176,13 @@ def commit_tree(state: KVState, rows: Integers, leaves: Integers) -> tuple[KVSta
     """
     table, moves, status = pages.commit_tree(state.table, rows, leaves)
     per_token = is_per_token(state.k_scale, state.k_pages)
-    scales = {"k_scale": state.k_scale, "v_scale": state.v_scale} if per_token else {}
+    k_scale, v_scale = (state.k_scale, state.v_scale) if per_token else (None, None)
     k_pages, v_pages, *moved = move_slots(
-        state.k_pages, state.v_pages, *moves, stacked=True, layout=state.layout, **scales
-    )
-    changes = dict(zip(scales, moved, strict=True))
-    state = dataclasses.replace(state, k_pages=k_pages, v_pages=v_pages, table=table, **changes)
-    return state, status
+        state.k_pages, state.v_pages, *moves, k_scale=k_scale, v_scale=v_scale, stacked=True,
+        layout=state.layout,
+    )  # fmt: skip
+    k_scale, v_scale = moved or (state.k_scale, state.v_scale)
+    return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale), status
 
 
 def hold(state: KVState, rows: Integers, columns: Integers) -> tuple[KVState, jax.Array, jax.Array]:

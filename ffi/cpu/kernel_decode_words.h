@@ -5,8 +5,7 @@
 //            side. Once for all query heads of the group; what no row sees is staged as zeros
 //   logits   as for bf16 pages, times the tokens' scales of K
 //   weights  as in kernel_decode.h; times the tokens' scales of V, as the sum of two words, in
-//   pairs
-//            of tokens: one word would add as much error as a bf16 result has by itself. (So an
+//            token pairs: one word would add as much error as a bf16 result has by itself. (So an
 //            infinity of e5m2, which no write stores, becomes NaN.)
 //   values   a dot product of pairs serves two tokens, so that two words cost what floats would
 //
