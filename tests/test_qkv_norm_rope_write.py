@@ -273,7 +273,7 @@ SHAPES = {  # head_dim, v_head_dim, (num_q_heads, num_kv_heads), rotary_dim, sty
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:3])  # not the 8-bit ones
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_matches_float64_rounded_once(shape, dtype, implementation):
     head_dim, v_head_dim, heads, rotary_dim, style = SHAPES[shape]
@@ -287,7 +287,7 @@ def test_every_shape_matches_float64_rounded_once(shape, dtype, implementation):
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("norms", ["", "q", "k"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:3])  # not the 8-bit ones
 def test_each_norm_may_be_left_out(dtype, norms, style, implementation):
     check(make_call(dtype, norms=norms, style=style), implementation)
 
