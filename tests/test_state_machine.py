@@ -287,7 +287,7 @@ class PagesMachine(RuleBasedStateMachine):
                 found = [NO_TREE] * count
             else:
                 found = [(kind * 7 + node * 5) % (node + 1) - 1 for node in nodes]
-            # A bad parent stands within the batch, so that it is bad in a retry with fewer rows too.
+            # A bad parent stands within the batch: so it is bad in a retry with fewer rows too.
             if kind in (24, 25) and sum(counts) <= self.config.batch_tokens:
                 found[-1] = {24: nodes[-1], 25: NO_TREE}[kind]
             parents.append(found)
