@@ -176,10 +176,11 @@ def _check(q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_sca
 
 def _reference(spec: MlaSpec, q, kv_pages, *rest):
     *rest, layer, sm_scale = rest
-    return reference.mla_paged_attention(
+    out, lse = reference.mla_paged_attention(
         q, kv_pages, *rest, sm_scale=sm_scale, v_head_dim=spec.v_head_dim,
         layer=layer if kv_pages.ndim == 4 else None, causal=spec.causal, return_lse=True,
     )  # fmt: skip
+    return out, lse
 
 
 def _call(spec: MlaSpec, *operands):

@@ -187,7 +187,8 @@ def ragged_paged_attention(
         if causal:
             visible &= position[None] <= query[:, None]
         if row_tree:
-            sees, depth, root, size = _read_tree(*row_tree, seq_len)
+            row_nodes, tree_size = row_tree
+            sees, depth, root, size = _read_tree(row_nodes, tree_size, seq_len)
             nodes = [jnp.clip(x - root, 0, depth.shape[0] - 1) for x in (query, position)]
             in_tree = [(x >= root) & (x < root + size) for x in (query, position)]
             visible &= sees[nodes[0][:, None], nodes[1][None]] | ~in_tree[1][None]

@@ -207,7 +207,7 @@ def dense_oracle(
         if case.causal:
             sees &= key <= query[:, None]
         position = np.arange(length)
-        if tree is not None:
+        if tree is not None and tree_sizes is not None:
             size = int(np.clip(tree_sizes[row], 0, min(tree.shape[1], length)))
             of_tree = ancestors(np.clip(tree[row, :size], 0, size))
             position[length - size :] = length - size + of_tree.sum(1) - of_tree.diagonal()
