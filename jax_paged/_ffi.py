@@ -166,11 +166,11 @@ def _unavailable_lowering(ctx, *_, message, **__):
 mlir.register_lowering(_unavailable_p, _unavailable_lowering)
 
 
-def _why_unavailable(name: str, target: str, cuda_lacks: str | None) -> str | None:
-    """The message for a native module that cannot run a call of `target`, or None when it can."""
+def _why_unavailable(name: str, target: str) -> str | None:
+    """The message for a native module that cannot run `target`, or None when it can."""
     module = _modules[name]
     if target in _targets(name):
-        return cuda_lacks if name == "_cuda" else None
+        return None
     if isinstance(module, str) and module.startswith("driver too old"):
         return f"jax_paged: CUDA kernels cannot run ({module}); {_DRIVER_REMEDY}"
     reason = module if isinstance(module, str) else f"this build has no {target}"
@@ -186,16 +186,14 @@ def _no_native(target: str) -> str:
     )
 
 
-def implementation_on(
-    platform: str, target: str, implementation: Implementation, cuda_lacks: str | None = None
-) -> str:
+def implementation_on(platform: str, target: str, implementation: Implementation) -> str:
     """What `ffi_call` runs on a platform ("cpu", "cuda", "tpu"); raises as its lowering would."""
     if implementation == "reference":
         return "reference"
     name = {"cpu": "_cpu", "cuda": "_cuda", "gpu": "_cuda"}.get(platform)
     if name == "_cuda" and target in _CPU_ONLY:
         name = None
-    message = _no_native(target) if name is None else _why_unavailable(name, target, cuda_lacks)
+    message = _no_native(target) if name is None else _why_unavailable(name, target)
     if name is None and implementation is None:
         return "reference"
     if message is not None:
@@ -211,7 +209,6 @@ def ffi_call(
     heads: HeadAxes,
     aliases: dict[int, int] | None = None,
     cuda_workspace_words: int = 0,
-    cuda_lacks: str | None = None,
     implementation: Implementation,
     reference: Callable[..., Sequence[jax.Array]],
 ) -> Sequence[jax.Array]:
@@ -221,7 +218,6 @@ def ffi_call(
     results have the types of the reference's, inside shard_map with the mesh axes they vary over.
     The CUDA handler gets cuda_workspace_words i32 as one more result, if any: memory to work in.
     Where the heads are split over devices, each device calls for its own (`sharding.over_heads`).
-    `cuda_lacks` says what in this call the CUDA kernels do not offer: the error when lowered there.
     """
     if implementation == "reference":
         return reference(*operands)
@@ -230,17 +226,15 @@ def ffi_call(
 
     def call(*operands):
         return _local_call(
-            target, operands, attributes, aliases, cuda_workspace_words, cuda_lacks,
-            implementation, reference,
-        )  # fmt: skip
+            target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
+        )
 
     return over_heads(target, call, heads, operands)
 
 
 def _local_call(
-    target, operands, attributes, aliases, cuda_workspace_words, cuda_lacks, implementation,
-    reference,
-):  # fmt: skip
+    target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
+):
     """`ffi_call` for the operands of one device."""
 
     def workspace_like(result):  # varies over the mesh axes that the result varies over
@@ -265,7 +259,7 @@ def _local_call(
         return branch
 
     def branch(name):
-        message = _why_unavailable(name, target, cuda_lacks)
+        message = _why_unavailable(name, target)
         if message is not None:
             return unavailable(message)
         return native(workspace if name == "_cuda" else ())

@@ -19,7 +19,6 @@ from jax_paged.validation import (
     AttentionSpec,
     as_out_dtype,
     check_attention,
-    cuda_lacks,
     is_per_token,
 )
 
@@ -183,7 +182,7 @@ def ragged_paged_attention(
       num_q_heads]. Tokens of no live row (padding) are exactly 0 with lse −inf.
 
     Raises and derivatives: as `paged_attention`. ValueError also for a tree with causal=False or
-    without tree_sizes, NotImplementedError for a tree at lowering for CUDA.
+    without tree_sizes.
 
     The contract is that of JAX's TPU ragged paged attention; rows with few queries run as decode,
     the others as prefill, told apart on the device. Tree intervals after TVM's paged KV cache.
@@ -253,6 +252,7 @@ def _cuda_workspace_words(
     capacity: int,
     num_kv_splits: int = 0,
     split_tokens: int = 0,
+    max_tree: int = 0,
 ) -> int:
     """What the CUDA kernels work in, in 4-byte words: WorkspaceWords of ffi/cuda/attention/args.h.
 
@@ -267,7 +267,8 @@ def _cuda_workspace_words(
             splits = -(-capacity // (-(-split_tokens // tile_tokens) * tile_tokens))
         uncut = isinstance(splits, int) and splits <= 1
         slots = 0 if uncut else max_seqs * num_kv_heads * -(-group_size // tile_rows) * splits
-    return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5
+    tree_words = max_seqs * (max_tree + 1) if max_tree else 0
+    return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5 + tree_words
 
 
 def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
@@ -322,6 +323,7 @@ def _call(spec: AttentionSpec, *operands):
         group_size=q.shape[1] // pages.num_kv_heads,
         v_head_dim=pages.head_dim,
         capacity=page_table.shape[1] * pages.page_size,
+        max_tree=0 if tree is None else tree.shape[1],
         **splits,
     )
     return tuple(
@@ -336,7 +338,6 @@ def _call(spec: AttentionSpec, *operands):
             },
             heads=_head_axes(spec.layout, operands),
             cuda_workspace_words=words,
-            cuda_lacks=cuda_lacks(TARGET, {"tree": tree}),
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),
         )

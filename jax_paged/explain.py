@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jax_paged import _ffi, attention, cascade, kv, merge, mla, ragged
 from jax_paged.layout import pages_shape
-from jax_paged.validation import cuda_lacks, expect
+from jax_paged.validation import expect
 
 _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
@@ -68,8 +68,7 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         lambda given: function(**{**call, **given}), arrays
     )
     platform = jax.default_backend()
-    lacks = cuda_lacks(target, call)
-    chosen = _ffi.implementation_on(platform, target, call["implementation"], lacks)
+    chosen = _ffi.implementation_on(platform, target, call["implementation"])
     plan: dict[str, Any] = {
         "op": name,
         "platform": platform,

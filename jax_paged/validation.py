@@ -6,7 +6,6 @@ NotImplementedError that says who can. Each message is one line: argument, expec
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -82,17 +81,6 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
 def is_eight_bit(pages: jax.Array) -> bool:
     """Whether pages hold 8-bit values, which may have scales."""
     return pages.dtype in EIGHT_BIT_DTYPES
-
-
-def cuda_lacks(target: str, call: Mapping[str, Any]) -> str | None:
-    """Why CUDA cannot run a call with these arguments, or None when it can."""
-    names = [name for name in ("tree",) if call.get(name) is not None]
-    if not names:
-        return None
-    return (
-        f"{target}: the CUDA kernels do not offer {', '.join(names)}; the CPU kernels and "
-        "implementation='reference' do"
-    )
 
 
 def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -> Any:

@@ -36,13 +36,14 @@ DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int
 
 _POINTERS = (
     "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
-    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale", "out_scale",
+    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "tree", "tree_sizes",
+    "k_scale", "v_scale", "out_scale",
     "k_touched", "v_touched", "out", "lse", "workspace",
 )  # fmt: skip
 _SIZES = (
     "num_tokens", "num_q_heads", "max_seqs", "pages_per_seq", "num_layers", "num_pages",
     "num_kv_heads", "page_size", "head_dim", "v_head_dim", "num_kv_splits", "split_tokens",
-    "workspace_words",
+    "max_tree", "workspace_words",
 )  # fmt: skip
 _OPTIONS = (
     "dtype", "kv_dtype", "out_dtype", "layout", "causal", "k_scale_per_token", "v_scale_per_token",
@@ -120,7 +121,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         loaded.emulate_merge_states.restype = ctypes.c_char_p
     loaded.take_sites.restype = ctypes.c_char_p
     loaded.skip_site.argtypes = [ctypes.c_char_p]
-    loaded.workspace_words.argtypes = [ctypes.c_int64] * 7
+    loaded.workspace_words.argtypes = [ctypes.c_int64] * 8
     loaded.workspace_words.restype = ctypes.c_int64
     return loaded
 
@@ -164,8 +165,8 @@ class Device:
 
 def emulate(
     batch, device: Device = Device(), *, sliding_window=None, soft_cap=None, alibi_slopes=None,
-    sinks=None, k_scale=None, v_scale=None, out_dtype=None, out_scale=None, num_kv_splits=0,
-    split_tokens=0, loaded=None, buffers=None, latent=False,
+    sinks=None, tree=None, tree_sizes=None, k_scale=None, v_scale=None, out_dtype=None,
+    out_scale=None, num_kv_splits=0, split_tokens=0, loaded=None, buffers=None, latent=False,
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
@@ -185,7 +186,7 @@ def emulate(
     v_head_dim = pages_shape(batch.v_pages, case.layout, "v").head_dim
     words = loaded.workspace_words(
         max_seqs, heads, num_q_heads // heads, v_head_dim, pages_per_seq * page_size,
-        num_kv_splits, split_tokens,
+        num_kv_splits, split_tokens, 0 if tree is None else tree.shape[1],
     )  # fmt: skip
     arrays = {
         "q": batch.q,
@@ -200,6 +201,8 @@ def emulate(
         "sliding_window": sliding_window,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "tree": tree,
+        "tree_sizes": tree_sizes,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "out_scale": out_scale,
@@ -207,9 +210,13 @@ def emulate(
         "lse": poisoned((num_tokens, num_q_heads), np.float32),
         "workspace": poisoned(words, np.float32),
     }
-    for name in ("sliding_window", "alibi_slopes", "sinks", "k_scale", "v_scale", "out_scale"):
+    for name in (
+        "sliding_window", "alibi_slopes", "sinks", "tree", "tree_sizes", "k_scale", "v_scale",
+        "out_scale",
+    ):  # fmt: skip
         if arrays[name] is not None:
-            arrays[name] = np.array(arrays[name], "i4" if name == "sliding_window" else "f4")
+            is_index = name in ("sliding_window", "tree", "tree_sizes")
+            arrays[name] = np.array(arrays[name], "i4" if is_index else "f4")
     if buffers is not None:
         for name in ("k", "v"):
             pages_array = arrays[f"{name}_pages"]
@@ -231,6 +238,7 @@ def emulate(
         v_head_dim=v_head_dim,
         num_kv_splits=num_kv_splits,
         split_tokens=split_tokens,
+        max_tree=0 if tree is None else tree.shape[1],
         workspace_words=words,
         dtype=DTYPES.index(dtype),
         kv_dtype=DTYPES.index(batch.k_pages.dtype.name),

@@ -402,7 +402,7 @@ def test_cuda_takes_every_option_at_lowering_and_explain_says_so(window, monkeyp
     call = next(line for line in text.splitlines() if "@jax_paged.attention.v1" in line)
     assert "soft_cap = 2.0" in call
     absent = call.count("tensor<0xf32>") + call.count("tensor<0xi32>")
-    assert absent == (2 if window == 3 else 3), "no scales, and no window where it is off"
+    assert absent == (5 if window == 3 else 6), "no scales, no tree, no window where it is off"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     plan = explain("ragged_paged_attention", *arguments, **defaults, **options)
     assert (plan["platform"], plan["implementation"]) == ("gpu", "native")

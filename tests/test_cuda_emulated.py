@@ -306,8 +306,9 @@ def test_a_nan_query_stays_in_its_row_and_does_not_look_like_an_answer(dtype):
 def test_workspace_is_what_python_asks_for(group, options):
     sizes = {"max_seqs": 5, "num_kv_heads": 3, "group_size": group, "v_head_dim": 72}
     options = {"num_kv_splits": 0, "split_tokens": 0} | options
-    sizes |= {"capacity": 1000} | options
-    assert _cuda_workspace_words(**sizes) == library().workspace_words(*sizes.values())
+    for max_tree in (0, 70):
+        asked = sizes | {"capacity": 1000} | options | {"max_tree": max_tree}
+        assert _cuda_workspace_words(**asked) == library().workspace_words(*asked.values())
 
 
 def test_workspace_does_not_grow_with_context_and_hardly_with_the_batch():

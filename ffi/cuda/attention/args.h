@@ -72,6 +72,12 @@ struct KvScale {
   bool per_token;
 };
 
+// Of a tree's node: the places of its subtree in depth-first order (common/tree.h).
+struct alignas(8) TreeInterval {
+  int32_t first;
+  int32_t end;
+};
+
 struct AttentionArgs {
   Global<const char> q;        // [num_tokens, num_q_heads, head_dim]
   Global<const char> k_pages;  // strides below
@@ -86,6 +92,8 @@ struct AttentionArgs {
   Global<const int32_t> sliding_window;  // [1], tokens that a query sees; <= 0: all
   Global<const float> alibi_slopes;      // [num_q_heads]
   Global<const float> sinks;             // [num_q_heads]
+  Global<const TreeInterval> tree;       // [max_seqs, max_tree]
+  Global<const int32_t> tree_sizes;      // [max_seqs], where there is a tree
   KvScale k_scale;                       // of 8-bit pages
   KvScale v_scale;
   Global<const float> out_scale;  // [1], what an fp8 output is divided by; null: 1
@@ -102,6 +110,8 @@ struct AttentionArgs {
   Global<int64_t> first_prefill;   // [max_seqs + 1], by place in prefill_order
   Global<uint32_t> arrivals;       // [num_slots]
   Global<int32_t> prefill_order;   // [max_seqs], rows with prefill units
+  Global<int32_t> row_trees;       // [max_seqs]: nodes of a row's tree that is no chain, or 0
+  Global<int32_t> depths;          // [max_seqs, max_tree]: ancestors of each node
   Global<uint32_t> ticket;         // prefill units drawn beyond the first of each CTA
 
   PageStrides k_strides;
@@ -116,6 +126,7 @@ struct AttentionArgs {
   int32_t capacity;  // tokens that a row of the page table can name
   int32_t num_tokens;
   int32_t max_seqs;
+  int32_t max_tree;  // 0: no trees
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t group_size;
@@ -148,6 +159,7 @@ struct WorkspaceShape {
   int64_t capacity;
   int64_t num_kv_splits;
   int64_t split_tokens;
+  int64_t max_tree;  // 0: no trees
 };
 
 // Partial results that a call may leave. Automatic splits: two per worker, whatever the batch and
@@ -171,7 +183,8 @@ inline int64_t NumSlots(const WorkspaceShape& shape) {
 // The workspace in 4-byte words; jax_paged/attention.py computes the same.
 inline int64_t WorkspaceWords(const WorkspaceShape& shape) {
   const int64_t slot_words = kTileRows * (shape.v_head_dim + 2) + 1;
-  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 13 + 5;
+  const int64_t tree_words = shape.max_tree > 0 ? shape.max_seqs * (shape.max_tree + 1) : 0;
+  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 13 + 5 + tree_words;
 }
 
 // Places the workspace arrays in `words` words at `memory`, which is aligned to 16 bytes.
@@ -193,6 +206,9 @@ inline void CarveWorkspace(Global<char> memory, const WorkspaceShape& shape, Att
   args->arrivals = take(slots * 4).As<uint32_t>();
   args->prefill_order = take((shape.max_seqs + 1) * 4).As<int32_t>();
   args->ticket = take(4).As<uint32_t>();
+  if (shape.max_tree == 0) return;
+  args->row_trees = take(shape.max_seqs * 4).As<int32_t>();
+  args->depths = take(shape.max_seqs * shape.max_tree * 4).As<int32_t>();
 }
 
 }  // namespace jax_paged::cuda

@@ -422,12 +422,20 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
       const KeyRange keys = VisibleKeys(args, segment, rows, lane / 4 + 8 * half);
+      TreeQuery query = {-1, 0, 0};
+      if (segment.tree_size > 0) {
+        const int32_t packed = rows.first + lane / 4 + 8 * half;
+        query = FindQuery(args, segment.Tree(),
+                          QueryPosition(segment.lengths, args.by_group_size(packed)));
+      }
       JAX_PAGED_UNROLL
       for (int32_t n = 0; n < 2; ++n) {
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < 2; ++i) {
           const int32_t token = n * 8 + column + i;
-          const bool is_seen = (token_mask >> token & 1) && keys.Contains(first_token + token);
+          const int32_t key = first_token + token;
+          const bool is_seen = (token_mask >> token & 1) && keys.Contains(key) &&
+                               (query.node < 0 || SeesKey(args, segment.Tree(), query, key));
           if (!is_seen) s[n][2 * half + i] = kNegativeInfinity;
         }
       }
@@ -631,8 +639,12 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
           args.v_scale.per_token ? kSmallestScale : HeadScale(args.v_scale, rows.kv_head);
     }
     // Every row of the unit sees [first_seen, seen_end).
-    const int32_t first_seen = VisibleKeys(args, segment, rows, rows.count - 1).first;
-    const int32_t seen_end = VisibleKeys(args, segment, rows, 0).end;
+    int32_t first_seen = VisibleKeys(args, segment, rows, rows.count - 1).first;
+    int32_t seen_end = VisibleKeys(args, segment, rows, 0).end;
+    if (segment.tree_size > 0) {  // what rows see does not ascend there
+      if (seen_end > segment.Tree().root) seen_end = segment.Tree().root;
+      if (args.sliding_window) first_seen = seen_end;
+    }
     int32_t first_token = segment.first_tile * kTileTokens + warp * kWarpTokens;
     for (int32_t tile = 0; tile < segment.num_tiles; ++tile, first_token += kTileTokens) {
       prim::CpAsyncWait(stages - 2);

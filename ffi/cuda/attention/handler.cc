@@ -35,10 +35,6 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), options, layout_name,
                     num_kv_splits, split_tokens, soft_cap, *out, Shape(*lse), &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  if (IsGiven(options.tree)) {  // jax_paged.attention refuses it at lowering
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      std::string(kAttentionOp) + ": the CUDA kernels have no trees");
-  }
   call.q = q.untyped_data();
   call.k_pages = k_pages.untyped_data();
   call.v_pages = v_pages.untyped_data();
@@ -51,6 +47,11 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
   if (IsGiven(options.sliding_window)) call.sliding_window = sliding_window.typed_data();
   if (IsGiven(options.alibi_slopes)) call.alibi_slopes = alibi_slopes.typed_data();
   if (IsGiven(options.sinks)) call.sinks = sinks.typed_data();
+  if (IsGiven(options.tree)) {
+    call.tree = tree.typed_data();
+    call.tree_sizes = tree_sizes.typed_data();
+    call.max_tree = options.tree[1];
+  }
   if (IsGiven(options.k_scale)) call.k_scale = k_scale.typed_data();
   if (IsGiven(options.v_scale)) call.v_scale = v_scale.typed_data();
   if (IsGiven(options.out_scale)) call.out_scale = out_scale.typed_data();

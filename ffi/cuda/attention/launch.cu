@@ -70,7 +70,9 @@ cudaError_t GetDeviceLimits(DeviceLimits* limits) {
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {
   // One CTA plans; the others help where there is much to fill or to clear.
   constexpr int64_t kPerCta = 16384;
-  const int64_t work = (args.num_slots + int64_t{args.num_tokens} * args.num_q_heads) / kPerCta;
+  const int64_t tree_pairs = int64_t{args.max_seqs} * args.max_tree * args.max_tree / 2;
+  const int64_t work =
+      (args.num_slots + int64_t{args.num_tokens} * args.num_q_heads + tree_pairs) / kPerCta;
   const int64_t most = limits.multiprocessors;
   const int64_t ctas = 1 + (work < most - 1 ? work : most - 1);
   PlanKernel<<<static_cast<unsigned>(ctas), kPlanThreads, sizeof(PlanShared), stream>>>(args);

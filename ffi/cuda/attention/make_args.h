@@ -28,6 +28,8 @@ struct AttentionCall : AttentionShape {
   const int32_t* sliding_window;  // null, like the next two: not given
   const float* alibi_slopes;
   const float* sinks;
+  const int32_t* tree;  // null: none
+  const int32_t* tree_sizes;
   const float* k_scale;  // null: none
   const float* v_scale;
   const float* out_scale;
@@ -37,6 +39,7 @@ struct AttentionCall : AttentionShape {
   int64_t num_kv_splits;
   int64_t split_tokens;
   int64_t workspace_words;
+  int64_t max_tree;
   float soft_cap;  // 0: off
   bool causal;
   bool k_scale_per_token;
@@ -50,7 +53,8 @@ inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
           call.v_pool.head_dim,
           call.pages_per_seq * call.k_pool.page_size,
           call.num_kv_splits,
-          call.split_tokens};
+          call.split_tokens,
+          call.max_tree};
 }
 
 // Returns "" or one line: argument, expected, got. Leaves num_workers, stages and prefill_rows to
@@ -66,6 +70,9 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
       call.k_pool.num_layers > INT32_MAX || call.max_seqs > INT32_MAX / 2) {
     return wrong("k_pages, page_table", "num_pages, page_size, num_layers, rows in i32",
                  call.k_pool.num_pages);
+  }
+  if (call.max_tree > INT32_MAX / (call.max_seqs + 1)) {
+    return wrong("tree", "rows x max_tree below 2^31", call.max_tree);
   }
   constexpr int64_t kMaxTokenStride = int64_t{1} << 26;  // 16 tokens stay within 32 bits
   if (MakePageStrides(call.k_pool).token > kMaxTokenStride) {
@@ -99,6 +106,9 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->sliding_window = Global<const int32_t>(call.sliding_window);
   args->alibi_slopes = Global<const float>(call.alibi_slopes);
   args->sinks = Global<const float>(call.sinks);
+  args->tree = Global<const TreeInterval>(reinterpret_cast<const TreeInterval*>(call.tree));
+  args->tree_sizes = Global<const int32_t>(call.tree_sizes);
+  args->max_tree = static_cast<int32_t>(call.max_tree);
   args->k_scale = {Global<const float>(call.k_scale), call.k_scale_per_token};
   args->v_scale = {Global<const float>(call.v_scale), call.v_scale_per_token};
   args->out_scale = Global<const float>(call.out_scale);

@@ -11,7 +11,8 @@
 //          within a piece, and at most two units of a worker are shared with others (stream-K,
 //          after LeanAttention).
 //   prefill unit  (row, tile of args.prefill_rows packed rows, KV head) of a row with more than one
-//          query and more than kTileRows packed rows; such a row has no units of the other kind. A
+//          query and more than kTileRows packed rows; such a row has no units of the other kind.
+//          Rows with a tree have none: the prefill kernel knows no trees. A
 //          CTA of prefill.cuh does it whole. Long units should begin early: numbered row by row,
 //          rows with more keys first (to within a factor of two), from a row's last tile, which
 //          sees most keys, to its first.
@@ -31,6 +32,7 @@
 
 #include "cuda/attention/args.h"
 #include "cuda/attention/logits.cuh"
+#include "cuda/attention/tree.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
@@ -99,15 +101,56 @@ struct RowPlan {
   RowSplits splits;
 };
 
+// Nodes of a row's tree as it is given, chain or not.
+JAX_PAGED_DEVICE int32_t GivenTree(const AttentionArgs& args, int32_t row, int32_t seq_len) {
+  const int32_t most = seq_len < args.max_tree ? seq_len : args.max_tree;
+  return ClampTo(prim::LoadConst(args.tree_sizes + row), 0, most);
+}
+
+// The same, but 0 for a chain, in which every node sees all before it.
+JAX_PAGED_DEVICE int32_t PlanTree(const AttentionArgs& args, int32_t row, int32_t seq_len) {
+  const int32_t size = GivenTree(args, row, seq_len);
+  int32_t latest = 0;  // first, and end, of the nodes so far
+  int32_t earliest = size;
+  bool is_chain = true;
+  for (int32_t i = 0; i < size; ++i) {
+    const TreeInterval node = LoadInterval(args, row, size, i);
+    if (node.first > latest) latest = node.first;
+    if (node.end < earliest) earliest = node.end;
+    is_chain = is_chain && node.first == latest && node.first < earliest;
+  }
+  return is_chain ? 0 : size;
+}
+
+// Writes the depths of the nodes of the first `num_rows` rows; all threads of the grid share them.
+JAX_PAGED_DEVICE void PlanDepths(const AttentionArgs& args, int32_t num_rows) {
+  const int64_t count = int64_t{num_rows} * args.max_tree;
+  const int64_t step = int64_t{prim::GridSize()} * kPlanThreads;
+  for (int64_t i = int64_t{prim::BlockIndex()} * kPlanThreads + prim::ThreadIndex(); i < count;
+       i += step) {
+    const int32_t row = static_cast<int32_t>(i / args.max_tree);
+    const int32_t node = static_cast<int32_t>(i - int64_t{row} * args.max_tree);
+    const int32_t seq_len = ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity);
+    const int32_t size = GivenTree(args, row, seq_len);
+    if (node >= size) continue;
+    const int32_t place = LoadInterval(args, row, size, node).first;
+    int32_t depth = 0;
+    for (int32_t j = 0; j < node; ++j) {
+      if (Holds(LoadInterval(args, row, size, j), place)) ++depth;
+    }
+    prim::Store(args.depths + i, depth);
+  }
+}
+
 // Everything but first_slot.
 JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int32_t q_end,
-                                 int32_t seq_len) {
+                                 int32_t seq_len, int32_t tree_size) {
   RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}};
   if (plan.lengths.q_len == 0 || seq_len == 0) return plan;
   const int32_t packed_rows = plan.lengths.q_len * args.group_size;
   const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
-  if (!is_decode && args.prefill_rows > 0) return plan;  // see PrefillUnits
-  const int32_t first_key = FirstKey(args, QueryPosition(plan.lengths, /*query=*/0));
+  if (!is_decode && args.prefill_rows > 0 && tree_size == 0) return plan;  // see PrefillUnits
+  const int32_t first_key = RowFirstKey(args, plan.lengths, tree_size);
   const int32_t tiles = (seq_len - 1) / kTileTokens + 1 - first_key / kTileTokens;
   plan.lengths.num_units =
       args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
@@ -190,6 +233,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   const int32_t num_seqs = ClampTo(prim::LoadConst(args.num_seqs), 0, args.max_seqs);
   const int32_t first_token =
       num_seqs == 0 ? 0 : ClampTo(prim::LoadConst(args.cu_q_lens), 0, args.num_tokens);
+  if (args.max_tree > 0 && UsesPositions(args)) PlanDepths(args, num_seqs);
   int32_t last_token = first_token;  // carried from one block of rows to the next
   int64_t num_pieces = 0;
   int64_t num_slots = 0;
@@ -210,7 +254,12 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
 
     const int32_t seq_len =
         is_live && has_keys ? ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity) : 0;
-    RowPlan plan = PlanRow(args, begin, static_cast<int32_t>(end), seq_len);
+    int32_t tree_size = 0;
+    if (args.max_tree > 0 && row < args.max_seqs) {
+      if (is_live) tree_size = PlanTree(args, row, seq_len);
+      if (writes_plan) prim::Store(args.row_trees + row, tree_size);
+    }
+    RowPlan plan = PlanRow(args, begin, static_cast<int32_t>(end), seq_len, tree_size);
     const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
     const int64_t row_slots =
         args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;

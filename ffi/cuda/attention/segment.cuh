@@ -17,6 +17,7 @@
 #include "cuda/attention/args.h"
 #include "cuda/attention/fp8.cuh"
 #include "cuda/attention/logits.cuh"
+#include "cuda/attention/tree.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
@@ -47,14 +48,19 @@ struct Segment {
   int32_t first_tile;
   int32_t num_tiles;
   int32_t first_key;  // tokens of the row before it are left of every window, and not read
+  int32_t tree_size;  // of the row, where that is no chain
   RowLengths lengths;
   RowSplits splits;
+
+  JAX_PAGED_DEVICE RowTree Tree() const { return {row, lengths.seq_len - tree_size, tree_size}; }
 };
 
 JAX_PAGED_DEVICE void LoadRow(const AttentionArgs& args, Segment* segment) {
   segment->lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment->row);
   segment->splits = prim::LoadConst<RowSplits>(args.row_splits + segment->row);
-  segment->first_key = FirstKey(args, QueryPosition(segment->lengths, /*query=*/0));
+  segment->tree_size =
+      args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + segment->row) : 0;
+  segment->first_key = RowFirstKey(args, segment->lengths, segment->tree_size);
 }
 
 JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& range,
@@ -157,12 +163,20 @@ struct KeyRange {
   }
 };
 
-// The keys that a packed row sees; none for rows beyond the unit's. Both ends ascend with the row.
+// The keys that a packed row sees, of those of its tree at least what it sees (SeesKey tells); none
+// for rows beyond the unit's. Without a tree both ends ascend with the row.
 JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& segment,
                                       const UnitRows& rows, int32_t row) {
   if (row >= rows.count) return {0, 0};
   const int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
-  KeyRange keys = {FirstKey(args, position), segment.lengths.seq_len};
+  KeyRange keys = {0, segment.lengths.seq_len};
+  if (segment.tree_size > 0 && args.sliding_window) {
+    const RowTree tree = segment.Tree();
+    keys.first = FirstKey(args, PositionOf(args, tree, position));
+    if (tree.NodeOf(position) >= 0 && keys.first > tree.root) keys.first = tree.root;
+  } else {
+    keys.first = FirstKey(args, position);
+  }
   if (args.causal) keys.end = position < 0 ? 0 : position + 1;
   return keys;
 }
@@ -173,7 +187,20 @@ JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segme
                                  const UnitRows& rows, int32_t row, int32_t half, int32_t first_key,
                                  float (&s)[N][4]) {
   const LogitEdit edit = LoadEdit(args, row < rows.count ? QueryHead(args, rows, row) : 0);
-  const int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
+  int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
+  if (segment.tree_size > 0 && args.alibi_slopes) {
+    const RowTree tree = segment.Tree();
+    position = PositionOf(args, tree, position);
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < N; ++n) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 2; ++i) {
+        float& x = s[n][2 * half + i];
+        x = edit(x, static_cast<float>(PositionOf(args, tree, first_key + 8 * n + i) - position));
+      }
+    }
+    return;
+  }
   const float distance = static_cast<float>(first_key - position);
   JAX_PAGED_UNROLL
   for (int32_t n = 0; n < N; ++n) {

@@ -74,7 +74,7 @@ class SimtCta {
         const int32_t first_token = (segment.first_tile + tile) * kTileTokens;
         LookUp(segment, rows.kv_head, first_token);
         prim::SyncThreads();  // places, and before the first tile q, o, m and l
-        Scores(rows, first_token);
+        Scores(segment, rows, first_token);
         prim::SyncThreads();  // scores
         Softmax(rows);
         prim::SyncThreads();  // weights, m, l and keep
@@ -141,7 +141,9 @@ class SimtCta {
       prim::Store(Visible() + thread, VisibleKeys(args_, segment, rows, thread));
       if (IsEdited(args_) && thread < rows.count) {
         const int32_t query = args_.by_group_size(rows.first + thread);
-        prim::Store(Position() + thread, QueryPosition(segment.lengths, query));
+        int32_t position = QueryPosition(segment.lengths, query);
+        if (args_.alibi_slopes) position = PositionOf(args_, segment.Tree(), position);
+        prim::Store(Position() + thread, position);
         prim::Store(Edit() + thread, LoadEdit(args_, QueryHead(args_, rows, thread)));
       }
     }
@@ -203,7 +205,7 @@ class SimtCta {
     }
   }
 
-  JAX_PAGED_DEVICE void Scores(const UnitRows& rows, int32_t first_token) {
+  JAX_PAGED_DEVICE void Scores(const Segment& segment, const UnitRows& rows, int32_t first_token) {
     constexpr int32_t kStep = kAttentionThreads / kTileTokens;
     constexpr int32_t kRows = kTileRows / kStep;
     const int32_t token = prim::ThreadIndex() % kTileTokens;
@@ -233,19 +235,28 @@ class SimtCta {
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < kRows; ++i) sum[i] *= scale;
     }
+    const RowTree tree = segment.Tree();
     if (IsEdited(args_)) {
+      int32_t position = first_token + token;
+      if (args_.alibi_slopes) position = PositionOf(args_, tree, position);
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < kRows; ++i) {
         const int32_t row = first_row + i * kStep;
         if (row >= rows.count) continue;
-        const int32_t distance = first_token + token - prim::Load(Position() + row);
+        const int32_t distance = position - prim::Load(Position() + row);
         sum[i] = prim::Load(Edit() + row)(sum[i], static_cast<float>(distance));
       }
     }
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < kRows; ++i) {
       const int32_t row = first_row + i * kStep;
-      const bool is_seen = exists && prim::Load(Visible() + row).Contains(first_token + token);
+      bool is_seen = exists && prim::Load(Visible() + row).Contains(first_token + token);
+      if (is_seen && tree.NodeOf(first_token + token) >= 0) {
+        const int32_t query = args_.by_group_size(rows.first + row);
+        is_seen =
+            SeesKey(args_, tree, FindQuery(args_, tree, QueryPosition(segment.lengths, query)),
+                    first_token + token);
+      }
       prim::Store(Score(row, token), is_seen ? sum[i] : kNegativeInfinity);
     }
   }

@@ -40,6 +40,8 @@ struct EmulatedCall {
   const int32_t* sliding_window;  // null, like the next two: not given
   const float* alibi_slopes;
   const float* sinks;
+  const jax_paged::cuda::TreeInterval* tree;
+  const int32_t* tree_sizes;
   const float* k_scale;
   const float* v_scale;
   const float* out_scale;
@@ -60,6 +62,7 @@ struct EmulatedCall {
   int64_t v_head_dim;
   int64_t num_kv_splits;
   int64_t split_tokens;
+  int64_t max_tree;
   int64_t workspace_words;
   int32_t dtype;  // Dtype
   int32_t kv_dtype;
@@ -101,6 +104,9 @@ const char* emulate_attention(EmulatedCall* in) {
   call.sliding_window = in->sliding_window;
   call.alibi_slopes = in->alibi_slopes;
   call.sinks = in->sinks;
+  call.tree = reinterpret_cast<const int32_t*>(in->tree);
+  call.tree_sizes = in->tree_sizes;
+  call.max_tree = in->max_tree;
   call.k_scale = in->k_scale;
   call.v_scale = in->v_scale;
   call.out_scale = in->out_scale;
@@ -152,6 +158,10 @@ const char* emulate_attention(EmulatedCall* in) {
   if (in->sliding_window) emu::AddRegion("sliding_window", in->sliding_window, 4, true);
   if (in->alibi_slopes) emu::AddRegion("alibi_slopes", in->alibi_slopes, in->num_q_heads * 4, true);
   if (in->sinks) emu::AddRegion("sinks", in->sinks, in->num_q_heads * 4, true);
+  if (in->tree) {
+    emu::AddRegion("tree", in->tree, in->max_seqs * in->max_tree * 8, true);
+    emu::AddRegion("tree_sizes", in->tree_sizes, in->max_seqs * 4, true);
+  }
   const int64_t slots = in->num_layers * call.k_pool.num_slots();
   const auto add_scale = [&](const char* name, const float* scale, int32_t per_token) {
     if (scale) emu::AddRegion(name, scale, in->num_kv_heads * (per_token ? slots : 1) * 4, true);
@@ -197,9 +207,9 @@ const char* emulate_attention(EmulatedCall* in) {
 
 int64_t workspace_words(int64_t max_seqs, int64_t num_kv_heads, int64_t group_size,
                         int64_t v_head_dim, int64_t capacity, int64_t num_kv_splits,
-                        int64_t split_tokens) {
-  return jax_paged::cuda::WorkspaceWords(
-      {max_seqs, num_kv_heads, group_size, v_head_dim, capacity, num_kv_splits, split_tokens});
+                        int64_t split_tokens, int64_t max_tree) {
+  return jax_paged::cuda::WorkspaceWords({max_seqs, num_kv_heads, group_size, v_head_dim, capacity,
+                                          num_kv_splits, split_tokens, max_tree});
 }
 
 void skip_site(const char* site) { jax_paged::emu::SkipSite(site); }
