@@ -90,8 +90,8 @@ BUGS = {
         "plan.cuh", "if (prim::Load(empties + i)) {", "if (false) {", "not finite",
     ),
     "length not clamped": (
-        "plan.cuh", "ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity)",
-        "prim::LoadConst(args.seq_lens + row)", "page_table out of bounds",
+        "plan.cuh", "? ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity)",
+        "? prim::LoadConst(args.seq_lens + row)", "page_table out of bounds",
     ),
     "barrier in one warp only": (
         "segment.cuh", "  prim::Store(tops + thread, top);\n  prim::SyncThreads();",
@@ -150,7 +150,7 @@ BUGS = {
         "prefill.cuh", "keep[r][half] != 1.0f", "keep[r][half] > 1.0f", DIFFERS,
     ),
     "prefill: rows beyond the unit written": (
-        "prefill.cuh", "if (row >= unit.rows.count) break;", "",
+        "prefill.cuh", "\n    if (row >= unit.rows.count) break;", "",
         f"out of bounds|race|write after write|{DIFFERS}",
     ),
     "prefill: units drawn twice": (
@@ -216,8 +216,9 @@ AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
                                  const cuda::DeviceLimits& limits) {
   return {cuda::ChooseKernels(args, limits, cuda::DecodeTraits<64>::SharedBytes,
                               cuda::PrefillTraits<64>::kSharedBytes),
-          {args.layout == Layout::kVllm5d ? cuda::DecodeCta<BFloat16, 64, true>
-                                           : cuda::DecodeCta<BFloat16, 64>,
+          {args.layout == Layout::kVllm5d
+               ? cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kVllm5d>
+               : cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kRows>,
            cuda::DecodeTraits<64>::SharedBytes(args.stages)},
           {cuda::PrefillCta<BFloat16, 64>, cuda::PrefillTraits<64>::kSharedBytes}};
 }
