@@ -10,18 +10,22 @@ import sys
 
 def expected_counts(kernel):
     """(pattern of instructions, least, most) for a mangled kernel name."""
-    match = re.search(r"(Decode|Prefill)Kernel\w*?ELi(\d+)E(?:Lb([01])E)?", kernel)
+    match = re.search(r"(Decode|Prefill)Kernel\w*?ELi(\d+)E(?:LNS0_8PageKindE([012])E)?", kernel)
     if not match:
         return []
     steps = int(match[2]) // 16  # of mma.m16n8k16 over head_dim
     if match[1] == "Decode":
         transposed = steps if match[3] == "1" else 0  # V of vllm5d lies in memory as mma wants it
+        is_eight_bit = match[3] == "2"  # half the bytes; O once more for the rest of P
+        mma = (6 if is_eight_bit else 4) * steps  # S: 2 per step, O: 2 per step
+        least_copies = steps if is_eight_bit else 4 * steps
         return [
-            ("HMMA.16816.F32", 4 * steps, 4 * steps),  # S: 2 per step, O: 2 per step
+            ("HMMA.16816.F32", mma, mma),
             # K, and Q where it is in shared memory
             ("LDSM.*\\.M88\\.4", steps + transposed, 2 * steps + transposed),
             ("LDSM.*\\.MT88\\.4", steps - transposed, steps - transposed),  # V
-            ("LDGSTS.*\\.128", 4 * steps, 10 * steps),  # K and V, at two places of the loader
+            # K and V, at two places of the loader
+            ("LDGSTS.*\\.128", least_copies, 10 * steps),
         ]
     # A warp's tile: 32 rows x 64 tokens, or 16 x 32 above head_dim 128.
     row_tiles, token_tiles = (2, 4) if steps <= 8 else (1, 2)

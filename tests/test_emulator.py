@@ -215,7 +215,7 @@ namespace jax_paged::emu {
 AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
                                  const cuda::DeviceLimits& limits) {
   return {cuda::ChooseKernels(args, limits, cuda::DecodeTraits<64>::SharedBytes,
-                              cuda::PrefillTraits<64>::kSharedBytes),
+                              cuda::PrefillTraits<64>::kSharedBytes, true),
           {args.layout == Layout::kVllm5d
                ? cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kVllm5d>
                : cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kRows>,

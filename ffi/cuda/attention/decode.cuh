@@ -74,7 +74,7 @@ class DecodeLoader {
       CopyTile(args, stage);
       if (++tile_ == segment_.num_tiles) {
         tile_ = 0;
-        has_tile_ = NextSegment(args, range, &segment_);
+        has_tile_ = NextSegment<Traits::kTakesTrees>(args, range, &segment_);
         kv_head_ = RowsOf(args, segment_).kv_head;
       }
       FindPage(args);
@@ -379,6 +379,29 @@ JAX_PAGED_DEVICE void PackWeights(const float (&p)[2][4], uint32_t (&a)[4]) {
   }
 }
 
+// Sets the scores to -inf of keys in the row's tree that are no ancestors of the query.
+JAX_PAGED_DEVICE void MaskTree(const AttentionArgs& args, const Segment& segment,
+                               const UnitRows& rows, int32_t first_token, float (&s)[2][4]) {
+  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const RowTree tree = segment.Tree();
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    const int32_t packed = rows.first + lane / 4 + 8 * half;
+    const TreeQuery query =
+        FindQuery(args, tree, QueryPosition(segment.lengths, args.by_group_size(packed)));
+    uint32_t seen = 0;
+    JAX_PAGED_NO_UNROLL
+    for (int32_t i = 0; i < 4; ++i) {
+      const int32_t key = first_token + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (SeesKey(args, tree, query, key)) seen |= 1u << i;
+    }
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 4; ++i) {
+      if (!(seen >> i & 1)) s[i / 2][2 * half + i % 2] = kNegativeInfinity;
+    }
+  }
+}
+
 // One warp tile of 16 tokens. `token_mask` says which of them exist; `sees_all`, that all rows of
 // the unit see those. `scales`, `k_scale`: of 8-bit pages, those of the stage's K and V per token,
 // and that of the head's K.
@@ -422,25 +445,19 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
       const KeyRange keys = VisibleKeys(args, segment, rows, lane / 4 + 8 * half);
-      TreeQuery query = {-1, 0, 0};
-      if (segment.tree_size > 0) {
-        const int32_t packed = rows.first + lane / 4 + 8 * half;
-        query = FindQuery(args, segment.Tree(),
-                          QueryPosition(segment.lengths, args.by_group_size(packed)));
-      }
       JAX_PAGED_UNROLL
       for (int32_t n = 0; n < 2; ++n) {
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < 2; ++i) {
           const int32_t token = n * 8 + column + i;
-          const int32_t key = first_token + token;
-          const bool is_seen = (token_mask >> token & 1) && keys.Contains(key) &&
-                               (query.node < 0 || SeesKey(args, segment.Tree(), query, key));
+          const bool is_seen = (token_mask >> token & 1) && keys.Contains(first_token + token);
           if (!is_seen) s[n][2 * half + i] = kNegativeInfinity;
         }
       }
     }
   }
+
+  if (segment.tree_size > 0 && !sees_all) MaskTree(args, segment, rows, first_token, s);
 
   float o_factor = 1.0f;
   if constexpr (Traits::kIsEightBit) {
@@ -605,6 +622,18 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
   MergeIfLast<T>(args, segment, rows, to, exchange + offsetof(ExchangeShared, merge));
 }
 
+// Keys that every row of the unit sees.
+JAX_PAGED_DEVICE KeyRange SeenByAll(const AttentionArgs& args, const Segment& segment,
+                                    const UnitRows& rows) {
+  KeyRange keys = {VisibleKeys(args, segment, rows, rows.count - 1).first,
+                   VisibleKeys(args, segment, rows, 0).end};
+  if (segment.tree_size > 0) {  // what rows see does not ascend there
+    if (keys.end > segment.Tree().root) keys.end = segment.Tree().root;
+    if (args.sliding_window) keys.first = keys.end;
+  }
+  return keys;
+}
+
 template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   using Traits = DecodeTraits<HEAD_DIM, PAGES>;
@@ -621,7 +650,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
                                                         warp * Traits::kExpandedBytes);
   const LogitScale scale = LoadScale(args);
 
-  Segment segment = FirstSegment(args, range);
+  Segment segment = FirstSegment<Traits::kTakesTrees>(args, range);
   DecodeLoader<HEAD_DIM, PAGES> loader(args, range, segment, ring, token_masks);
   for (int32_t s = 0; s < stages - 1; ++s) loader.Issue(args, range, s);
 
@@ -638,13 +667,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       state.v_scale =
           args.v_scale.per_token ? kSmallestScale : HeadScale(args.v_scale, rows.kv_head);
     }
-    // Every row of the unit sees [first_seen, seen_end).
-    int32_t first_seen = VisibleKeys(args, segment, rows, rows.count - 1).first;
-    int32_t seen_end = VisibleKeys(args, segment, rows, 0).end;
-    if (segment.tree_size > 0) {  // what rows see does not ascend there
-      if (seen_end > segment.Tree().root) seen_end = segment.Tree().root;
-      if (args.sliding_window) first_seen = seen_end;
-    }
+    const KeyRange by_all = SeenByAll(args, segment, rows);
     int32_t first_token = segment.first_tile * kTileTokens + warp * kWarpTokens;
     for (int32_t tile = 0; tile < segment.num_tiles; ++tile, first_token += kTileTokens) {
       prim::CpAsyncWait(stages - 2);
@@ -659,12 +682,12 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       DecodeTile<T, HEAD_DIM, PAGES>(
           args, segment, rows, Traits::kIsEightBit ? expanded : stored,
           prim::Load(token_masks + stage), first_token,
-          first_token >= first_seen && first_token + kWarpTokens <= seen_end, scale.factor,
+          first_token >= by_all.first && first_token + kWarpTokens <= by_all.end, scale.factor,
           (stored + Traits::kScalesOffset).template As<float>(), k_scale, queries, &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);
-    has_segment = NextSegment(args, range, &segment);
+    has_segment = NextSegment<Traits::kTakesTrees>(args, range, &segment);
   }
 }
 

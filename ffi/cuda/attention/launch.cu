@@ -19,9 +19,10 @@ cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionA
   cudaError_t error = cudaSuccess;
   const auto launch = [&](auto head_dim) {
     WithPageKind(args, [&](auto pages) {
+      using Decode = DecodeTraits<head_dim.value, pages.value>;
       const KernelChoice choice =
-          ChooseKernels(args, limits, DecodeTraits<head_dim.value, pages.value>::SharedBytes,
-                        PrefillTraits<head_dim.value>::kSharedBytes);
+          ChooseKernels(args, limits, Decode::SharedBytes,
+                        PrefillTraits<head_dim.value>::kSharedBytes, Decode::kTakesTrees);
       args.prefill_rows = choice.prefill_rows;
       error = choice.decode.stages == 0
                   ? LaunchSimt<T>(stream, limits, args)

@@ -55,11 +55,13 @@ struct Segment {
   JAX_PAGED_DEVICE RowTree Tree() const { return {row, lengths.seq_len - tree_size, tree_size}; }
 };
 
+// TREES: whether the kernel takes trees (DecodeTraits).
+template <bool TREES>
 JAX_PAGED_DEVICE void LoadRow(const AttentionArgs& args, Segment* segment) {
   segment->lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment->row);
   segment->splits = prim::LoadConst<RowSplits>(args.row_splits + segment->row);
   segment->tree_size =
-      args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + segment->row) : 0;
+      TREES && args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + segment->row) : 0;
   segment->first_key = RowFirstKey(args, segment->lengths, segment->tree_size);
 }
 
@@ -78,6 +80,7 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
 }
 
 // The first segment of a range that is not empty. Each warp finds its row by a 32-way search.
+template <bool TREES = true>
 JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange& range) {
   int32_t low = 0;
   int32_t high = args.max_seqs;
@@ -92,7 +95,7 @@ JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange
   Segment segment;
   segment.position = range.begin;
   segment.row = low;
-  LoadRow(args, &segment);
+  LoadRow<TREES>(args, &segment);
   const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_piece + low);
   segment.unit = static_cast<int32_t>(within / segment.splits.num_pieces);
   segment.piece = static_cast<int32_t>(within - int64_t{segment.unit} * segment.splits.num_pieces);
@@ -101,6 +104,7 @@ JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange
 }
 
 // Moves on; false at the end of the range.
+template <bool TREES = true>
 JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& range,
                                   Segment* segment) {
   segment->position += segment->num_pieces;
@@ -112,7 +116,7 @@ JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& ra
       segment->unit = 0;
       do {
         ++segment->row;
-        LoadRow(args, segment);
+        LoadRow<TREES>(args, segment);
       } while (segment->lengths.num_units == 0);
     }
   }

@@ -123,13 +123,14 @@ struct KernelChoice {
       prefill_rows;  // packed rows of a prefill unit; 0: no prefill kernel, the other serves all
 };
 
-// For a head_dim with tensor-core kernels, given the shared memory that they need: both, or what of
-// them the pages and the device allow. Of 99 KiB (sm_86, 89 and 120) the decode kernel does not get
-// enough above head_dim 128.
+// For a head_dim with tensor-core kernels, given the shared memory that they need and whether
+// decode knows trees: both, or what of them the pages and the device allow. Of 99 KiB (sm_86, 89
+// and 120) the decode kernel does not get enough above head_dim 128.
 inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
-                                  int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes) {
+                                  int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
+                                  bool takes_trees) {
   KernelChoice choice = {};
-  if (!HasTensorCorePages(args)) return choice;
+  if (!HasTensorCorePages(args) || (args.max_tree > 0 && !takes_trees)) return choice;
   choice.decode = ShapeDecode(limits, decode_bytes);
   if (MayPrefill(args) && PrefillCtasPerMultiprocessor(limits, prefill_bytes) > 0) {
     choice.prefill_rows = PrefillRows(args.head_dim);

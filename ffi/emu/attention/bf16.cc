@@ -15,8 +15,8 @@ AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
     using Prefill = cuda::PrefillTraits<head_dim.value>;
     cuda::WithPageKind(args, [&](auto pages) {
       using Decode = cuda::DecodeTraits<head_dim.value, pages.value>;
-      kernels.choice =
-          cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes);
+      kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes,
+                                           Decode::kTakesTrees);
       if (kernels.choice.decode.stages > 0) {
         kernels.decode = {cuda::DecodeCta<BFloat16, head_dim.value, pages.value>,
                           Decode::SharedBytes(args.stages)};

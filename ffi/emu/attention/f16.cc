@@ -14,8 +14,8 @@ AttentionKernels Float16Kernels(const cuda::AttentionArgs& args, const cuda::Dev
     using Prefill = cuda::PrefillTraits<head_dim.value>;
     cuda::WithPageKind(args, [&](auto pages) {
       using Decode = cuda::DecodeTraits<head_dim.value, pages.value>;
-      kernels.choice =
-          cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes);
+      kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes,
+                                           Decode::kTakesTrees);
       if (kernels.choice.decode.stages > 0) {
         kernels.decode = {cuda::DecodeCta<Float16, head_dim.value, pages.value>,
                           Decode::SharedBytes(args.stages)};
