@@ -120,6 +120,13 @@ inline std::string CheckTree(const AttentionOptions& options, int64_t max_seqs) 
   return CheckShape(kAttentionOp, "tree_sizes", options.tree_sizes, {max_seqs});
 }
 
+inline std::string CheckSplits(const char* op, int64_t num_kv_splits, int64_t split_tokens) {
+  if (num_kv_splits >= 0 && split_tokens >= 0 && (num_kv_splits == 0 || split_tokens == 0))
+    return "";
+  return Mismatch(op, "num_kv_splits, split_tokens", "non-negative, at most one of them set",
+                  std::to_string(num_kv_splits) + ", " + std::to_string(split_tokens));
+}
+
 // Reads the dtype of the output: q's or fp8.
 inline std::string ReadOutDtype(xla::ffi::DataType q, xla::ffi::DataType out, Dtype* dtype) {
   if (out == xla::ffi::DataType::F8E4M3FN || out == xla::ffi::DataType::F8E5M2) {
@@ -201,11 +208,7 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
   if (!(soft_cap >= 0.0f && soft_cap < INFINITY)) {
     return Mismatch(kOp, "soft_cap", "finite, 0 (off) or more", std::to_string(soft_cap));
   }
-  if (num_kv_splits < 0 || split_tokens < 0 || (num_kv_splits > 0 && split_tokens > 0)) {
-    return Mismatch(kOp, "num_kv_splits, split_tokens", "non-negative, at most one of them set",
-                    std::to_string(num_kv_splits) + ", " + std::to_string(split_tokens));
-  }
-  return "";
+  return CheckSplits(kOp, num_kv_splits, split_tokens);
 }
 
 inline constexpr char kMergeStatesOp[] = "jax_paged.merge_attention_states";

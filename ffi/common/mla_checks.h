@@ -77,11 +77,7 @@ inline std::string ReadMlaAttention(const xla::ffi::AnyBuffer& q,
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
     return error;
   }
-  if (num_kv_splits < 0 || split_tokens < 0 || (num_kv_splits > 0 && split_tokens > 0)) {
-    return Mismatch(kOp, "num_kv_splits, split_tokens", "non-negative, at most one of them set",
-                    std::to_string(num_kv_splits) + ", " + std::to_string(split_tokens));
-  }
-  return "";
+  return CheckSplits(kOp, num_kv_splits, split_tokens);
 }
 
 }  // namespace jax_paged

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "common/params.h"
-#include "common/schedule.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged::cpu {
@@ -18,10 +17,21 @@ struct Trees {
   int64_t max_tree;
 };
 
-// Runs the call; all shapes are checked. Throws std::bad_alloc.
-void Attend(xla::ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
-            const int32_t* cu_q_lens, const int32_t* seq_lens, int32_t num_seqs, int64_t max_seqs,
-            int64_t num_tokens, const Trees& trees);
+// The rows of a call as they came, and how their KV is to be split.
+struct RowsOfCall {
+  const int32_t* cu_q_lens;  // [max_seqs + 1]
+  const int32_t* seq_lens;   // [max_seqs]
+  int32_t num_seqs;
+  int64_t max_seqs;
+  int64_t num_tokens;
+  int64_t num_kv_splits;  // as in ScheduleOptions
+  int64_t split_tokens;
+  Trees trees;
+};
+
+// Runs the call; all shapes are checked. The error of running out of memory names `op`.
+xla::ffi::Error Attend(const char* op, xla::ffi::ThreadPool& pool, const AttentionParams& params,
+                       const RowsOfCall& call);
 
 }  // namespace jax_paged::cpu
 

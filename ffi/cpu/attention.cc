@@ -103,16 +103,16 @@ void ReadTrees(const Trees& trees, bool depths, int32_t num_rows, int32_t* words
   }
 }
 
-}  // namespace
-
-void Attend(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
-            const int32_t* cu_q_lens, const int32_t* seq_lens, int32_t num_seqs, int64_t max_seqs,
-            int64_t num_tokens, const Trees& trees) {
+// Plans the call and runs it. Throws std::bad_alloc.
+void Run(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
+         const RowsOfCall& call) {
+  const int64_t max_seqs = call.max_seqs, num_tokens = call.num_tokens;
+  const Trees& trees = call.trees;
   const Scratch row_memory(static_cast<size_t>(max_seqs) * (sizeof(Row) + sizeof(RowPlan)) + 1);
   RowPlan* plans = reinterpret_cast<RowPlan*>(row_memory.data());
   Row* rows = reinterpret_cast<Row*>(plans + max_seqs);
   const int32_t num_rows =
-      SanitizeRows(cu_q_lens, seq_lens, num_seqs, max_seqs, num_tokens,
+      SanitizeRows(call.cu_q_lens, call.seq_lens, call.num_seqs, max_seqs, num_tokens,
                    Clamp(params.pages_per_seq * params.k.page_size, 0, INT32_MAX), rows);
   const int64_t tree_words = trees.intervals ? num_rows * 3 * trees.max_tree : 0;
   const Scratch tree_memory(static_cast<size_t>(tree_words) * sizeof(int32_t) + 1);
@@ -176,6 +176,29 @@ void Attend(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions optio
     }
   };
   ParallelFor(pool, totals.items, options.num_workers, run);
+}
+
+}  // namespace
+
+ffi::Error Attend(const char* op, ffi::ThreadPool& pool, const AttentionParams& params,
+                  const RowsOfCall& call) {
+  ScheduleOptions options;
+  options.group_size = params.group_size;
+  options.num_kv_heads = params.num_kv_heads;
+  options.head_dim = params.head_dim;
+  options.v_head_dim = params.v_head_dim;
+  options.causal = params.causal;
+  options.sliding_window = params.sliding_window;
+  options.num_workers = Clamp(pool.num_threads(), 1, 1024);
+  options.num_kv_splits = call.num_kv_splits;
+  options.split_tokens = call.split_tokens;
+  try {
+    Run(pool, params, options, call);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string(op) + ": out of memory for partial results");
+  }
+  return ffi::Error::Success();
 }
 
 namespace {
@@ -242,26 +265,11 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.k = MakePageView(k_pages.untyped_data(), shape.k_pool, layer_index);
   params.v = MakePageView(v_pages.untyped_data(), shape.v_pool, layer_index);
 
-  ScheduleOptions options;
-  options.group_size = params.group_size;
-  options.num_kv_heads = params.num_kv_heads;
-  options.head_dim = params.head_dim;
-  options.v_head_dim = params.v_head_dim;
-  options.causal = causal;
-  options.sliding_window = params.sliding_window;
-  options.num_workers = Clamp(pool.num_threads(), 1, 1024);
-  options.num_kv_splits = num_kv_splits;
-  options.split_tokens = split_tokens;
   Trees trees = {nullptr, nullptr, 0};
   if (IsGiven(given.tree)) trees = {tree.typed_data(), tree_sizes.typed_data(), given.tree[1]};
-  try {
-    Attend(pool, params, options, cu_q_lens.typed_data(), seq_lens.typed_data(),
-           *num_seqs.typed_data(), shape.max_seqs, shape.num_tokens, trees);
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(kAttentionOp) + ": out of memory for partial results");
-  }
-  return ffi::Error::Success();
+  return Attend(kAttentionOp, pool, params,
+                {cu_q_lens.typed_data(), seq_lens.typed_data(), *num_seqs.typed_data(),
+                 shape.max_seqs, shape.num_tokens, num_kv_splits, split_tokens, trees});
 }
 
 }  // namespace

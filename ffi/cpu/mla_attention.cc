@@ -2,12 +2,10 @@
 // of each row of K, read from the same pages by the same kernels.
 
 #include <cstdint>
-#include <new>
 #include <string>
 
 #include "common/mla_checks.h"
 #include "common/params.h"
-#include "common/schedule.h"
 #include "cpu/attend.h"
 #include "cpu/handlers.h"
 #include "xla/ffi/api/ffi.h"
@@ -48,23 +46,9 @@ ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   }
   params.k = params.v = MakePageView(kv_pages.untyped_data(), shape.k_pool, layer_index);
 
-  ScheduleOptions options = {};
-  options.group_size = params.group_size;
-  options.num_kv_heads = params.num_kv_heads;
-  options.head_dim = params.head_dim;
-  options.v_head_dim = params.v_head_dim;
-  options.causal = causal;
-  options.num_workers = Clamp(pool.num_threads(), 1, 1024);
-  options.num_kv_splits = num_kv_splits;
-  options.split_tokens = split_tokens;
-  try {
-    Attend(pool, params, options, cu_q_lens.typed_data(), seq_lens.typed_data(),
-           *num_seqs.typed_data(), shape.max_seqs, shape.num_tokens, /*trees=*/{});
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(kMlaAttentionOp) + ": out of memory for partial results");
-  }
-  return ffi::Error::Success();
+  return Attend(kMlaAttentionOp, pool, params,
+                {cu_q_lens.typed_data(), seq_lens.typed_data(), *num_seqs.typed_data(),
+                 shape.max_seqs, shape.num_tokens, num_kv_splits, split_tokens, /*trees=*/{}});
 }
 
 }  // namespace

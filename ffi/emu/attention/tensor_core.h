@@ -1,0 +1,38 @@
+// The kernels of a call whose Q has 16-bit elements, as the emulator runs them.
+
+#ifndef JAX_PAGED_EMU_ATTENTION_TENSOR_CORE_H_
+#define JAX_PAGED_EMU_ATTENTION_TENSOR_CORE_H_
+
+#include "cuda/attention/decode.cuh"
+#include "cuda/attention/prefill.cuh"
+#include "cuda/attention/select.h"
+#include "cuda/attention/simt.cuh"
+#include "emu/attention/kernels.h"
+
+namespace jax_paged::emu {
+
+template <typename T>
+AttentionKernels TensorCoreKernels(const cuda::AttentionArgs& args,
+                                   const cuda::DeviceLimits& limits) {
+  AttentionKernels kernels = {};
+  kernels.decode = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<T>(a).Run(); },
+                    cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
+  cuda::WithDecodeHeadDim(args.head_dim, args.v_head_dim, [&](auto head_dim) {
+    using Prefill = cuda::PrefillTraits<head_dim.value>;
+    cuda::WithPageKind(args, [&](auto pages) {
+      using Decode = cuda::DecodeTraits<head_dim.value, pages.value>;
+      kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes,
+                                           Decode::kTakesTrees);
+      if (kernels.choice.decode.stages > 0) {
+        kernels.decode = {cuda::DecodeCta<T, head_dim.value, pages.value>,
+                          Decode::SharedBytes(args.stages)};
+      }
+    });
+    kernels.prefill = {cuda::PrefillCta<T, head_dim.value>, Prefill::kSharedBytes};
+  });
+  return kernels;
+}
+
+}  // namespace jax_paged::emu
+
+#endif  // JAX_PAGED_EMU_ATTENTION_TENSOR_CORE_H_
