@@ -1,11 +1,12 @@
 """Paged attention for JAX: native kernels on CPU and CUDA, and a functional page state.
 
 The verbs of the page state are in `jax_paged.state` (on a KVState) and `jax_paged.pages` (on a
-PageTable alone).
+PageTable alone); `jax_paged.transfer` moves K and V between states.
 """
 
 from jax_paged import pages as pages
 from jax_paged import state as state
+from jax_paged import transfer as transfer
 from jax_paged._ffi import build_info as build_info
 from jax_paged.attention import paged_attention as paged_attention
 from jax_paged.attention import ragged_paged_attention as ragged_paged_attention

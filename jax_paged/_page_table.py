@@ -29,6 +29,7 @@ class Status(enum.IntEnum):
     BAD_ROW = 3  # an id out of range or given twice, or what makes no sense for the row
     STALE_ROW = 4  # the row is not live
     UNCOMMITTED_TREE = 5  # the row has a tree, which `commit_tree` must settle first
+    GAP = 6  # tokens before these have not come (transfer.receive)
 
 
 @jax.tree_util.register_dataclass

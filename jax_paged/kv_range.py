@@ -132,7 +132,7 @@ def scatter_kv(
         heads = (places[1].shape[0], None, shape.num_kv_heads, None)
         check_shape(name, x, "n max_tokens num_kv_heads head_dim", heads)
     check_shape("v", v, "n max_tokens num_kv_heads head_dim", (None, k.shape[1], None, None))
-    slots = _slots(shape.num_pages, shape.page_size, k.shape[1], *places)
+    slots = slots_of_ranges(shape.num_pages, shape.page_size, k.shape[1], *places)
     k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
     return write_kv(
         k_pages, v_pages, k, v, slots.reshape(-1), layer=layer, k_scale=k_scale, v_scale=v_scale,
@@ -165,7 +165,7 @@ def _check_places(page_table, rows, begins, ends) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _slots(num_pages, page_size, max_tokens, page_table, rows, begins, ends):
+def slots_of_ranges(num_pages, page_size, max_tokens, page_table, rows, begins, ends):
     """The slot of each token of the ranges, i32[n, max_tokens]; −1 where it has none."""
     num_seqs, width = page_table.shape
     if 0 in (num_seqs, width, num_pages):
@@ -187,7 +187,7 @@ def _slots(num_pages, page_size, max_tokens, page_table, rows, begins, ends):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, table, rows, begins, ends, layer):
     shape = pages_shape(k_pages, layout)
-    slots = _slots(shape.num_pages, shape.page_size, max_tokens, table, rows, begins, ends)
+    slots = slots_of_ranges(shape.num_pages, shape.page_size, max_tokens, table, rows, begins, ends)
     pools: tuple[tuple[Any, Pool, Any], ...] = (
         (k_pages, "k", scales[0]), (v_pages, "v", scales[1]),
     )  # fmt: skip
