@@ -21,7 +21,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from jax_paged.state import KVState
-from jax_paged.validation import expect
+from jax_paged.validation import check_choice, expect
 
 from .decoder import Decoder
 from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
@@ -32,6 +32,7 @@ from .sample import Sampler
 from .scheduler import Feed, Scheduler
 from .speculate import look_up
 from .steps import chunk_size
+from .swap import Swapper, chunk_pages
 
 __all__ = ["Engine", "Request"]
 
@@ -52,6 +53,10 @@ class Engine:
         engine then waits for each step, because it guesses from the tokens that came out of it.
       ahead: steps that are dispatched before the oldest is read back; None = 1, without drafts.
       kv_dtype: of K and V, as for `generate`.
+      preemption: what becomes of a request that has to make room: "recompute" (it computes its K
+        and V anew) or "swap" (they are copied to host memory and back).
+      swap_pages: most pages in host memory, with "swap"; taken 8 at a time; None = num_pages. A
+        request that finds no room there is recomputed.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -71,6 +76,8 @@ class Engine:
         max_drafts: int = 0,
         ahead: int | None = None,
         kv_dtype: str = "auto",
+        preemption: str = "recompute",
+        swap_pages: int | None = None,
         progress: bool = True,
     ):
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
@@ -81,6 +88,13 @@ class Engine:
         ahead = int(max_drafts == 0) if ahead is None else ahead
         check_count("ahead", ahead, 0)
         expect(not (ahead and max_drafts), "ahead", "0 with max_drafts", ahead)
+        check_choice("preemption", preemption, ("recompute", "swap"))
+        swaps = preemption == "swap"
+        expect(swaps or swap_pages is None, "swap_pages", "None without swapping", swap_pages)
+        if swap_pages is None:
+            swap_pages = num_pages if swaps else 0
+        check_count("swap_pages", swap_pages, int(swaps))
+        self.swap_pages = swap_pages
         if pages_per_seq is None:
             pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
         self.config, self.max_drafts, self.ahead = model.config, max_drafts, ahead
@@ -96,8 +110,10 @@ class Engine:
         self._cache = PrefixCache(num_pages, page_size, salt) if prefix_cache else None
         self._scheduler = Scheduler(
             num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
-            page_size=page_size, max_tokens=max_tokens, cache=self._cache,
+            page_size=page_size, max_tokens=max_tokens, cache=self._cache, swap_pages=swap_pages,
+            chunk_pages=chunk_pages(pages_per_seq),
         )  # fmt: skip
+        self._swapper: Swapper | None = None
         self._sizes = _step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._num_holds = max_seqs + -(-max_tokens // page_size)
         self._nothing = Keeping.create(table, self._num_holds)
@@ -106,7 +122,7 @@ class Engine:
         self._num_requests = self.num_steps = self.num_fed = 0
         self.num_drafted = self.num_accepted = 0
         self.compile_seconds = 0.0
-        self._compile(max_seqs, progress)
+        self._compile(max_seqs, progress, swaps)
 
     # Requests
 
@@ -243,6 +259,16 @@ class Engine:
         return self._scheduler.num_preemptions
 
     @property
+    def num_swaps(self) -> tuple[int, int]:
+        """Times that a request was copied to host memory, and back; the rest was recomputed."""
+        return self._scheduler.num_swapped_out, self._scheduler.num_swapped_in
+
+    @property
+    def num_free_swap_pages(self) -> int:
+        """Pages of host memory that no preempted request has."""
+        return self._scheduler.num_free_swap
+
+    @property
     def num_free_pages(self) -> int:
         """Pages that neither a request nor the cache has."""
         return self._scheduler.num_free
@@ -264,15 +290,18 @@ class Engine:
 
     # The device
 
-    def _compile(self, max_seqs: int, progress: bool) -> None:
-        start = time.perf_counter()
+    def _compile(self, max_seqs: int, progress: bool, swaps: bool) -> None:
+        start, table = time.perf_counter(), self._device.state.table
         self._steps = {}
         with tqdm(
-            total=len(self._sizes) + 1, desc="compiling", unit=" programs", leave=False,
+            total=len(self._sizes) + 1 + swaps, desc="compiling", unit=" programs", leave=False,
             disable=None if progress else True,
         ) as bar:  # fmt: skip
             self._keep_program = keep.lower(self._device, self._nothing).compile()
             bar.update()
+            if swaps:
+                self._swapper = Swapper(self._device, table.pages_per_seq)
+                bar.update()
             for size in self._sizes:
                 plan = StepPlan.create(max_seqs, size)
                 self._steps[size] = step.lower(
@@ -287,6 +316,10 @@ class Engine:
     def _keep(self) -> None:
         """Sends the scheduler's orders to the device, in as many calls as they fill."""
         orders = self._scheduler.take_orders()
+        for request, row in orders.swap_outs:
+            assert self._swapper is not None
+            num_pages = self._scheduler.pages_needed(request.swapped)
+            request.chunks = self._swapper.out(self._device, row, num_pages)
         holds, evictions = orders.holds, orders.evictions
         size = self._num_holds
         while len(holds) > size:
@@ -298,6 +331,9 @@ class Engine:
             holds, releases, evictions = [], [], evictions[size:]
         if holds or releases or evictions or adoptions:
             self._send_keeping(_keeping(self._nothing, holds, releases, evictions, adoptions))
+        for row, begin, chunks in orders.swap_ins:
+            assert self._swapper is not None
+            self._device = self._swapper.back(self._device, row, begin, chunks)
 
     def _send_keeping(self, keeping: Keeping) -> None:
         self._device = self._keep_program(self._device, keeping)
@@ -358,8 +394,9 @@ def _keeping(nothing: Keeping, holds, releases, evictions, adoptions) -> Keeping
         filled.hold_entries[i] = entry
     filled.release_rows[: len(releases)] = releases
     filled.evict_entries[: len(evictions)] = evictions
-    for i, (row, entries, tokens) in enumerate(adoptions):
+    for i, (row, entries, tokens, swapped) in enumerate(adoptions):
         filled.adopt_rows[i], filled.adopt_tokens[i] = row, tokens
+        filled.swap_tokens[i] = swapped
         filled.adopt_entries[i, : len(entries)] = entries
     return filled
 

@@ -59,6 +59,7 @@ class Keeping:
     adopt_rows: np.ndarray  # i32[max_seqs], rows that start
     adopt_entries: np.ndarray  # i32[max_seqs, pages_per_seq], what they start with
     adopt_tokens: np.ndarray  # i32[max_seqs], room that they reserve beyond it
+    swap_tokens: np.ndarray  # i32[max_seqs], tokens there that will come from host memory
 
     @staticmethod
     def create(table: PageTable, size: int) -> "Keeping":
@@ -74,6 +75,7 @@ class Keeping:
             adopt_rows=per_row.copy(),
             adopt_entries=np.full((rows, columns), -1, np.int32),
             adopt_tokens=np.zeros(rows, np.int32),
+            swap_tokens=np.zeros(rows, np.int32),
         )
 
 
@@ -98,6 +100,11 @@ def keep(device: Device, orders: Keeping) -> Device:
     statuses.append(status)
     table, status = pages.reserve(table, orders.adopt_rows, orders.adopt_tokens)
     statuses.append(status)
+    starting = jnp.where(orders.adopt_rows >= 0, orders.adopt_rows, table.max_seqs)
+    table = dataclasses.replace(
+        table, seq_lens=table.seq_lens.at[starting].add(orders.swap_tokens, mode="drop")
+    )
+    statuses.append(jnp.where(orders.swap_tokens > orders.adopt_tokens, jnp.int32(1), 0))
     return dataclasses.replace(
         device,
         state=dataclasses.replace(device.state, table=table),

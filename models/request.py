@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,9 @@ class Request:
     num_told: int = 0  # new tokens that on_tokens has had
     end_told: bool = False
     num_offered: int = 0  # full pages that the cache has been told of
+    # Preempted by swap: its first `swapped` tokens are in host memory, in chunks of pages.
+    swapped: int = 0
+    chunks: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def is_done(self) -> bool:

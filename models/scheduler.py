@@ -9,6 +9,8 @@ reservation will succeed, and what to do when it would not:
 - When a running request needs a page and there is none, the cache gives up pages that nobody uses;
   then the running request that is last in the order is preempted: its row is released and it waits
   again, to compute prompt and new tokens anew (what the cache has kept of them is not computed).
+  With swapping its pages are copied to host memory first, and back when it starts again; where they
+  do not fit into what is free of `swap_pages`, it computes anew as it would without.
   The first in the order is never preempted and fits the pool, so everything comes to its end.
 - A request of higher priority that waits preempts running ones of lower priority.
 - Decode rows come first, then prefill chunks fill the step up.
@@ -17,6 +19,7 @@ reservation will succeed, and what to do when it would not:
 import bisect
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jax_paged.pages import pages_for
 
@@ -48,7 +51,11 @@ class Orders:
     holds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     releases: list[int] = dataclasses.field(default_factory=list)
     evictions: list[int] = dataclasses.field(default_factory=list)
-    adoptions: list[tuple[int, list[int], int]] = dataclasses.field(default_factory=list)
+    # row, cache entries, tokens to reserve room for behind them, tokens of those to swap in
+    adoptions: list[tuple[int, list[int], int, int]] = dataclasses.field(default_factory=list)
+    swap_outs: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # and its row
+    # row, its first column that is not the cache's, its chunks
+    swap_ins: list[tuple[int, int, list[Any]]] = dataclasses.field(default_factory=list)
 
 
 class Scheduler:
@@ -58,13 +65,17 @@ class Scheduler:
       num_pages, max_seqs, pages_per_seq, page_size: of the page table.
       max_tokens: most tokens of a step.
       cache: the prefix cache, or None.
+      swap_pages: pages of preempted requests in host memory; 0 = none, they compute anew.
+      chunk_pages: host memory is taken by so many pages at a time.
     """
 
     def __init__(
         self, *, num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int,
-        max_tokens: int, cache: PrefixCache | None,
+        max_tokens: int, cache: PrefixCache | None, swap_pages: int = 0, chunk_pages: int = 1,
     ):  # fmt: skip
         self.page_size, self.max_tokens, self.cache = page_size, max_tokens, cache
+        self.num_free_swap, self.chunk_pages = swap_pages, chunk_pages
+        self.num_swapped_out = self.num_swapped_in = 0
         self.most_pages = min(num_pages, pages_per_seq)
         self.num_free = num_pages
         self.waiting: list[Request] = []
@@ -93,6 +104,7 @@ class Scheduler:
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        self._drop_swapped(request)
 
     def take_orders(self) -> Orders:
         """The orders since the last time."""
@@ -220,15 +232,21 @@ class Scheduler:
         self.running.append(request)
         request.row = self._free_rows.pop()
         request.columns = list(entries)
-        request.fed = len(entries) * self.page_size
+        cached = len(entries) * self.page_size
+        swapped = max(request.swapped - cached, 0)
+        request.fed = cached + swapped
         request.num_offered = len(entries)
         self._take(request, need)
-        rest = request.num_known - request.fed
-        self.orders.adoptions.append((request.row, list(entries), rest))
+        rest = request.num_known - cached
+        self.orders.adoptions.append((request.row, list(entries), rest, swapped))
+        if swapped:
+            self.orders.swap_ins.append((request.row, len(entries), request.chunks))
+            self.num_swapped_in += 1
+        self._drop_swapped(request)
         if self.cache is not None and request.num_preemptions == 0:
-            request.num_cached = request.fed
+            request.num_cached = cached
             self.cache.counts.looked_up += request.num_known
-            self.cache.counts.found += request.fed
+            self.cache.counts.found += cached
         return True
 
     def _match(self, request: Request) -> list[int]:
@@ -259,6 +277,12 @@ class Scheduler:
         return not lacks()
 
     def _preempt(self, request: Request) -> None:
+        need = self._swap_need(request.fed)
+        if 0 < need <= self.num_free_swap and request.row is not None:
+            self.num_free_swap -= need
+            request.swapped = request.fed
+            self.orders.swap_outs.append((request, request.row))
+            self.num_swapped_out += 1
         self._leave(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -275,3 +299,13 @@ class Scheduler:
         if self.cache is not None:
             self.cache.release([entry for entry in request.columns if entry >= 0])
         request.row, request.columns, request.fed, request.num_offered = None, [], 0, 0
+
+    def _swap_need(self, tokens: int) -> int:
+        """Pages of host memory for so many tokens: whole chunks."""
+        chunks = -(-self.pages_needed(tokens) // self.chunk_pages)
+        return chunks * self.chunk_pages
+
+    def _drop_swapped(self, request: Request) -> None:
+        """Forgets what host memory has of a request."""
+        self.num_free_swap += self._swap_need(request.swapped)
+        request.swapped, request.chunks = 0, []

@@ -25,6 +25,7 @@ PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9]
 NEW = 12
 NUM_REQUESTS = 200 if os.environ.get("JAX_PAGED_LONG") == "1" else 40
 SAMPLED = {"temperature": 1.5, "top_k": 20, "seed": 3}
+SWAP = {"num_pages": 14, "preemption": "swap", "swap_pages": 40}
 TIE = 1e-4  # top-2 gap of logits below which rounding may choose
 
 
@@ -75,6 +76,7 @@ def assert_empty(engine: Engine) -> None:
     assert not table.is_live.any()
     assert not table.ref_counts.any()
     assert int(table.num_free) == table.num_pages == engine.num_free_pages
+    assert engine.num_free_swap_pages == engine.swap_pages
 
 
 def submit_all(engine, prompts=PROMPTS, max_new_tokens=NEW, **options):
@@ -190,6 +192,86 @@ def test_a_tight_pool_preempts_and_nothing_is_lost(make, alone):
         assert request.tokens == alone(prompt, 30)
     engine.clear_cache()
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_tight_pool_swaps_and_nothing_is_computed_again(make, alone, max_drafts):
+    engine = make(**SWAP, max_drafts=max_drafts)
+    before, fed, preempted = engine.num_swaps, engine.num_fed, engine.num_preemptions
+    prompts = [[i] * 9 for i in range(4)]
+    requests = submit_all(engine, prompts, max_new_tokens=30)
+    engine.run()
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.tokens == alone(prompt, 30)
+    out, back = (now - then for now, then in zip(engine.num_swaps, before, strict=True))
+    assert 0 < out == back == engine.num_preemptions - preempted
+    if not max_drafts:
+        assert engine.num_fed - fed == 4 * (9 + 30 - 1)
+    engine.clear_cache()
+    assert_empty(engine)
+
+
+def test_what_host_memory_cannot_hold_is_computed_again(make, alone):
+    engine = make(**SWAP | {"swap_pages": 8}, prefix_cache=False)
+    before, preempted, least = engine.num_swaps, engine.num_preemptions, 8
+    prompts = [[i] * 9 for i in range(4)]
+    requests = submit_all(engine, prompts, max_new_tokens=30)
+    while engine.step():
+        least = min(least, engine.num_free_swap_pages)
+    assert least == 0  # a chunk of 8 pages is in use, and never more
+    out, back = (now - then for now, then in zip(engine.num_swaps, before, strict=True))
+    assert 0 < out == back < engine.num_preemptions - preempted
+    assert [r.tokens for r in requests] == [alone(p, 30) for p in prompts]
+    assert_empty(engine)
+
+
+def test_what_the_cache_has_kept_is_not_copied_back(make, alone):
+    engine = make(**SWAP, max_drafts=0)
+    low = engine.submit(range(16), max_new_tokens=20)
+    for _ in range(6):
+        engine.step()
+    before, fed = engine.num_swaps, engine.num_fed - low.fed
+    high = engine.submit([9] * 32, max_new_tokens=12, priority=1)
+    while not high.is_done:
+        engine.step()
+    assert low.swapped > 20
+    kept = len(engine._scheduler._match(low))
+    assert 0 < kept < low.swapped // 4  # the others have had to go
+    entries = engine._scheduler._match(low)
+    engine.step()
+    assert low.columns[:kept] == entries
+    engine.run()
+    assert engine.num_swaps == (before[0] + 1, before[1] + 1)
+    assert engine.num_fed - fed == 16 + 20 - 1 + 32 + 12 - 1
+    assert (low.tokens, high.tokens) == (alone(range(16), 20), alone([9] * 32, 12))
+    engine.clear_cache()
+    assert_empty(engine)
+
+
+def test_a_request_that_is_swapped_out_may_be_cancelled(make, alone):
+    engine = make(**SWAP, max_drafts=0)
+    requests = submit_all(engine, [[i] * 9 for i in range(4)], max_new_tokens=30)
+    while engine.num_free_swap_pages == engine.swap_pages:
+        engine.step()
+    (out,) = [r for r in requests if r.num_preemptions]
+    engine.cancel(out)
+    assert engine.num_free_swap_pages == engine.swap_pages
+    engine.run()
+    for i, request in enumerate(requests):
+        assert request.tokens == alone([i] * 9, 30)[: len(request.tokens)]
+    engine.clear_cache()
+    assert_empty(engine)
+
+
+def test_eight_bit_pages_swap_with_their_scales(make, model):
+    engine = make(**SWAP, kv_dtype="int8")
+    prompts = [[i] * 9 for i in range(4)]
+    requests = submit_all(engine, prompts, max_new_tokens=30)
+    engine.run()
+    assert engine.num_swaps[1] > 0
+    for prompt, request in zip(prompts, requests, strict=True):
+        lone = generate(model, [prompt], max_new_tokens=30, kv_dtype="int8").tokens[0]
+        assert request.tokens == lone
 
 
 def test_higher_priority_goes_first_and_takes_pages_from_lower(make, alone):
@@ -339,6 +421,9 @@ def test_bad_requests_are_named(make, options, message):
         ({"max_tokens": 3}, "max_tokens: expected an integer >= 4, got 3"),
         ({"max_drafts": 2, "max_tokens": 11}, "max_tokens: expected an integer >= 12, got 11"),
         ({"max_drafts": 1, "ahead": 1}, "ahead: expected 0 with max_drafts, got 1"),
+        ({"preemption": "drop"}, "preemption: expected 'recompute' or 'swap', got 'drop'"),
+        ({"swap_pages": 4}, "swap_pages: expected None without swapping, got 4"),
+        ({"preemption": "swap", "swap_pages": 0}, "swap_pages: expected an integer >= 1, got 0"),
     ],
 )
 def test_bad_sizes_are_named(model, options, message):
@@ -347,7 +432,8 @@ def test_bad_sizes_are_named(model, options, message):
 
 
 def test_nothing_compiles_while_serving_and_no_pool_is_copied(make, caplog):
-    engine = make()
+    engine = make(**SWAP, max_drafts=0)
+    before = engine.num_swaps
     engine.submit([1], max_new_tokens=2)
     engine.run()  # the little that dispatching itself needs
     caplog.set_level(logging.WARNING, logger="jax")  # the command line asks for errors only
@@ -355,13 +441,18 @@ def test_nothing_compiles_while_serving_and_no_pool_is_copied(make, caplog):
         jax.jit(lambda x: x + 2)(np.float32(1))
         assert any("ompiling" in text for text in caplog.messages)  # it would be told
         caplog.clear()
-        submit_all(engine, **SAMPLED)
+        submit_all(engine, max_new_tokens=30, **SAMPLED)
         engine.run()
         engine.clear_cache()
+    assert engine.num_swaps > before
     assert not any("ompiling" in text for text in caplog.messages), caplog.messages
     pool = engine.state.k_pages
-    for program in [engine._keep_program, *engine._steps.values()]:
-        assert pool_sized_ops(program, pool) == []
+    programs = [engine._keep_program, *engine._steps.values(), *engine._swapper.programs]
+    for program in programs:
+        found = pool_sized_ops(program, pool)
+        if program in engine._swapper.programs:  # the scatter itself is as large as the pool
+            found = [line for line in found if re.search(r" (copy|copy-start|select)\(", line)]
+        assert found == []
         assert "callback" not in program.as_text()
 
 
@@ -407,10 +498,13 @@ def random_requests(count: int, seed: int):
 
 
 @pytest.mark.parametrize("max_drafts", [0, 3])
-def test_random_requests_get_what_they_get_alone(model, make, alone, max_drafts):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_random_requests_get_what_they_get_alone(model, make, alone, max_drafts, preemption):
     """Under random arrival, preemption, prefix sharing and cancellation."""
-    engine = make(num_pages=14, max_drafts=max_drafts)
+    swaps = SWAP if preemption == "swap" else {"num_pages": 14}
+    engine = make(**swaps, max_drafts=max_drafts)
     found, preempted = engine.cache_counts.found, engine.num_preemptions
+    swapped_out, swapped_in = engine.num_swaps
     plan = list(random_requests(NUM_REQUESTS, seed=7))
     requests, to_cancel, steps = [], [], 0
     while len(requests) < len(plan) or not engine.is_idle:
@@ -432,6 +526,8 @@ def test_random_requests_get_what_they_get_alone(model, make, alone, max_drafts)
     assert reasons["length"] > NUM_REQUESTS * 3 // 4
     assert engine.cache_counts.found > found
     assert engine.num_preemptions > preempted
+    out, back = engine.num_swaps[0] - swapped_out, engine.num_swaps[1] - swapped_in
+    assert (0 < back <= out) == (preemption == "swap")
     ties = 0
     for request, (_, prompt, new, options, _) in zip(requests, plan, strict=True):
         expected = alone(prompt, new, **options)
@@ -440,7 +536,10 @@ def test_random_requests_get_what_they_get_alone(model, make, alone, max_drafts)
         if request.tokens != expected:
             assert_tie(model, prompt, expected, request.tokens)
             ties += 1
-    print(f"{ties} of {NUM_REQUESTS} requests differ at a tie")
+    print(
+        f"{ties} of {NUM_REQUESTS} requests differ at a tie; {engine.num_preemptions - preempted} "
+        f"preemptions, {out} swapped out, {back} back"
+    )
     assert ties <= NUM_REQUESTS / 100
     engine.clear_cache()
     assert_empty(engine)

@@ -1,0 +1,113 @@
+"""Pages of preempted requests in host memory: the programs that copy them out and back in.
+
+A row is copied in chunks of a fixed number of pages, so that one program serves rows of any length.
+Out: a gather of the chunk's pages in all layers, then a copy to page-locked host memory that nobody
+waits for. In: a copy to the device and a scatter in place. Stored values travel as they are, 8-bit
+ones with their scales per token.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged.state import KVState
+from jax_paged.validation import is_per_token
+
+from .engine_step import Device
+
+MOST_CHUNK_PAGES = 8
+
+Chunk = tuple[Any, ...]  # k, v and scales per token: [num_layers, chunk_pages, …]
+
+
+def chunk_pages(pages_per_seq: int) -> int:
+    """Pages of a chunk."""
+    return min(MOST_CHUNK_PAGES, pages_per_seq)
+
+
+def _pools(state: KVState) -> tuple[Any, ...]:
+    per_token = is_per_token(state.k_scale, state.k_pages)
+    scales = (state.k_scale, state.v_scale) if per_token else ()
+    return (state.k_pages, state.v_pages, *scales)
+
+
+def _flat(pool: jax.Array) -> jax.Array:
+    """Layer and page as one leading axis, as `copy_pages` has it."""
+    return pool.reshape(pool.shape[0] * pool.shape[1], *pool.shape[2:])
+
+
+def _places(state: KVState, row, first, count: int) -> tuple[jax.Array, jax.Array]:
+    """Where the pages in columns first … of a row lie in the flat pools, and which there are."""
+    table, num_layers = state.table, state.k_pages.shape[0]
+    column = first + jnp.arange(count, dtype=jnp.int32)
+    page = table.page_table[row, jnp.minimum(column, table.pages_per_seq - 1)]
+    exists = (column < table.pages_per_seq) & (page >= 0)
+    layer = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
+    return layer * table.num_pages + jnp.where(exists, page, 0)[None], exists
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def copy_out(device: Device, row: jax.Array, first: jax.Array, *, count: int) -> Chunk:
+    """The pages in columns first … first + count − 1 of a row."""
+    places, _ = _places(device.state, row, first, count)
+    return tuple(_flat(pool)[places] for pool in _pools(device.state))
+
+
+@functools.partial(jax.jit, donate_argnames="device")
+def copy_in(
+    device: Device, row: jax.Array, first: jax.Array, begin: jax.Array, chunk: Chunk
+) -> Device:
+    """Sets the pages of a row that `copy_out` gave, but for columns before `begin`."""
+    state, count = device.state, chunk[0].shape[1]
+    places, exists = _places(state, row, first, count)
+    exists &= first + jnp.arange(count, dtype=jnp.int32) >= begin
+    nowhere = state.k_pages.shape[0] * state.table.num_pages
+    places = jnp.where(exists[None], places, nowhere)
+    pools = tuple(
+        _flat(pool).at[places].set(pages, mode="drop").reshape(pool.shape)
+        for pool, pages in zip(_pools(state), chunk, strict=True)
+    )
+    scales = pools[2:] or (state.k_scale, state.v_scale)
+    state = KVState(pools[0], pools[1], state.table, state.layout, *scales)
+    return Device(state, device.last, device.entry_pages, device.failed)
+
+
+class Swapper:
+    """Copies rows of a `Device` to host memory and back, with programs compiled ahead.
+
+    Args:
+      device: what the programs are compiled for.
+      pages_per_seq: of its page table.
+    """
+
+    def __init__(self, device: Device, pages_per_seq: int):
+        self._count = chunk_pages(pages_per_seq)
+        zero = np.int32(0)
+        self._out = copy_out.lower(device, zero, zero, count=self._count).compile()
+        shapes = jax.eval_shape(functools.partial(copy_out, count=self._count), device, zero, zero)
+        self._in = copy_in.lower(device, zero, zero, zero, shapes).compile()
+
+    @property
+    def programs(self) -> tuple[Any, Any]:
+        """Out and in, compiled."""
+        return self._out, self._in
+
+    def out(self, device: Device, row: int, num_pages: int) -> list[Chunk]:
+        """Starts to copy the first pages of a row; they may be freed at once."""
+        chunks = []
+        for first in range(0, num_pages, self._count):
+            chunk = self._out(device, np.int32(row), np.int32(first))
+            there = chunk[0].sharding.with_memory_kind("pinned_host")
+            chunks.append(jax.device_put(chunk, there))
+        return chunks
+
+    def back(self, device: Device, row: int, begin: int, chunks: list[Chunk]) -> Device:
+        """Starts to copy chunks into the pages of a row, but for columns before `begin`."""
+        here = device.state.k_pages.sharding
+        for number in range(begin // self._count, len(chunks)):
+            chunk, first = jax.device_put(chunks[number], here), number * self._count
+            device = self._in(device, np.int32(row), np.int32(first), np.int32(begin), chunk)
+        return device
