@@ -155,6 +155,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"pages of {PAGE_SIZE} tokens in the pool (default: enough for max-seqs requests)",
     )  # fmt: skip
     parser.add_argument(
+        "--swap-pages", type=int, metavar="N",
+        help="host memory for the pages of preempted requests (default: none, they compute anew)",
+    )  # fmt: skip
+    parser.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every prompt in full"
     )
     parser.add_argument(
@@ -175,8 +179,9 @@ def run(options: argparse.Namespace) -> int:
         check_count(name.replace("_", "-"), values[name], least)
     if not 0 <= options.rate < float("inf"):
         raise ValueError(f"rate: expected a finite number >= 0, got {options.rate}")
-    if options.pages is not None:
-        check_count("pages", options.pages, 1)
+    for name, value in (("pages", options.pages), ("swap-pages", options.swap_pages)):
+        if value is not None:
+            check_count(name, value, 1)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot: matplotlib is not installed: pip install 'jax_paged[plot]'")
     if options.one_by_one:
@@ -202,6 +207,9 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=max(options.max_tokens, options.max_seqs * (1 + options.drafts)),
         prefix_cache=not options.no_prefix_cache,
         max_drafts=options.drafts,
+        kv_dtype=options.kv_dtype,
+        preemption="recompute" if options.swap_pages is None else "swap",
+        swap_pages=options.swap_pages,
     )
     seen = replay(engine, trace)
     figures = seen.summary() | {
@@ -209,6 +217,8 @@ def run(options: argparse.Namespace) -> int:
         "hit_rate": engine.cache_counts.hit_rate,
         "steps": engine.num_steps,
         "preemptions": engine.num_preemptions,
+        "swaps": engine.num_swaps[1],
+        "kv_dtype": engine.state.k_pages.dtype.name,
         "drafted": engine.num_drafted,
         "accepted": engine.num_accepted,
         "compile_s": engine.compile_seconds,
@@ -231,7 +241,8 @@ def _text(figures: dict[str, Any]) -> str:
         f"({f['new_tokens']} new, {f['prompt_tokens']} prompt tokens, {f['steps']} steps)",
         f"time to first token: {times('first_token_ms')}",
         f"inter-token latency: {times('inter_token_ms')}",
-        f"pages: {f['peak_pages']} of {f['num_pages']} at most, {f['preemptions']} preemptions",
+        f"pages: {f['peak_pages']} of {f['num_pages']} at most ({f['kv_dtype']}), "
+        f"{f['preemptions']} preemptions, {f['swaps']} swapped in",
         f"prefix cache: {100 * f['hit_rate']:.1f} % of prompt tokens found",
     ]
     if f["drafted"]:

@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     three.set_defaults(run=bench_serve.run)
     _add_model(three)
     bench_serve.add_options(three)
+    _add_kv_dtype(three)
     return parser
 
 

@@ -117,6 +117,16 @@ def test_one_by_one_is_the_same_trace_without_sharing(run):
     assert (figures["new_tokens"], figures["hit_rate"], figures["refused"]) == (30, 0.0, 0)
 
 
+def test_kv_dtype_and_swapping(run):
+    _, out, _ = run(
+        *SMALL, "--prefixes", "0", "--prompt-tokens", "12", "--new-tokens", "30", "--pages", "4",
+        "--kv-dtype", "int8", "--swap-pages", "16", "--json",
+    )  # fmt: skip
+    figures = json.loads(out)
+    assert (figures["kv_dtype"], figures["new_tokens"]) == ("int8", 180)
+    assert figures["preemptions"] >= figures["swaps"] > 0
+
+
 def test_drafts_and_plot(run, tmp_path):
     pytest.importorskip("matplotlib")
     target = tmp_path / "load.png"
@@ -131,6 +141,7 @@ def test_drafts_and_plot(run, tmp_path):
         (["--requests", "0"], "requests: expected an integer >= 1, got 0"),
         (["--rate", "-1"], "rate: expected a finite number >= 0, got -1.0"),
         (["--pages", "0"], "pages: expected an integer >= 1, got 0"),
+        (["--swap-pages", "0"], "swap-pages: expected an integer >= 1, got 0"),
         (["--drafts", "-1"], "drafts: expected an integer >= 0, got -1"),
         (["--new-tokens", "64"], "new-tokens: expected at most 63, got 64"),
     ],
