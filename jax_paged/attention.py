@@ -1,7 +1,7 @@
 """Attention over paged K and V: one query per row, or ragged batches of prefill and decode rows."""
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,19 @@ from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
 from jax_paged.layout import Layout, is_stacked, kv_heads_axis, pages_shape
 from jax_paged.reference import head_scale
+from jax_paged.rope import Rope
 from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
+    AttentionOperands,
     AttentionSpec,
     as_out_dtype,
+    as_rope,
     check_attention,
     is_per_token,
 )
 
 TARGET = "jax_paged.attention.v1"
+NUM_REQUIRED = AttentionOperands._fields.index("sliding_window")  # operands that are always there
 
 
 def paged_attention(
@@ -34,7 +38,9 @@ def paged_attention(
     *,
     layer: Int[Array, ""] | int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
-    sliding_window: Int[Array, ""] | int | None = None,
+    sliding_window: Int[Array, "..."] | int | None = None,
+    num_pinned: Int[Array, "..."] | int | None = None,
+    slot_offset: Int[Array, "..."] | int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, "num_q_heads"] | None = None,
     sinks: Float[Array, "num_q_heads"] | None = None,
@@ -42,6 +48,7 @@ def paged_attention(
     v_scale: Float[Array, "..."] | float | None = None,
     out_dtype: DTypeLike | None = None,
     out_scale: Float[Array, ""] | float | None = None,
+    rope: Rope | tuple[Any, ...] | None = None,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
     split_tokens: int | None = None,
@@ -71,7 +78,15 @@ def paged_attention(
       layer: which layer of stacked pages; may be traced. Out of range: output 0.
       sm_scale: factor on the logits, default head_dim ** −0.5; may be traced.
       sliding_window: how many tokens a query sees, itself included: keys j > p − sliding_window.
-        None or ≤ 0: all. May be traced. Pages wholly left of a row's window are not read.
+        None or ≤ 0: all. A scalar, or [num_seqs] for one of each row. May be traced. Pages wholly
+        left of a row's window are not read.
+      num_pinned: tokens at the front of each row that its window never hides (attention sinks, Xiao
+        et al. 2023). The window counts them: a query sees keys j < num_pinned and keys
+        j > p − (sliding_window − num_pinned), at least itself. A scalar or [num_seqs].
+      slot_offset: for rows that slid, whose table lists the pages of the pinned tokens and then
+        those of the window: stored slot s holds token s where s < num_pinned, else token s +
+        slot_offset. seq_lens keeps counting all tokens, so a row stores seq_lens − slot_offset of
+        them. A scalar or [num_seqs]; None or 0: never slid.
       soft_cap: bound on the scaled logits, > 0; None: none.
       alibi_slopes: [num_q_heads], bf16, f16 or f32: ALiBi, a slope per token of distance.
       sinks: [num_q_heads], bf16, f16 or f32: one more logit per head, without a value: it enters
@@ -82,6 +97,10 @@ def paged_attention(
       out_dtype: float8_e4m3fn or float8_e5m2: the output as fp8, out / out_scale from f32 to the
         nearest, clamped to ±448 or ±57344; NaN stays NaN. None: q's dtype.
       out_scale: f32 scalar, with an out_dtype only; None: 1. May be traced.
+      rope: (cos, sin, style), tables as `rope_tables` makes them: rotary embedding inside
+        attention, for pages that hold K before it. q and k are turned in f32 by the positions at
+        which they stand now (in a tree, by depth). Who stands beyond the tables takes no part: such
+        a query's output is 0. None: q and k are used as they are.
       return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
       num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
         1 = not cut.
@@ -111,13 +130,17 @@ def paged_attention(
     >>> print(paged_attention(q, pages, 3 * pages, table, jnp.array([3]))[0, :, 0])
     [3. 3.]
     """
+    rope = as_rope(rope, k_pages, layout)
     spec = AttentionSpec(
         layout, True, num_kv_splits, split_tokens, soft_cap, one_query_per_row=True,
         implementation=implementation, out_dtype=as_out_dtype(out_dtype),
+        rope_style=None if rope is None else rope.style,
     )  # fmt: skip
     operands = check_attention(
-        q, k_pages, v_pages, page_table, seq_lens, None, None, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, k_scale, v_scale, None, None, out_scale, spec,
+        q, k_pages, v_pages, page_table, seq_lens, None, None, spec, layer=layer,
+        sm_scale=sm_scale, sliding_window=sliding_window, num_pinned=num_pinned,
+        slot_offset=slot_offset, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale,
+        v_scale=v_scale, out_scale=out_scale, rope=rope,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
@@ -134,7 +157,9 @@ def ragged_paged_attention(
     *,
     layer: Int[Array, ""] | int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
-    sliding_window: Int[Array, ""] | int | None = None,
+    sliding_window: Int[Array, "..."] | int | None = None,
+    num_pinned: Int[Array, "..."] | int | None = None,
+    slot_offset: Int[Array, "..."] | int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, "num_q_heads"] | None = None,
     sinks: Float[Array, "num_q_heads"] | None = None,
@@ -144,6 +169,7 @@ def ragged_paged_attention(
     tree_sizes: Int[Array, "num_seqs"] | None = None,
     out_dtype: DTypeLike | None = None,
     out_scale: Float[Array, ""] | float | None = None,
+    rope: Rope | tuple[Any, ...] | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -195,13 +221,17 @@ def ragged_paged_attention(
     >>> print(out.shape, out[2, 0, 0])
     (3, 2, 8) 3.0
     """
+    rope = as_rope(rope, k_pages, layout)
     spec = AttentionSpec(
         layout, causal, num_kv_splits, split_tokens, soft_cap, one_query_per_row=False,
         implementation=implementation, out_dtype=as_out_dtype(out_dtype),
+        rope_style=None if rope is None else rope.style,
     )  # fmt: skip
     operands = check_attention(
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale, spec,
+        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, spec, layer=layer,
+        sm_scale=sm_scale, sliding_window=sliding_window, num_pinned=num_pinned,
+        slot_offset=slot_offset, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale,
+        v_scale=v_scale, out_scale=out_scale, rope=rope, tree=tree, tree_sizes=tree_sizes,
     )  # fmt: skip
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
@@ -214,33 +244,33 @@ def _with_layers(scale: jax.Array | None, pages: jax.Array) -> jax.Array | None:
     return jnp.broadcast_to(scale[None], (pages.shape[0], *scale.shape))
 
 
-def _reference(spec: AttentionSpec, q, k_pages, v_pages, page_table, seq_lens, *rest):
-    cu_q_lens, num_seqs, layer, sm_scale, *given = rest
-    given = (None if x is None or not x.size else x for x in given)
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale = given
+def _reference(spec: AttentionSpec, *operands):
+    given = (None if x is None or not x.size else x for x in operands[NUM_REQUIRED:])
+    x = AttentionOperands(*operands[:NUM_REQUIRED], *given)
     options = {
-        "layer": layer if is_stacked(k_pages, spec.layout) else None,
-        "sm_scale": sm_scale,
-        "sliding_window": sliding_window,
+        "layer": x.layer if is_stacked(x.k_pages, spec.layout) else None,
+        "sm_scale": x.sm_scale,
+        "sliding_window": x.sliding_window,
+        "num_pinned": x.num_pinned,
+        "slot_offset": x.slot_offset,
         "soft_cap": spec.soft_cap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "k_scale": _with_layers(k_scale, k_pages),
-        "v_scale": _with_layers(v_scale, v_pages),
+        "alibi_slopes": x.alibi_slopes,
+        "sinks": x.sinks,
+        "k_scale": _with_layers(x.k_scale, x.k_pages),
+        "v_scale": _with_layers(x.v_scale, x.v_pages),
         "out_dtype": spec.out_dtype,
-        "out_scale": out_scale,
+        "out_scale": x.out_scale,
+        "rope": None if x.cos is None else (x.cos, x.sin, spec.rope_style),
         "return_lse": True,
         "layout": spec.layout,
     }
+    rows = x.q, x.k_pages, x.v_pages, x.page_table, x.seq_lens
     if spec.one_query_per_row:
-        attend, ragged = reference.paged_attention, ()
-    else:
-        attend = functools.partial(
-            reference.ragged_paged_attention, causal=spec.causal, tree=tree, tree_sizes=tree_sizes
-        )
-        ragged = (cu_q_lens, num_seqs)
-    out, lse = attend(q, k_pages, v_pages, page_table, seq_lens, *ragged, **options)
-    return out, lse
+        return reference.paged_attention(*rows, **options)
+    return reference.ragged_paged_attention(
+        *rows, x.cu_q_lens, x.num_seqs, causal=spec.causal, tree=x.tree, tree_sizes=x.tree_sizes,
+        **options,
+    )  # fmt: skip
 
 
 def _cuda_workspace_words(
@@ -271,50 +301,41 @@ def _cuda_workspace_words(
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5 + tree_words
 
 
-def _head_axes(layout: Layout, operands: Sequence[jax.Array]) -> HeadAxes:
-    _, k_pages, v_pages, *_, alibi_slopes, sinks, k_scale, v_scale, _, _, _ = operands
+def _head_axes(layout: Layout, operands: AttentionOperands) -> HeadAxes:
+    """Which axis of each operand counts KV heads, or query heads."""
 
     def of_scale(scale):  # [num_kv_heads], or [..., num_pages, num_kv_heads, page_size]
         return None if not scale.size else max(scale.ndim - 2, 0)
 
-    of_operands = {
+    axes = dict.fromkeys(AttentionOperands._fields) | {
         "q": 1,
-        "k_pages": kv_heads_axis(k_pages, layout, "k"),
-        "v_pages": kv_heads_axis(v_pages, layout, "v"),
-        "page_table": None,
-        "seq_lens": None,
-        "cu_q_lens": None,
-        "num_seqs": None,
-        "layer": None,
-        "sm_scale": None,
-        "sliding_window": None,
-        "alibi_slopes": 0 if alibi_slopes.size else None,
-        "sinks": 0 if sinks.size else None,
-        "k_scale": of_scale(k_scale),
-        "v_scale": of_scale(v_scale),
-        "tree": None,
-        "tree_sizes": None,
-        "out_scale": None,
+        "k_pages": kv_heads_axis(operands.k_pages, layout, "k"),
+        "v_pages": kv_heads_axis(operands.v_pages, layout, "v"),
+        "alibi_slopes": 0 if operands.alibi_slopes.size else None,
+        "sinks": 0 if operands.sinks.size else None,
+        "k_scale": of_scale(operands.k_scale),
+        "v_scale": of_scale(operands.v_scale),
     }
-    return HeadAxes(of_operands, results=(1, 1))
+    return HeadAxes(axes, results=(1, 1))
+
+
+_FLOAT_OPTIONS = {"alibi_slopes", "sinks", "k_scale", "v_scale", "cos", "sin", "out_scale"}
+
+
+def _as_given(name: str, x: jax.Array | None) -> jax.Array:
+    """An operand as the FFI target takes it: options that are off are empty."""
+    if x is None:
+        return jnp.zeros(0, jnp.float32 if name in _FLOAT_OPTIONS else jnp.int32)
+    return x.reshape(1) if name in ("sliding_window", "out_scale") and not x.ndim else x
 
 
 def _call(spec: AttentionSpec, *operands):
-    q, _, v_pages, page_table, *_ = operands
-    required, given = operands[:9], operands[9:]
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale = given
-    no_number, no_index = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
-    operands = (
-        *required,
-        no_index if sliding_window is None else jnp.reshape(sliding_window, (1,)),
-        no_number if alibi_slopes is None else alibi_slopes,
-        no_number if sinks is None else sinks,
-        no_number if k_scale is None else k_scale,
-        no_number if v_scale is None else v_scale,
-        no_index if tree is None else tree,
-        no_index if tree_sizes is None else tree_sizes,
-        no_number if out_scale is None else jnp.reshape(out_scale, (1,)),
+    operands = AttentionOperands(*operands)
+    operands = AttentionOperands(
+        *operands[:NUM_REQUIRED],
+        *map(_as_given, AttentionOperands._fields[NUM_REQUIRED:], operands[NUM_REQUIRED:]),
     )
+    q, v_pages, page_table, tree = operands.q, operands.v_pages, operands.page_table, operands.tree
     pages = pages_shape(v_pages, spec.layout, "v")
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
     words = _cuda_workspace_words(
@@ -323,7 +344,7 @@ def _call(spec: AttentionSpec, *operands):
         group_size=q.shape[1] // pages.num_kv_heads,
         v_head_dim=pages.head_dim,
         capacity=page_table.shape[1] * pages.page_size,
-        max_tree=0 if tree is None else tree.shape[1],
+        max_tree=tree.shape[1] if tree.size else 0,
         **splits,
     )
     return tuple(
@@ -335,6 +356,7 @@ def _call(spec: AttentionSpec, *operands):
                 "causal": spec.causal,
                 **splits,
                 "soft_cap": np.float32(spec.soft_cap or 0),
+                "rope_interleaved": spec.rope_style == "interleaved",
             },
             heads=_head_axes(spec.layout, operands),
             cuda_workspace_words=words,
@@ -369,14 +391,13 @@ _differentiable.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attention(spec: AttentionSpec, *operands):
-    *rest, k_scale, v_scale, tree, tree_sizes, out_scale = operands
-    k_pages, layer = operands[1], operands[7]
-    heads = pages_shape(k_pages, spec.layout).num_kv_heads
+    x = AttentionOperands(*operands)
+    heads = pages_shape(x.k_pages, spec.layout).num_kv_heads
 
     def of_layer(scale):
-        if scale is None or is_per_token(scale, k_pages):
+        if scale is None or is_per_token(scale, x.k_pages):
             return scale
-        return head_scale(scale, layer, heads, k_pages)
+        return head_scale(scale, x.layer, heads, x.k_pages)
 
-    scales = of_layer(k_scale), of_layer(v_scale)
-    return _differentiable(spec, *rest, *scales, tree, tree_sizes, out_scale)
+    x = x._replace(k_scale=of_layer(x.k_scale), v_scale=of_layer(x.v_scale))
+    return _differentiable(spec, *x)

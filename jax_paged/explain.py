@@ -136,14 +136,19 @@ def _level_calls(call: dict[str, Any]) -> list[dict[str, Any]]:
 def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
     cpu = _ffi.cpu_module()
     threads = max(len(os.sched_getaffinity(0)), jax.local_device_count())  # XLA's intra-op pool
-    window = 0 if call["sliding_window"] is None else call["sliding_window"]
-    lengths = [call["seq_lens"], call.get("cu_q_lens", call["seq_lens"]), window]
+    windows = (call.get(name) for name in ("sliding_window", "num_pinned", "slot_offset"))
+    lengths = [call["seq_lens"], call.get("cu_q_lens", call["seq_lens"])]
+    lengths += [0 if x is None else x for x in windows]
     lengths = [np.asarray(x) if isinstance(x, int) else x for x in lengths]
     if any(not hasattr(x, "__array__") or isinstance(x, Tracer) for x in lengths):
         return {"isa": cpu.isa(), "num_threads": threads}
     k_shape = pages_shape(call["k_pages"], call["layout"])
     capacity = call["page_table"].shape[1] * k_shape.page_size
-    seq_lens = np.clip(np.asarray(lengths[0]), 0, capacity)
+    window, pinned, offset = (
+        np.clip(np.broadcast_to(np.asarray(x), np.shape(lengths[0])), 0, 2**31 - 1).astype(np.int64)
+        for x in lengths[2:]
+    )
+    seq_lens = np.clip(np.maximum(np.asarray(lengths[0]), 0) - offset, 0, capacity)
     q_lens = np.ones_like(seq_lens)
     if "cu_q_lens" in call:
         bounds = np.clip(np.asarray(lengths[1]), 0, call["q"].shape[0])
@@ -161,5 +166,6 @@ def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
         num_kv_splits=call["num_kv_splits"] or 0,
         split_tokens=call["split_tokens"] or 0,
         causal=call.get("causal", True),
-        sliding_window=int(np.clip(np.asarray(lengths[2]), 0, 2**31 - 1)),
+        unpinned_window=np.where(window > 0, np.maximum(window - pinned, 1), 0).tolist(),
+        num_pinned=np.minimum(pinned, seq_lens).tolist(),
     )

@@ -83,9 +83,33 @@ def _gather_rows_as_stored(
     return tokens, jnp.repeat(has_page, page_size, axis=1)
 
 
-def _in_window(distance, sliding_window):
-    """Whether a window lets keys at this distance (key − query) be seen."""
-    return (sliding_window <= 0) | (distance > -sliding_window)
+def _row_windows(rows: int, sliding_window, num_pinned, slot_offset) -> tuple[jax.Array, ...]:
+    """Window (0: off), pinned tokens and slot offset of each row."""
+
+    def of_rows(x):
+        x = jnp.zeros((), jnp.int32) if x is None else jnp.int32(x)
+        return jnp.broadcast_to(jnp.maximum(x.reshape(-1) if x.size == 1 else x, 0), (rows,))
+
+    return of_rows(sliding_window), of_rows(num_pinned), of_rows(slot_offset)
+
+
+def _unslid(position, slot, pinned, offset):
+    """From a position among the stored tokens to that among all, for the token in `slot`."""
+    return position + jnp.where(slot < pinned, 0, offset)
+
+
+def _in_window(distance, slot, window, pinned):
+    """Whether a window lets keys at this distance (key − query) be seen, by their stored slots."""
+    unpinned = jnp.maximum(window - pinned, 1)
+    return (window <= 0) | (slot < pinned) | (distance > -unpinned)
+
+
+def _turn(x, position, rope) -> tuple[jax.Array, jax.Array]:
+    """Tokens [tokens, heads, head_dim] turned in f32, and whether the tables have their place."""
+    cos, sin, style = rope
+    has_angle = (position >= 0) & (position < cos.shape[0])
+    place = jnp.where(has_angle, position, 0)
+    return apply_rope(x.astype(jnp.float32), cos[place], sin[place], style=style), has_angle
 
 
 def _softmax_attention(
@@ -148,18 +172,11 @@ def _as_output(out, q_dtype, out_dtype, out_scale) -> jax.Array:
     return jnp.clip(out / scale, -limit, limit).astype(out_dtype)
 
 
-def _options(sliding_window, soft_cap, alibi_slopes, sinks) -> tuple[dict, jax.Array | None]:
-    """The options of `_softmax_attention`, and the window as a scalar."""
-    options = {"soft_cap": soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    window = None if sliding_window is None else jnp.reshape(jnp.int32(sliding_window), ())
-    return options, window
-
-
 def ragged_paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
-    layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
-    k_scale=None, v_scale=None, tree=None, tree_sizes=None, out_dtype=None, out_scale=None,
-    causal=True, return_lse=False,
+    layer=None, sm_scale=None, sliding_window=None, num_pinned=None, slot_offset=None,
+    soft_cap=None, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, tree=None,
+    tree_sizes=None, out_dtype=None, out_scale=None, rope=None, causal=True, return_lse=False,
     layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
@@ -169,23 +186,25 @@ def ragged_paged_attention(
     sm_scale = jnp.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
     num_seqs = jnp.int32(rows) if num_seqs is None else jnp.reshape(num_seqs, ())
-    options, sliding_window = _options(sliding_window, soft_cap, alibi_slopes, sinks)
+    windows = _row_windows(rows, sliding_window, num_pinned, slot_offset)
+    options = {"soft_cap": soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks}
     bounds = jax.lax.cummax(jnp.clip(cu_q_lens, 0, num_tokens))
     token = jnp.arange(num_tokens, dtype=jnp.int32)
 
     def attend_row(carry, row):
         out, lse = carry
-        index, table, seq_len, start, end, *row_tree = row
+        index, table, seq_len, start, end, window, pinned, offset, *row_tree = row
         k, has_page = _gather_rows(k_pages, table[None], layer, layout, "k", k_scale)
         v, _ = _gather_rows(v_pages, table[None], layer, layout, "v", v_scale)
-        position = jnp.arange(k.shape[1], dtype=jnp.int32)
-        stored = has_page[0] & (position < seq_len)
-        seq_len = jnp.clip(seq_len, 0, k.shape[1])
-        query = token - end + seq_len
+        slot = jnp.arange(k.shape[1], dtype=jnp.int32)
+        seq_len = jnp.clip(jnp.maximum(seq_len, 0) - offset, 0, k.shape[1])  # stored
+        stored = has_page[0] & (slot < seq_len)
+        query_slot = token - end + seq_len
         mine = (token >= start) & (token < end) & (index < num_seqs)
         visible = jnp.broadcast_to(stored[None], (num_tokens, k.shape[1]))
         if causal:
-            visible &= position[None] <= query[:, None]
+            visible &= slot[None] <= query_slot[:, None]
+        query, position = query_slot, slot
         if row_tree:
             row_nodes, tree_size = row_tree
             sees, depth, root, size = _read_tree(row_nodes, tree_size, seq_len)
@@ -196,15 +215,21 @@ def ragged_paged_attention(
                 jnp.where(inside, root + depth[node], x)
                 for inside, node, x in zip(in_tree, nodes, (query, position), strict=True)
             )
+        query = _unslid(query, query_slot, pinned, offset)
+        position = _unslid(position, slot, pinned, offset)
         distance = position[None] - query[:, None]
-        if sliding_window is not None:
-            visible &= _in_window(distance, sliding_window)
+        visible &= _in_window(distance, slot[None], window, pinned)
+        row_q, k, v = q, k[0], v[0]
+        if rope is not None:
+            row_q, has_angle = _turn(q, query, rope)
+            k, key_has_angle = _turn(k, position, rope)
+            visible &= has_angle[:, None] & key_has_angle[None]
         # What no query of the row sees may be NaN.
         stored = jnp.any(visible & mine[:, None], axis=0)
-        k = jnp.where(stored[:, None, None], k[0], jnp.zeros((), k.dtype))
-        v = jnp.where(stored[:, None, None], v[0], jnp.zeros((), v.dtype))
+        k = jnp.where(stored[:, None, None], k, jnp.zeros((), k.dtype))
+        v = jnp.where(stored[:, None, None], v, jnp.zeros((), v.dtype))
         # The other queries may be NaN, which would reach the gradients of k and v as 0 · NaN.
-        row_q = jnp.where(mine[:, None, None], q, jnp.zeros((), q.dtype))
+        row_q = jnp.where(mine[:, None, None], row_q, jnp.zeros((), row_q.dtype))
         row_out, row_lse = _softmax_attention(row_q, k, v, visible, distance, sm_scale, **options)
         out = jnp.where(mine[:, None, None], row_out, out)
         return (out, jnp.where(mine[:, None], row_lse, lse)), None
@@ -212,47 +237,55 @@ def ragged_paged_attention(
     # A carry keeps its type, and inside shard_map the type says over which mesh axes a value
     # varies: so the empty result, too, must depend on the operands.
     operands = [q, k_pages, v_pages, page_table, seq_lens, bounds, num_seqs, layer, sm_scale]
-    given = (sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale)
-    operands += [x for x in given if x is not None]
-    never = jnp.any(jnp.stack([jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands]))
+    operands += [alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale, *windows]
+    operands += [] if rope is None else rope[:2]
+    never = [jnp.any(jnp.atleast_1d(x)[..., :0]) for x in operands if x is not None]
+    never = jnp.any(jnp.stack(never))
     nothing = (
         jnp.where(never, jnp.nan, jnp.zeros((*q.shape[:2], v_head_dim), jnp.float32)),
         jnp.where(never, jnp.nan, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)),
     )
     index = jnp.arange(rows, dtype=jnp.int32)
     trees = () if tree is None else (jnp.int32(tree), jnp.int32(tree_sizes))
-    (out, lse), _ = jax.lax.scan(
-        attend_row, nothing, (index, page_table, seq_lens, bounds[:-1], bounds[1:], *trees)
-    )
+    of_rows = (index, page_table, seq_lens, bounds[:-1], bounds[1:], *windows, *trees)
+    (out, lse), _ = jax.lax.scan(attend_row, nothing, of_rows)
     out = _as_output(out, q.dtype, out_dtype, out_scale)
     return (out, lse) if return_lse else out
 
 
 def paged_attention(
     q, k_pages, v_pages, page_table, seq_lens, *,
-    layer=None, sm_scale=None, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
-    k_scale=None, v_scale=None, out_dtype=None, out_scale=None, return_lse=False,
-    layout: Layout = "HND",
+    layer=None, sm_scale=None, sliding_window=None, num_pinned=None, slot_offset=None,
+    soft_cap=None, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, out_dtype=None,
+    out_scale=None, rope=None, return_lse=False, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.paged_attention` in jax.numpy, all rows at once. Differentiable."""
     sm_scale = jnp.float32(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
     k, has_page = _gather_rows(k_pages, page_table, layer, layout, "k", k_scale)
     v, _ = _gather_rows(v_pages, page_table, layer, layout, "v", v_scale)
-    position = jnp.arange(k.shape[1], dtype=jnp.int32)
-    stored = has_page & (position[None] < seq_lens[:, None])
-    options, sliding_window = _options(sliding_window, soft_cap, alibi_slopes, sinks)
-    query = jnp.clip(seq_lens, 0, k.shape[1]) - 1
-    distance = position[None] - query[:, None]
-    if sliding_window is not None:
-        stored &= _in_window(distance, sliding_window)
-    k = jnp.where(stored[..., None, None], k, jnp.zeros((), k.dtype))
-    v = jnp.where(stored[..., None, None], v, jnp.zeros((), v.dtype))
+    rows, capacity = k.shape[:2]
+    window, pinned, offset = (
+        x[:, None] for x in _row_windows(rows, sliding_window, num_pinned, slot_offset)
+    )
+    slot = jnp.arange(capacity, dtype=jnp.int32)[None]
+    num_stored = jnp.clip(jnp.maximum(seq_lens, 0)[:, None] - offset, 0, capacity)
+    position, query = (_unslid(x, x, pinned, offset) for x in (slot, num_stored - 1))
+    distance = position - query
+    visible = has_page & (slot < num_stored) & _in_window(distance, slot, window, pinned)
+    q_dtype, q = q.dtype, q[:, None]
+    if rope is not None:
+        turn = jax.vmap(functools.partial(_turn, rope=rope))
+        (q, has_angle), (k, key_has_angle) = turn(q, query), turn(k, position)
+        visible &= has_angle & key_has_angle
+    k = jnp.where(visible[..., None, None], k, jnp.zeros((), k.dtype))
+    v = jnp.where(visible[..., None, None], v, jnp.zeros((), v.dtype))
+    options = {"soft_cap": soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks}
     attend = functools.partial(_softmax_attention, **options)
     out, lse = jax.vmap(attend, in_axes=(0, 0, 0, 0, 0, None))(
-        q[:, None], k, v, stored[:, None], distance[:, None], sm_scale
+        q, k, v, visible[:, None], distance[:, None], sm_scale
     )
-    out, lse = _as_output(out[:, 0], q.dtype, out_dtype, out_scale), lse[:, 0]
+    out, lse = _as_output(out[:, 0], q_dtype, out_dtype, out_scale), lse[:, 0]
     return (out, lse) if return_lse else out
 
 

@@ -6,14 +6,23 @@ With style "half" (NeoX, Llama, Qwen) dimension i turns together with i + rotary
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 RopeStyle = Literal["half", "interleaved"]
 ROPE_STYLES: tuple[str, ...] = get_args(RopeStyle)
+
+
+class Rope(NamedTuple):
+    """Tables as `rope_tables` makes them, and which dimensions turn together."""
+
+    cos: jax.Array  # f32[max_positions, rotary_dim / 2]
+    sin: jax.Array  # the same
+    style: RopeStyle = "half"
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:

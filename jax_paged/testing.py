@@ -23,6 +23,7 @@ from jax_paged.layout import (
     pages_shape,
     slots_first,
 )
+from jax_paged.rope import RopeStyle
 
 WILD_PAGE = 2_147_480_000
 
@@ -163,11 +164,14 @@ def dense_oracle(
     batch: Batch,
     *,
     sliding_window=None,
+    num_pinned=0,
+    slot_offset=0,
     soft_cap=None,
     alibi_slopes=None,
     sinks=None,
     tree=None,
     tree_sizes=None,
+    rope=None,
     queries=None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention in float64 over the tokens that exist: (out [T, Hq, Dv], lse [T, Hq]).
@@ -193,9 +197,13 @@ def dense_oracle(
         for pages, pool in zip((batch.k_pages, batch.v_pages), POOLS, strict=True)
     )
     bounds = np.maximum.accumulate(np.clip(batch.cu_q_lens, 0, len(batch.q)))
+    windows = [0 if sliding_window is None else sliding_window, num_pinned, slot_offset]
+    windows = [np.broadcast_to(np.maximum(x, 0), batch.seq_lens.shape) for x in windows]
     for row in range(min(batch.num_seqs, len(batch.seq_lens))):
         start, end = bounds[row : row + 2]
-        length = np.clip(batch.seq_lens[row], 0, batch.page_table.shape[1] * case.page_size)
+        window, pinned, offset = (int(x[row]) for x in windows)
+        capacity = batch.page_table.shape[1] * case.page_size
+        length = np.clip(int(batch.seq_lens[row]) - offset, 0, capacity)  # what is stored
         key = np.arange(length)
         page = batch.page_table[row, key // case.page_size]
         key = key[(page >= 0) & (page < len(k_pages))]
@@ -213,10 +221,14 @@ def dense_oracle(
             position[length - size :] = length - size + of_tree.sum(1) - of_tree.diagonal()
             for i, j in np.argwhere((query[:, None] >= length - size) & (key >= length - size)):
                 sees[i, j] &= of_tree[query[i] - (length - size), key[j] - (length - size)]
-        at = np.append(position, 0)[np.maximum(query, 0)]
-        distance = position[key] - np.where(query < 0, query, at)[:, None]
-        if sliding_window is not None and sliding_window > 0:
-            sees &= distance > -int(sliding_window)
+        position += np.where(np.arange(length) < pinned, 0, offset)
+        at = np.where(query < 0, query, np.append(position, 0)[np.maximum(query, 0)])
+        distance = position[key] - at[:, None]
+        if window > 0:
+            sees &= (distance > -max(window - pinned, 1)) | (key < pinned)
+        if rope is not None:
+            known = [(x >= 0) & (x < len(rope[0])) for x in (at, position[key])]
+            sees &= known[0][:, None] & known[1]
         kept = sees.any(0)  # what no query sees may be NaN
         key, sees, distance = key[kept], sees[:, kept], distance[:, kept]
         if not len(mine) or (not len(key) and sinks is None):
@@ -224,7 +236,11 @@ def dense_oracle(
         where = (batch.page_table[row, key // case.page_size], key % case.page_size)
         k = k_pages[where].astype(np.float64).transpose(1, 2, 0)  # [Hkv, D, keys]
         v = v_pages[where].astype(np.float64).transpose(1, 0, 2)  # [Hkv, keys, Dv]
-        q = batch.q[mine].astype(np.float64).reshape(len(mine), case.num_kv_heads, group, -1)
+        q = batch.q[mine].astype(np.float64)
+        if rope is not None:
+            q = turned(q, np.clip(at, 0, len(rope[0]) - 1), *rope)
+            k = turned(k.transpose(2, 0, 1), position[key], *rope).transpose(1, 2, 0)
+        q = q.reshape(len(mine), case.num_kv_heads, group, -1)
         logits = q.transpose(1, 2, 0, 3) @ k[:, None] * batch.sm_scale  # [Hkv, group, t, keys]
         if soft_cap is not None:
             logits = soft_cap * np.tanh(logits / soft_cap)
@@ -240,6 +256,18 @@ def dense_oracle(
         out[mine] = row_out.transpose(2, 0, 1, 3).reshape(len(mine), case.num_q_heads, -1)
         lse[mine] = row_lse.transpose(2, 0, 1, 3).reshape(len(mine), case.num_q_heads)
     return out, lse
+
+
+def turned(x: np.ndarray, position: np.ndarray, cos, sin, style: RopeStyle) -> np.ndarray:
+    """Tokens [tokens, heads, dim] with rotary embedding in float64, by tables of all positions."""
+    cos, sin = (np.float64(table)[position][:, None] for table in (cos, sin))
+    half = cos.shape[-1]
+    pairs = np.arange(2 * half).reshape((2, half) if style == "half" else (half, 2))
+    first, second = pairs if style == "half" else pairs.T
+    y = x.copy()
+    y[..., first] = x[..., first] * cos - x[..., second] * sin
+    y[..., second] = x[..., second] * cos + x[..., first] * sin
+    return y
 
 
 def ancestors(intervals: np.ndarray) -> np.ndarray:

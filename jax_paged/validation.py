@@ -6,7 +6,7 @@ NotImplementedError that says who can. Each message is one line: argument, expec
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_paged._ffi import Implementation
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, check_axes, is_stacked, pages_shape
-from jax_paged.rope import ROPE_STYLES, RopeStyle
+from jax_paged.rope import ROPE_STYLES, Rope, RopeStyle
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 EIGHT_BIT_DTYPES = tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
@@ -35,6 +35,33 @@ class AttentionSpec:
     one_query_per_row: bool
     implementation: Implementation
     out_dtype: jnp.dtype | None = None
+    rope_style: RopeStyle | None = None  # None: no rope inside attention
+
+
+class AttentionOperands(NamedTuple):
+    """The arrays of an attention call in the order of the FFI target; None: not given."""
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_table: jax.Array
+    seq_lens: jax.Array
+    cu_q_lens: jax.Array
+    num_seqs: jax.Array
+    layer: jax.Array
+    sm_scale: jax.Array
+    sliding_window: jax.Array | None = None  # a scalar or [num_seqs]
+    num_pinned: jax.Array | None = None  # [num_seqs], given together with slot_offset
+    slot_offset: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+    tree: jax.Array | None = None
+    tree_sizes: jax.Array | None = None
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None
+    out_scale: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,13 +307,11 @@ def check_qkv(
 
 
 def check_attention(
-    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-    sliding_window, alibi_slopes, sinks, k_scale, v_scale, tree, tree_sizes, out_scale, spec,
-) -> tuple[jax.Array | None, ...]:  # fmt: skip
-    """Checks an attention call at trace time; returns the operands in the order of the FFI target.
-
-    cu_q_lens None means one query per row. The operands after sm_scale are None where not given.
-    """
+    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, spec, *, layer, sm_scale,
+    sliding_window, num_pinned, slot_offset, alibi_slopes, sinks, k_scale, v_scale, out_scale,
+    rope, tree=None, tree_sizes=None,
+) -> AttentionOperands:  # fmt: skip
+    """Checks an attention call at trace time. cu_q_lens None means one query per row."""
     check_choice("implementation", spec.implementation, (None, "native", "reference"))
     k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
     page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
@@ -337,24 +362,70 @@ def check_attention(
     ok = isinstance(soft_cap, (int, float, np.floating)) and soft_cap is not True
     ok = ok and 0 < float(soft_cap) < math.inf
     expect(soft_cap is None or ok, "soft_cap", "None or a finite number > 0", soft_cap)
-    if sliding_window is not None:
-        sliding_window = as_index("sliding_window", sliding_window)
-        check_shape("sliding_window", sliding_window, "", ())
-        if not isinstance(sliding_window, jax.Array) and sliding_window <= 0:
-            sliding_window = None
+    sliding_window, num_pinned, slot_offset = _check_windows(
+        sliding_window, num_pinned, slot_offset, rows
+    )
     alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
     sinks = _check_per_head("sinks", sinks, num_q_heads)
     if out_scale is not None:
         expect(spec.out_dtype is not None, "out_scale", "None without an out_dtype", "a scale")
         out_scale = check_scale("out_scale", out_scale)
-    return (
+    tree, tree_sizes = _check_tree(tree, tree_sizes, rows, spec)
+    cos, sin, _ = (None, None, None) if rope is None else rope
+    return AttentionOperands(
         q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-        sliding_window, alibi_slopes, sinks,
+        sliding_window, num_pinned, slot_offset, alibi_slopes, sinks,
         check_kv_scale("k_scale", k_scale, k_pages, k_shape),
         check_kv_scale("v_scale", v_scale, v_pages, v_shape),
-        *_check_tree(tree, tree_sizes, rows, spec),
-        out_scale,
+        tree, tree_sizes, cos, sin, out_scale,
     )  # fmt: skip
+
+
+def _check_windows(
+    sliding_window: Any, num_pinned: Any, slot_offset: Any, rows: int
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The window as an i32 scalar or [rows], num_pinned and slot_offset as [rows], or None."""
+    if sliding_window is not None:
+        sliding_window = as_index("sliding_window", sliding_window)
+        if sliding_window.ndim:
+            check_shape("sliding_window", sliding_window, "num_seqs", (rows,))
+        elif not isinstance(sliding_window, jax.Array) and sliding_window <= 0:
+            sliding_window = None
+    if num_pinned is None and slot_offset is None:
+        return sliding_window, None, None
+    given = []
+    for name, x in (("num_pinned", num_pinned), ("slot_offset", slot_offset)):
+        x = as_index(name, 0 if x is None else x)
+        if x.ndim:
+            check_shape(name, x, "num_seqs", (rows,))
+        else:
+            x = (jnp if isinstance(x, jax.Array) else np).broadcast_to(x, (rows,))
+        given.append(x)
+    return sliding_window, *given
+
+
+def as_rope(rope: Any, k_pages: jax.Array, layout: Layout) -> Rope | None:
+    """Checks the tables of a rope inside attention."""
+    if rope is None:
+        return None
+    expect(
+        isinstance(rope, tuple) and 2 <= len(rope) <= 3, "rope", "(cos, sin) or (cos, sin, style)",
+        f"a {type(rope).__name__}",
+    )  # fmt: skip
+    rope = Rope(*rope)
+    check_choice("rope style", rope.style, ROPE_STYLES)
+    head_dim = pages_shape(k_pages, layout).head_dim
+    for name, x in (("rope cos", rope.cos), ("rope sin", rope.sin)):
+        check_float(name, x, jnp.dtype("float32"))
+        check_shape(name, x, "max_positions rotary_dim/2", (None, None))
+    check_shape("rope sin", rope.sin, "max_positions rotary_dim/2", rope.cos.shape)
+    positions, half = rope.cos.shape
+    expect(
+        positions >= 1 and 2 <= 2 * half <= head_dim, "rope cos",
+        f"max_positions >= 1 and rotary_dim between 2 and head_dim={head_dim}",
+        _shape_text(rope.cos.shape),
+    )  # fmt: skip
+    return rope
 
 
 def _check_tree(

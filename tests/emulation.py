@@ -36,19 +36,19 @@ DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int
 
 _POINTERS = (
     "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
-    "sm_scale", "sliding_window", "alibi_slopes", "sinks", "tree", "tree_sizes",
-    "k_scale", "v_scale", "out_scale",
+    "sm_scale", "sliding_window", "num_pinned", "slot_offset", "alibi_slopes", "sinks", "tree",
+    "tree_sizes", "k_scale", "v_scale", "cos", "sin", "out_scale",
     "k_touched", "v_touched", "out", "lse", "workspace",
 )  # fmt: skip
 _SIZES = (
     "num_tokens", "num_q_heads", "max_seqs", "pages_per_seq", "num_layers", "num_pages",
     "num_kv_heads", "page_size", "head_dim", "v_head_dim", "num_kv_splits", "split_tokens",
-    "max_tree", "workspace_words",
+    "max_tree", "max_positions", "rope_half", "workspace_words",
 )  # fmt: skip
 _OPTIONS = (
-    "dtype", "kv_dtype", "out_dtype", "layout", "causal", "k_scale_per_token", "v_scale_per_token",
-    "num_workers", "stages", "plan_ctas", "shared_bytes_per_cta",
-    "shared_bytes_per_multiprocessor",
+    "dtype", "kv_dtype", "out_dtype", "layout", "causal", "has_row_windows", "rope_interleaved",
+    "k_scale_per_token", "v_scale_per_token", "num_workers", "stages", "plan_ctas",
+    "shared_bytes_per_cta", "shared_bytes_per_multiprocessor",
 )  # fmt: skip
 CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows")
 
@@ -164,9 +164,10 @@ class Device:
 
 
 def emulate(
-    batch, device: Device = Device(), *, sliding_window=None, soft_cap=None, alibi_slopes=None,
-    sinks=None, tree=None, tree_sizes=None, k_scale=None, v_scale=None, out_dtype=None,
-    out_scale=None, num_kv_splits=0, split_tokens=0, loaded=None, buffers=None, latent=False,
+    batch, device: Device = Device(), *, sliding_window=None, num_pinned=None, slot_offset=None,
+    soft_cap=None, alibi_slopes=None, sinks=None, tree=None, tree_sizes=None, k_scale=None,
+    v_scale=None, rope=None, out_dtype=None, out_scale=None, num_kv_splits=0, split_tokens=0,
+    loaded=None, buffers=None, latent=False,
 ):  # fmt: skip
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
@@ -184,6 +185,10 @@ def emulate(
     num_tokens, num_q_heads, head_dim = batch.q.shape
     max_seqs, pages_per_seq = batch.page_table.shape
     v_head_dim = pages_shape(batch.v_pages, case.layout, "v").head_dim
+    cos, sin, style = (None, None, None) if rope is None else rope
+    if (num_pinned is None) != (slot_offset is None):  # the op gives both, or none
+        rows = np.zeros(max_seqs, np.int32)
+        num_pinned, slot_offset = (rows if x is None else x for x in (num_pinned, slot_offset))
     words = loaded.workspace_words(
         max_seqs, heads, num_q_heads // heads, v_head_dim, pages_per_seq * page_size,
         num_kv_splits, split_tokens, 0 if tree is None else tree.shape[1],
@@ -199,24 +204,27 @@ def emulate(
         "layer": np.array(0 if batch.layer is None else batch.layer, np.int32),
         "sm_scale": np.array(batch.sm_scale, np.float32),
         "sliding_window": sliding_window,
+        "num_pinned": num_pinned,
+        "slot_offset": slot_offset,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "tree": tree,
         "tree_sizes": tree_sizes,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "cos": cos,
+        "sin": sin,
         "out_scale": out_scale,
         "out": poisoned((num_tokens, num_q_heads, v_head_dim), out_dtype),
         "lse": poisoned((num_tokens, num_q_heads), np.float32),
         "workspace": poisoned(words, np.float32),
     }
+    indices = ("sliding_window", "num_pinned", "slot_offset", "tree", "tree_sizes")
     for name in (
-        "sliding_window", "alibi_slopes", "sinks", "tree", "tree_sizes", "k_scale", "v_scale",
-        "out_scale",
+        *indices, "alibi_slopes", "sinks", "k_scale", "v_scale", "cos", "sin", "out_scale",
     ):  # fmt: skip
         if arrays[name] is not None:
-            is_index = name in ("sliding_window", "tree", "tree_sizes")
-            arrays[name] = np.array(arrays[name], "i4" if is_index else "f4")
+            arrays[name] = np.array(arrays[name], "i4" if name in indices else "f4")
     if buffers is not None:
         for name in ("k", "v"):
             pages_array = arrays[f"{name}_pages"]
@@ -239,6 +247,8 @@ def emulate(
         num_kv_splits=num_kv_splits,
         split_tokens=split_tokens,
         max_tree=0 if tree is None else tree.shape[1],
+        max_positions=0 if cos is None else len(cos),
+        rope_half=0 if cos is None else np.shape(cos)[1],
         workspace_words=words,
         dtype=DTYPES.index(dtype),
         kv_dtype=DTYPES.index(batch.k_pages.dtype.name),
@@ -247,6 +257,8 @@ def emulate(
         v_scale_per_token=v_scale is not None and np.ndim(v_scale) > 1,
         layout=LAYOUTS.index(case.layout),
         causal=case.causal,
+        has_row_windows=sliding_window is not None and np.ndim(sliding_window) == 1,
+        rope_interleaved=style == "interleaved",
         soft_cap=soft_cap or 0,
         num_workers=device.num_workers,
         stages=device.stages,

@@ -1,7 +1,8 @@
-"""Windows, soft caps, ALiBi, sinks, 8-bit K and V: all pairs of options against float64 softmax.
+"""Windows, pinned tokens, soft caps, ALiBi, sinks, trees, rope, 8-bit K and V, all in pairs.
 
 A seeded table covers every pair of values of FACTORS, and random rows fill it up: 500 cases, or
-3,000 with JAX_PAGED_LONG=1. Pools, padding and whatever lies left of a window are NaN.
+3,000 with JAX_PAGED_LONG=1, against float64 softmax. Pools, padding and whatever no window shows
+are NaN.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pairwise import cover_pairs
+from test_attention_tree import random_parents, trees_of
 
 from jax_paged import _ffi, explain, paged_attention, ragged_paged_attention
 from jax_paged.testing import (
@@ -31,7 +33,10 @@ LONG = os.environ.get("JAX_PAGED_LONG") == "1"
 NUM_CASES = 3000 if LONG else 500
 REFERENCE_CASES = range(0, NUM_CASES, 7)  # a sample: the reference compiles and runs slowly
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None, 1, 7, 64, 150, 2**31 - 1, -1),
+    "sliding_window": (None, 1, 7, 64, 150, 2**31 - 1, -1, "per row"),
+    "pinned": (None, None, 3, 40, "slid"),
+    "rope": (None, None, "half", "interleaved", "short"),
+    "tree": (False, False, True),
     "soft_cap": (None, 0.7, 30.0),
     "alibi": (False, True),
     "sinks": (None, "moderate", "large", "none"),
@@ -68,20 +73,24 @@ def lengths(kind: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
     return [1, 33, 0, 2, 5], [200, int(rng.integers(33, 150)), 17, 0, 3]
 
 
-def left_of_window(batch: Batch, window: int) -> np.ndarray:
+def hidden_pages(batch: Batch, options: dict[str, Any]) -> np.ndarray:
     """bool[S, pages_per_seq]: pages that no query of their row sees, for the window's sake."""
-    page = batch.case.page_size
-    q_lens = np.diff(batch.cu_q_lens)
-    capacity = batch.page_table.shape[1] * page
-    first = np.clip(batch.seq_lens, 0, capacity).astype(np.int64) - q_lens - window + 1
-    return (np.arange(batch.page_table.shape[1]) + 1) * page <= first[:, None]
+    page, rows = batch.case.page_size, batch.seq_lens.shape
+    of_rows = (options.get(x) for x in ("sliding_window", "num_pinned", "slot_offset"))
+    window, pinned, offset = (
+        np.broadcast_to(np.int64(0 if x is None else x), rows)[:, None] for x in of_rows
+    )
+    column = np.arange(batch.page_table.shape[1])
+    stored = np.clip(batch.seq_lens[:, None] - offset, 0, len(column) * page)
+    trees = np.broadcast_to(options.get("tree_sizes", 0), rows)[:, None]
+    query = np.minimum(stored - np.diff(batch.cu_q_lens)[:, None], stored - trees)
+    first = query - np.maximum(window - pinned, 1) + 1
+    return (window > 0) & ((column + 1) * page <= first) & (column * page >= pinned)
 
 
-def poison(batch: Batch, window: int | None) -> Batch:
-    """Writes NaN into every page that lies wholly left of its row's window."""
-    if window is None or window <= 0:
-        return batch
-    ids = batch.page_table[left_of_window(batch, window)]
+def poison(batch: Batch, options: dict[str, Any]) -> Batch:
+    """Writes NaN into every page that the windows of its row hide."""
+    ids = batch.page_table[hidden_pages(batch, options)]
     ids = ids[(ids >= 0) & (ids < batch.k_pages.shape[-4])]
     k_pages, v_pages = batch.k_pages.copy(), batch.v_pages.copy()
     for pages in (k_pages, v_pages):
@@ -150,8 +159,26 @@ def build(index: int) -> tuple[Batch, Batch, dict[str, Any], dict[str, Any]]:
         holes = rng.random(batch.page_table.shape) < 0.3
         wild = rng.choice(np.array([-1, WILD_PAGE], np.int32), holes.shape)
         batch = dataclasses.replace(batch, page_table=np.where(holes, wild, batch.page_table))
-    batch = poison(batch, row["sliding_window"])
-    options: dict[str, Any] = {name: row[name] for name in ("sliding_window", "soft_cap")}
+    options: dict[str, Any] = {"soft_cap": row["soft_cap"]}
+    options["sliding_window"] = row["sliding_window"]
+    if row["sliding_window"] == "per row":
+        options["sliding_window"] = rng.choice(np.int32([0, 1, 30, 90]), len(seq_lens))
+    if row["pinned"] is not None:
+        slid = row["pinned"] == "slid"
+        options["num_pinned"] = rng.choice(np.int32([0, 9, 17]), len(seq_lens))
+        if not slid:
+            options["num_pinned"] = np.full(len(seq_lens), row["pinned"], np.int32)
+        offset = rng.choice(np.int32([0, 64, 1000]), len(seq_lens)) if slid else np.int32(0)
+        options["slot_offset"] = np.where(batch.seq_lens > 0, offset, 0).astype(np.int32)
+        batch = dataclasses.replace(batch, seq_lens=batch.seq_lens + options["slot_offset"])
+    if row["rope"]:
+        style = "half" if row["rope"] == "short" else row["rope"]
+        angles = np.outer(np.arange(70 if row["rope"] == "short" else 1500), 0.3 ** np.arange(12))
+        options["rope"] = (np.float32(np.cos(angles)), np.float32(np.sin(angles)), style)
+    if row["tree"] and case.causal:
+        sizes = [int(rng.integers(0, min(12, n) + 1)) for n in seq_lens]
+        options |= trees_of([random_parents(rng, n, "forest") for n in sizes], max_tree=16)
+    batch = poison(batch, options)
     if row["alibi"]:
         options["alibi_slopes"] = np.float32(2.0 ** -np.linspace(1, 8, num_q_heads))
     if row["sinks"]:
@@ -173,6 +200,7 @@ def attend(batch: Batch, options: dict[str, Any], **more):
     }
     call: dict[str, Any] = defaults | given | more | {"return_lse": True}
     one_each = (np.diff(batch.cu_q_lens) == 1).all() and len(batch.q) == len(batch.seq_lens)
+    one_each &= "tree" not in call
     if one_each and batch.num_seqs == len(batch.seq_lens) and call.pop("causal"):
         return paged_attention(*arguments[:5], **call)
     return ragged_paged_attention(*arguments, **call)
@@ -373,7 +401,12 @@ def test_vmap_over_options_equals_the_loop(implementation):
 
 WRONG = [
     ({"sliding_window": 2.5}, "sliding_window: expected an integer dtype, got dtype"),
-    ({"sliding_window": np.zeros(4, np.int32)}, "sliding_window: expected shape [], got [4]"),
+    (
+        {"sliding_window": np.zeros(5, np.int32)},
+        "sliding_window: expected shape [num_seqs=4], got [5]",
+    ),
+    ({"num_pinned": np.zeros(5, np.int32)}, "num_pinned: expected shape [num_seqs=4], got [5]"),
+    ({"slot_offset": 0.5}, "slot_offset: expected an integer dtype, got dtype"),
     ({"soft_cap": 0.0}, "soft_cap: expected None or a finite number > 0, got 0.0"),
     ({"soft_cap": -30.0}, "soft_cap: expected None or a finite number > 0, got -30.0"),
     ({"soft_cap": float("inf")}, "soft_cap: expected None or a finite number > 0, got inf"),
@@ -402,7 +435,9 @@ def test_cuda_takes_every_option_at_lowering_and_explain_says_so(window, monkeyp
     call = next(line for line in text.splitlines() if "@jax_paged.attention.v1" in line)
     assert "soft_cap = 2.0" in call
     absent = call.count("tensor<0xf32>") + call.count("tensor<0xi32>")
-    assert absent == (5 if window == 3 else 6), "no scales, no tree, no window where it is off"
+    off = ["num_pinned", "slot_offset", "k_scale", "v_scale", "tree", "tree_sizes", "cos", "sin"]
+    off += ["out_scale"] if window == 3 else ["out_scale", "sliding_window"]
+    assert absent == len(off)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     plan = explain("ragged_paged_attention", *arguments, **defaults, **options)
     assert (plan["platform"], plan["implementation"]) == ("gpu", "native")

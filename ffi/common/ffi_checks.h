@@ -84,13 +84,18 @@ inline std::string CheckType(const char* op, const char* argument, xla::ffi::Dat
 // The operands of jax_paged.attention that may be absent, and then are [0]. They follow sm_scale in
 // this order, on CPU and CUDA alike; attribute soft_cap is 0 where there is none.
 struct AttentionOptions {
-  ShapeView sliding_window;  // i32[1], tokens that a query sees, itself included; <= 0: off
+  ShapeView sliding_window;  // i32[1] or [max_seqs], tokens that a query sees, itself included;
+                             //   <= 0: off
+  ShapeView num_pinned;      // i32[max_seqs], tokens at the front of a row that no window hides
+  ShapeView slot_offset;     // i32[max_seqs], there where num_pinned is (Row)
   ShapeView alibi_slopes;    // f32[num_q_heads]
   ShapeView sinks;           // f32[num_q_heads]
   ShapeView k_scale;         // f32[num_kv_heads], or per token: f32[(num_layers,) num_pages,
   ShapeView v_scale;         //   num_kv_heads, page_size]; only with 8-bit pages
   ShapeView tree;            // i32[max_seqs, max_tree, 2], intervals in depth-first order
   ShapeView tree_sizes;      // i32[max_seqs], there where tree is
+  ShapeView cos;             // f32[max_positions, half], tables of rope inside attention
+  ShapeView sin;             // the same
   ShapeView out_scale;       // f32[1], only with an fp8 output
 };
 
@@ -118,6 +123,29 @@ inline std::string CheckTree(const AttentionOptions& options, int64_t max_seqs) 
       CheckShape(kAttentionOp, "tree", options.tree, {max_seqs, options.tree[1], 2});
   if (!wrong.empty()) return wrong;
   return CheckShape(kAttentionOp, "tree_sizes", options.tree_sizes, {max_seqs});
+}
+
+inline std::string CheckWindows(const AttentionOptions& options, int64_t max_seqs) {
+  const ShapeView& window = options.sliding_window;
+  const int64_t windows = window.rank == 1 && window[0] != 1 ? max_seqs : 1;
+  const std::string wrong = CheckOptional(kAttentionOp, "sliding_window", window, {windows});
+  if (!wrong.empty()) return wrong;
+  const std::string pinned =
+      CheckOptional(kAttentionOp, "num_pinned", options.num_pinned, {max_seqs});
+  if (!pinned.empty()) return pinned;
+  const int64_t offsets = IsGiven(options.num_pinned) ? max_seqs : 0;
+  return CheckShape(kAttentionOp, "slot_offset", options.slot_offset, {offsets});
+}
+
+inline std::string CheckRope(const AttentionOptions& options, int64_t head_dim) {
+  if (!IsGiven(options.cos)) return CheckShape(kAttentionOp, "sin", options.sin, {0});
+  const std::string error = CheckRank(kAttentionOp, "cos", options.cos, 2);
+  if (!error.empty()) return error;
+  if (options.cos[0] < 1 || options.cos[1] < 1 || 2 * options.cos[1] > head_dim) {
+    return Mismatch(kAttentionOp, "cos", "[positions, at most half of head_dim]",
+                    std::to_string(options.cos[0]) + ", " + std::to_string(options.cos[1]));
+  }
+  return CheckShape(kAttentionOp, "sin", options.sin, {options.cos[0], options.cos[1]});
 }
 
 inline std::string CheckSplits(const char* op, int64_t num_kv_splits, int64_t split_tokens) {
@@ -190,12 +218,12 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
       failed(CheckShape(kOp, "num_seqs", num_seqs, {1})) ||
       failed(CheckShape(kOp, "layer", layer, {})) ||
       failed(CheckShape(kOp, "sm_scale", sm_scale, {})) ||
-      failed(CheckOptional(kOp, "sliding_window", options.sliding_window, {1})) ||
+      failed(CheckWindows(options, max_seqs)) ||
       failed(CheckOptional(kOp, "alibi_slopes", options.alibi_slopes, {num_q_heads})) ||
       failed(CheckOptional(kOp, "sinks", options.sinks, {num_q_heads})) ||
       failed(CheckKvScale("k_scale", options.k_scale, *shape)) ||
       failed(CheckKvScale("v_scale", options.v_scale, *shape)) ||
-      failed(CheckTree(options, max_seqs)) ||
+      failed(CheckTree(options, max_seqs)) || failed(CheckRope(options, k_pool.head_dim)) ||
       failed(CheckOptional(kOp, "out_scale", options.out_scale, {1})) ||
       failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_pool.head_dim})) ||
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {

@@ -32,6 +32,15 @@ struct KvScale {
   bool per_token;
 };
 
+// Rotary embedding inside attention.
+struct RopeTables {
+  const float* cos;  // [max_positions, half], null: none
+  const float* sin;
+  int64_t max_positions;
+  int64_t half;  // rotary_dim / 2
+  bool interleaved;
+};
+
 struct AttentionParams {
   const void* q;              // [T, num_q_heads, head_dim], dtype
   void* out;                  // [T, num_q_heads, v_head_dim], out_dtype
@@ -49,12 +58,12 @@ struct AttentionParams {
   float soft_cap;             // 0: off
   const float* alibi_slopes;  // [num_q_heads] or null
   const float* sinks;         // [num_q_heads] or null
-  int64_t sliding_window;     // tokens that a query sees, itself included; 0: off
   KvScale k_scale;            // of 8-bit pages
   KvScale v_scale;
   const int32_t* trees;  // [S, 3, max_tree] as ReadTree (tree.h) leaves them, null: no trees
   int64_t max_tree;
   float out_scale;  // what an fp8 output is divided by
+  RopeTables rope;  // what q and k are turned by
   bool causal;
   bool has_atoms;  // K and V rows are not contiguous in the pages (Layout::kVllm5d)
   Dtype dtype;
@@ -62,12 +71,34 @@ struct AttentionParams {
   Dtype out_dtype;
 };
 
+// Whether K and V are converted to floats in scratch, and the kernels of float serve the call.
+inline bool IsStaged(const AttentionParams& params) {
+  return IsEightBit(params.kv_dtype) || params.rope.cos;
+}
+
 // One row of the batch with its lengths made safe: it owns tokens [q_begin, q_begin + q_len) of q.
+//
+// Stored token `slot` is token `slot` of the sequence where slot < num_pinned, else slot +
+// slot_offset. Arithmetic on tokens, below and in the kernels, is on stored ones unless it says
+// otherwise.
 struct Row {
   int32_t q_begin;
   int32_t q_len;
-  int32_t seq_len;
-  int32_t tree_size;  // its last stored tokens are a tree that is no chain; 0: there is none
+  int32_t seq_len;      // stored tokens
+  int32_t tree_size;    // its last stored tokens are a tree that is no chain; 0: there is none
+  int32_t window;       // tokens that a query sees beside the pinned ones, itself included; 0: all
+  int32_t num_pinned;   // tokens at the front that no window hides
+  int32_t slot_offset;  // not 0: the row slid
+
+  int64_t TokenOf(int64_t slot) const { return slot < num_pinned ? slot : slot + slot_offset; }
+};
+
+// The windows of a batch's rows, unchecked.
+struct RowWindows {
+  const int32_t* sliding_window;  // null: none; [1] or [S]
+  bool one_for_all;               // it is [1]
+  const int32_t* num_pinned;      // [S] like slot_offset, or both null
+  const int32_t* slot_offset;
 };
 
 }  // namespace jax_paged

@@ -7,8 +7,9 @@
 //          into equal blocks of at most kPrefillBlock packed rows.
 //   split  a range of `split_tokens` KV tokens of a unit, at multiples of split_tokens from the
 //          first token that the row sees (token 0, or the left edge of its window), so that all
-//          blocks of a row share their boundaries. A split yields a partial result (m, l, O); the
-//          partials of a unit are always folded in ascending order, whoever computed them.
+//          blocks of a row share their boundaries. Pinned tokens are splits of their own, before
+//          those of the window. A split yields a partial result (m, l, O); the partials of a unit
+//          are always folded in ascending order, whoever computed them.
 //   item   what a worker claims: consecutive splits of one unit. A unit that is one item folds its
 //          splits on the way and needs no memory for partials.
 //
@@ -45,7 +46,6 @@ struct ScheduleOptions {
   int32_t head_dim;
   int32_t v_head_dim;
   bool causal;
-  int64_t sliding_window;  // tokens that a query sees, itself included; 0: off
   int64_t num_workers;
   int64_t num_kv_splits;  // 0: automatic, n: that many per row
   int64_t split_tokens;   // 0: off, n: splits of n tokens, whatever the batch
@@ -59,7 +59,7 @@ struct RowPlan {
   int64_t block_rows;
   int64_t num_blocks;
   int64_t split_tokens;
-  int64_t first_key;  // KV tokens before it are seen by no query of the row
+  int64_t first_key;  // KV tokens before it, the pinned ones aside, are seen by no query
   int64_t kv_splits;  // of the row's unit that has most
 };
 
@@ -72,12 +72,14 @@ struct WorkItem {
   int32_t split_end;
   int32_t num_splits;
   int32_t shared_unit;  // counts units of several items, -1: the item is the whole unit
-  int64_t first_key;    // the unit sees KV tokens [first_key, keys)
+  int64_t pinned;       // the unit sees KV tokens [0, pinned) and [first_key, keys)
+  int64_t first_key;
   int64_t keys;
-  int64_t split_origin;  // token that split 0 starts from, at most first_key
-  int64_t split_tokens;  // of the row
-  int64_t partials;      // shared unit: offset in floats of the partial of split 0
-  int64_t cost;          // of the item
+  int32_t pinned_splits;  // the first splits, from token 0 on
+  int64_t split_origin;   // token that the split after them starts from, at most first_key
+  int64_t split_tokens;   // of the row
+  int64_t partials;       // shared unit: offset in floats of the partial of split 0
+  int64_t cost;           // of the item
 };
 
 struct PlanTotals {
@@ -95,14 +97,14 @@ inline int64_t QueryPosition(const Row& row, int64_t query) {
   return int64_t{row.seq_len} - row.q_len + query;
 }
 
-// First key that query `query` of the row sees, if it sees any. Ascends with the query: so in a
-// tree, where a query stands at its depth, it is that of the roots.
-inline int64_t FirstKey(const Row& row, int64_t query, int64_t sliding_window) {
-  if (sliding_window <= 0) return 0;
+// First key that query `query` of the row sees beside the pinned ones, if it sees any. Ascends with
+// the query: so in a tree, where a query stands at its depth, it is that of the roots.
+inline int64_t FirstKey(const Row& row, int64_t query) {
+  if (row.window <= 0) return row.num_pinned;
   const int64_t root = int64_t{row.seq_len} - row.tree_size;
   const int64_t stored = QueryPosition(row, query);
   const int64_t position = row.tree_size > 0 && stored > root ? root : stored;
-  return Clamp(position - sliding_window + 1, 0, row.seq_len);
+  return Clamp(position - row.window + 1, row.num_pinned, row.seq_len);
 }
 
 // End of the keys that query `query` of the row sees. Ascends with the query.
@@ -111,11 +113,13 @@ inline int64_t VisibleKeys(const Row& row, int64_t query, bool causal) {
   return Clamp(QueryPosition(row, query) + 1, 0, row.seq_len);
 }
 
-// Reads lengths that nobody has checked: seq_lens into [0, capacity], cu_q_lens monotone in
-// [0, num_tokens], num_seqs into [0, max_seqs]. Returns the number of live rows; live tokens are
-// [rows[0].q_begin, rows[n - 1].q_begin + rows[n - 1].q_len).
-inline int32_t SanitizeRows(const int32_t* cu_q_lens, const int32_t* seq_lens, int64_t num_seqs,
-                            int64_t max_seqs, int64_t num_tokens, int64_t capacity, Row* rows) {
+// Reads lengths that nobody has checked: stored tokens into [0, capacity], cu_q_lens monotone in
+// [0, num_tokens], num_seqs into [0, max_seqs]; a window leaves a query at least itself. Returns
+// the number of live rows; live tokens are [rows[0].q_begin, rows[n - 1].q_begin + rows[n -
+// 1].q_len).
+inline int32_t SanitizeRows(const int32_t* cu_q_lens, const int32_t* seq_lens,
+                            const RowWindows& windows, int64_t num_seqs, int64_t max_seqs,
+                            int64_t num_tokens, int64_t capacity, Row* rows) {
   num_seqs = Clamp(num_seqs, 0, max_seqs);
   if (num_seqs == 0) return 0;
   int64_t begin = Clamp(cu_q_lens[0], 0, num_tokens);
@@ -123,8 +127,17 @@ inline int32_t SanitizeRows(const int32_t* cu_q_lens, const int32_t* seq_lens, i
     const int64_t end = Clamp(cu_q_lens[i + 1], begin, num_tokens);
     rows[i].q_begin = static_cast<int32_t>(begin);
     rows[i].q_len = static_cast<int32_t>(end - begin);
-    rows[i].seq_len = static_cast<int32_t>(Clamp(seq_lens[i], 0, capacity));
+    const int64_t offset = windows.slot_offset ? Clamp(windows.slot_offset[i], 0, INT32_MAX) : 0;
+    const int64_t stored = Clamp(Clamp(seq_lens[i], 0, INT32_MAX) - offset, 0, capacity);
+    const int64_t pinned = windows.num_pinned ? Clamp(windows.num_pinned[i], 0, INT32_MAX) : 0;
+    int64_t window = 0;
+    if (windows.sliding_window) window = windows.sliding_window[windows.one_for_all ? 0 : i];
+    if (window > 0) window = Clamp(window - pinned, 1, INT32_MAX);
+    rows[i].seq_len = static_cast<int32_t>(stored);
     rows[i].tree_size = 0;
+    rows[i].window = static_cast<int32_t>(Clamp(window, 0, INT32_MAX));
+    rows[i].num_pinned = static_cast<int32_t>(Clamp(pinned, 0, stored));
+    rows[i].slot_offset = static_cast<int32_t>(offset);
     begin = end;
   }
   return static_cast<int32_t>(num_seqs);
@@ -135,14 +148,17 @@ inline int64_t BlockRows(const RowPlan& plan, int64_t block) {
   return rest < plan.block_rows ? rest : plan.block_rows;
 }
 
-// The KV tokens [first, end) that a block of packed rows sees, and how they are cut.
+// The KV tokens [0, pinned) and [first, end) that a block of packed rows sees, and how they are
+// cut.
 struct BlockKeys {
+  int64_t pinned;
   int64_t first;
   int64_t end;
+  int64_t pinned_splits;
   int64_t split_origin;
-  int64_t splits;
+  int64_t splits;  // the pinned ones, and then the others
 
-  int64_t count() const { return end - first; }
+  int64_t count() const { return pinned + end - first; }
 };
 
 inline BlockKeys KeysOfBlock(const Row& row, const RowPlan& plan, int64_t block,
@@ -151,12 +167,32 @@ inline BlockKeys KeysOfBlock(const Row& row, const RowPlan& plan, int64_t block,
   const int64_t last = begin + BlockRows(plan, block) - 1;
   BlockKeys keys;
   keys.end = VisibleKeys(row, last / options.group_size, options.causal);
-  keys.first =
-      Clamp(FirstKey(row, begin / options.group_size, options.sliding_window), 0, keys.end);
+  keys.first = Clamp(FirstKey(row, begin / options.group_size), 0, keys.end);
+  keys.pinned = Clamp(row.num_pinned, 0, keys.first);
+  keys.pinned_splits = CeilDiv(keys.pinned, plan.split_tokens);
   keys.split_origin =
       plan.first_key + (keys.first - plan.first_key) / plan.split_tokens * plan.split_tokens;
-  keys.splits = keys.count() > 0 ? CeilDiv(keys.end - keys.split_origin, plan.split_tokens) : 0;
+  keys.splits = keys.pinned_splits;
+  if (keys.end > keys.first)
+    keys.splits += CeilDiv(keys.end - keys.split_origin, plan.split_tokens);
   return keys;
+}
+
+// KV tokens [begin, end) of a split.
+struct KeySpan {
+  int64_t begin;
+  int64_t end;
+  bool pinned;  // no window hides them
+};
+
+inline KeySpan SpanOfSplit(const WorkItem& item, int64_t split) {
+  if (split < item.pinned_splits) {
+    const int64_t begin = split * item.split_tokens;
+    return {begin, Clamp(begin + item.split_tokens, begin, item.pinned), /*pinned=*/true};
+  }
+  const int64_t origin = item.split_origin + (split - item.pinned_splits) * item.split_tokens;
+  const int64_t end = Clamp(origin + item.split_tokens, origin, item.keys);
+  return {Clamp(origin, item.first_key, end), end, /*pinned=*/false};
 }
 
 // Multiply-adds of `rows` packed rows on `keys` tokens. One or two rows cost as much as four: they
@@ -168,7 +204,7 @@ inline int64_t WorkCost(int64_t rows, int64_t keys, const ScheduleOptions& optio
 inline RowPlan ShapeRow(const Row& row, const ScheduleOptions& options) {
   RowPlan plan = {RowKind::kEmpty, 0, 0, 0, kMaxSplitTokens, 0, 0};
   if (row.q_len == 0 || row.seq_len == 0) return plan;
-  plan.first_key = FirstKey(row, /*query=*/0, options.sliding_window);
+  plan.first_key = FirstKey(row, /*query=*/0);
   plan.packed_rows = int64_t{row.q_len} * options.group_size;
   if (plan.packed_rows <= kDecodeMaxRows) {
     plan.kind = RowKind::kDecode;
@@ -274,8 +310,10 @@ inline void FillItems(const ScheduleOptions& options, const Row* rows, int32_t n
         item.packed_end = item.packed_begin + block_rows;
         item.num_splits = static_cast<int32_t>(splits);
         item.shared_unit = pieces > 1 ? shared_units++ : -1;
+        item.pinned = keys.pinned;
         item.first_key = keys.first;
         item.keys = keys.end;
+        item.pinned_splits = static_cast<int32_t>(keys.pinned_splits);
         item.split_origin = keys.split_origin;
         item.split_tokens = plan.split_tokens;
         item.partials = partials;

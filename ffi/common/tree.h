@@ -57,13 +57,19 @@ inline bool ReadTree(const int32_t* intervals, int32_t size, int64_t max_tree, b
   return true;
 }
 
-// Where stored token `token` of a row stands: its place, or in a tree its depth behind the place of
-// the tree.
+// Where stored token `token` of a row stands among the stored ones: its place, or in a tree its
+// depth behind the place of the tree.
 inline int64_t PositionOf(const AttentionParams& params, const Row& row, int32_t row_index,
                           int64_t token) {
   const int64_t root = int64_t{row.seq_len} - row.tree_size;
   if (row.tree_size == 0 || token < root || token >= row.seq_len) return token;
   return root + TreeOf(params, row_index).depth[token - root];
+}
+
+// The same among all tokens of the sequence.
+inline int64_t TokenAt(const AttentionParams& params, const Row& row, int32_t row_index,
+                       int64_t token) {
+  return PositionOf(params, row, row_index, token) + row.TokenOf(token) - token;
 }
 
 }  // namespace jax_paged

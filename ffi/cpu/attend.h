@@ -21,6 +21,7 @@ struct Trees {
 struct RowsOfCall {
   const int32_t* cu_q_lens;  // [max_seqs + 1]
   const int32_t* seq_lens;   // [max_seqs]
+  RowWindows windows;
   int32_t num_seqs;
   int64_t max_seqs;
   int64_t num_tokens;

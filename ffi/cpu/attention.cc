@@ -112,13 +112,14 @@ void Run(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
   RowPlan* plans = reinterpret_cast<RowPlan*>(row_memory.data());
   Row* rows = reinterpret_cast<Row*>(plans + max_seqs);
   const int32_t num_rows =
-      SanitizeRows(call.cu_q_lens, call.seq_lens, call.num_seqs, max_seqs, num_tokens,
+      SanitizeRows(call.cu_q_lens, call.seq_lens, call.windows, call.num_seqs, max_seqs, num_tokens,
                    Clamp(params.pages_per_seq * params.k.page_size, 0, INT32_MAX), rows);
   const int64_t tree_words = trees.intervals ? num_rows * 3 * trees.max_tree : 0;
   const Scratch tree_memory(static_cast<size_t>(tree_words) * sizeof(int32_t) + 1);
   if (trees.intervals) {
     int32_t* words = reinterpret_cast<int32_t*>(tree_memory.data());
-    const bool depths = params.sliding_window > 0 || params.alibi_slopes || params.soft_cap > 0.0f;
+    const bool depths = call.windows.sliding_window || params.alibi_slopes ||
+                        params.soft_cap > 0.0f || params.rope.cos;
     ReadTrees(trees, depths, num_rows, words, rows);
     params.trees = words;
     params.max_tree = trees.max_tree;
@@ -126,7 +127,7 @@ void Run(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
   const PlanTotals totals = PlanCall(&options, rows, num_rows, plans);
 
   WorkerScratch layout;
-  const bool staged = IsEightBit(params.kv_dtype);
+  const bool staged = IsStaged(params);
   const int64_t worker_floats =
       LayOutScratch(/*base=*/nullptr, params.head_dim, params.v_head_dim, totals.has_prefill,
                     params.has_atoms, staged, &layout);
@@ -164,8 +165,8 @@ void Run(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
     LayOutScratch(work.workers + worker * work.worker_floats, params.head_dim, params.v_head_dim,
                   totals.has_prefill, params.has_atoms, staged, &scratch);
     const Row& row = rows[item.row];
-    const bool words = kernels.run_words && staged && !params.trees &&
-                       params.dtype == Dtype::kBFloat16 &&
+    const bool words = kernels.run_words && IsEightBit(params.kv_dtype) && !params.trees &&
+                       !params.rope.cos && params.dtype == Dtype::kBFloat16 &&
                        int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
     (words ? kernels.run_words : kernels.run_item[dtype])(params, row, item, scratch,
                                                           work.partials);
@@ -188,7 +189,6 @@ ffi::Error Attend(const char* op, ffi::ThreadPool& pool, const AttentionParams& 
   options.head_dim = params.head_dim;
   options.v_head_dim = params.v_head_dim;
   options.causal = params.causal;
-  options.sliding_window = params.sliding_window;
   options.num_workers = Clamp(pool.num_threads(), 1, 1024);
   options.num_kv_splits = call.num_kv_splits;
   options.split_tokens = call.split_tokens;
@@ -208,16 +208,20 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> cu_q_lens,
                      ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
+                     ffi::Buffer<ffi::S32> num_pinned, ffi::Buffer<ffi::S32> slot_offset,
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
                      ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                      ffi::Buffer<ffi::S32> tree, ffi::Buffer<ffi::S32> tree_sizes,
+                     ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                      ffi::Buffer<ffi::F32> out_scale, std::string_view layout_name, bool causal,
                      int64_t num_kv_splits, int64_t split_tokens, float soft_cap,
-                     ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse) {
+                     bool rope_interleaved, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::ResultBuffer<ffi::F32> lse) {
   AttentionShape shape;
-  const AttentionOptions given = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
-                                  Shape(k_scale),        Shape(v_scale),      Shape(tree),
-                                  Shape(tree_sizes),     Shape(out_scale)};
+  const AttentionOptions given = {
+      Shape(sliding_window), Shape(num_pinned), Shape(slot_offset), Shape(alibi_slopes),
+      Shape(sinks),          Shape(k_scale),    Shape(v_scale),     Shape(tree),
+      Shape(tree_sizes),     Shape(cos),        Shape(sin),         Shape(out_scale)};
   const std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), given, layout_name,
@@ -239,8 +243,6 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.soft_cap = soft_cap;
   params.alibi_slopes = IsGiven(given.alibi_slopes) ? alibi_slopes.typed_data() : nullptr;
   params.sinks = IsGiven(given.sinks) ? sinks.typed_data() : nullptr;
-  params.sliding_window =
-      IsGiven(given.sliding_window) ? Clamp(*sliding_window.typed_data(), 0, INT32_MAX) : 0;
   const int32_t layer_index = *layer.typed_data();
   const auto kv_scale = [&](const ffi::Buffer<ffi::F32>& scale, ShapeView given) -> KvScale {
     if (!IsGiven(given)) return {nullptr, false};
@@ -256,6 +258,11 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.max_tree = 0;
   params.out_dtype = shape.out_dtype;
   params.out_scale = IsGiven(given.out_scale) ? *out_scale.typed_data() : 1.0f;
+  params.rope = {nullptr, nullptr, 0, 0, rope_interleaved};
+  if (IsGiven(given.cos)) {
+    params.rope = {cos.typed_data(), sin.typed_data(), given.cos[0], given.cos[1],
+                   rope_interleaved};
+  }
   params.causal = causal;
   params.has_atoms = shape.k_pool.layout == Layout::kVllm5d;
   params.dtype = shape.dtype;
@@ -267,8 +274,14 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
 
   Trees trees = {nullptr, nullptr, 0};
   if (IsGiven(given.tree)) trees = {tree.typed_data(), tree_sizes.typed_data(), given.tree[1]};
+  RowWindows windows = {nullptr, given.sliding_window[0] == 1, nullptr, nullptr};
+  if (IsGiven(given.sliding_window)) windows.sliding_window = sliding_window.typed_data();
+  if (IsGiven(given.num_pinned)) {
+    windows.num_pinned = num_pinned.typed_data();
+    windows.slot_offset = slot_offset.typed_data();
+  }
   return Attend(kAttentionOp, pool, params,
-                {cu_q_lens.typed_data(), seq_lens.typed_data(), *num_seqs.typed_data(),
+                {cu_q_lens.typed_data(), seq_lens.typed_data(), windows, *num_seqs.typed_data(),
                  shape.max_seqs, shape.num_tokens, num_kv_splits, split_tokens, trees});
 }
 
@@ -287,18 +300,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
                                   .Arg<ffi::Buffer<ffi::S32>>()  // sliding_window
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // num_pinned
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot_offset
                                   .Arg<ffi::Buffer<ffi::F32>>()  // alibi_slopes
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sinks
                                   .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
                                   .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree_sizes
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // cos
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sin
                                   .Arg<ffi::Buffer<ffi::F32>>()  // out_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
                                   .Attr<int64_t>("split_tokens")
                                   .Attr<float>("soft_cap")
+                                  .Attr<bool>("rope_interleaved")
                                   .Ret<ffi::AnyBuffer>()           // out
                                   .Ret<ffi::Buffer<ffi::F32>>());  // lse
 

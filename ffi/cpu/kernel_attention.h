@@ -16,13 +16,14 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
   const LogitScale scale(params);
   if (WORDS) {
     LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
-  } else if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kBFloat16) {
+  } else if (IsStaged(params) && params.dtype == Dtype::kBFloat16) {
     LoadQueriesAs<BFloat16>(params, row, item, scale.sign, padded_rows, scratch);
-  } else if (IsEightBit(params.kv_dtype) && params.dtype == Dtype::kFloat16) {
+  } else if (IsStaged(params) && params.dtype == Dtype::kFloat16) {
     LoadQueriesAs<Float16>(params, row, item, scale.sign, padded_rows, scratch);
   } else {
     LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);
   }
+  if (params.rope.cos) TurnQueries(params, row, item, scratch);
 
   const Partial part = {scratch.o, scratch.m, scratch.l, scratch.o_stride};
   const Partial total = {scratch.total_o, scratch.total_m, scratch.total_l, scratch.o_stride};
@@ -32,17 +33,15 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
   ClearPartial(part, padded_rows, params.v_head_dim);
   for (int64_t split = item.split_begin; split < item.split_end; ++split) {
     if (split > item.split_begin) ClearPartial(part, padded_rows, params.v_head_dim);
-    const int64_t origin = item.split_origin + split * item.split_tokens;
-    const int64_t end = Clamp(origin + item.split_tokens, origin, item.keys);
-    const int64_t begin = Clamp(origin, item.first_key, end);
+    const KeySpan span = SpanOfSplit(item, split);
     if constexpr (WORDS) {
 #ifdef JAX_PAGED_DOT_BFLOAT16
-      DecodeWordSplit(params, row, item, scale, begin, end, scratch, part);
+      DecodeWordSplit(params, row, item, scale, span, scratch, part);
 #endif
     } else if (decode) {
-      DecodeSplit<T>(params, row, item, scale, begin, end, scratch, part);
+      DecodeSplit<T>(params, row, item, scale, span, scratch, part);
     } else {
-      PrefillSplit<T>(params, row, item, scale, begin, end, scratch, part);
+      PrefillSplit<T>(params, row, item, scale, span, scratch, part);
     }
     if (fold) {
       FoldPartial(total, part, num_rows, params.v_head_dim);

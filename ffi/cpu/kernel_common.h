@@ -31,15 +31,29 @@ struct KeyBlock {
   uint8_t count_before[kKeyBlock + 1];  // listed tokens among the first i
 };
 
-// Copies `run` tokens, the first of which is at `from`, from atoms to whole rows.
-template <typename T, int ATOM_DIMS>
-void CopyAtoms(const char* from, int64_t run, int64_t head_dim, const PageStrides& strides, T* to) {
+inline void PrefetchRow(const void* row, int64_t bytes) {
+  const char* p = static_cast<const char*>(row);
+  for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
+}
+
+// Copies `run` tokens, the first of which is at `from`, from atoms to whole rows of elements E.
+template <typename E, int ATOM_DIMS>
+void CopyRows(const char* from, int64_t run, int64_t head_dim, const PageStrides& strides, E* to) {
   for (int64_t d = 0; d < head_dim; d += ATOM_DIMS, from += strides.atom) {
     for (int64_t i = 0; i < run; ++i) {
-      __builtin_memcpy(to + i * head_dim + d, from + i * ATOM_DIMS * int64_t{sizeof(T)},
-                       ATOM_DIMS * sizeof(T));
+      __builtin_memcpy(to + i * head_dim + d, from + i * ATOM_DIMS * int64_t{sizeof(E)},
+                       ATOM_DIMS * sizeof(E));
     }
   }
+}
+
+// The same for K and V.
+template <typename E>
+void CopyAtoms(const AttentionParams& params, const char* k, const char* v, int64_t run,
+               char* k_rows, char* v_rows) {
+  CopyRows<E, kKeyAtomBytes / int{sizeof(E)}>(k, run, params.head_dim, params.k.strides,
+                                              reinterpret_cast<E*>(k_rows));
+  CopyRows<E, 1>(v, run, params.v_head_dim, params.v.strides, reinterpret_cast<E*>(v_rows));
 }
 
 // Lists the tokens [begin, end) of a row. Where the pages cut rows into atoms, the listed tokens
@@ -47,7 +61,6 @@ void CopyAtoms(const char* from, int64_t run, int64_t head_dim, const PageStride
 template <typename T>
 void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int64_t begin,
                 int64_t end, const WorkerScratch& scratch, int half, KeyBlock<T>* block) {
-  constexpr int kKeyAtomDims = kKeyAtomBytes / int{sizeof(T)};
   const PageView& k = params.k;
   const PageView& v = params.v;
   const int32_t* pages = params.page_table + row * params.pages_per_seq;
@@ -71,14 +84,17 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
     int64_t v_stride = v.strides.token;
     if (params.has_atoms) {
       const int64_t place = half * kKeyBlock + count;
-      T* k_row = reinterpret_cast<T*>(scratch.k_rows) + place * params.head_dim;
-      T* v_row = reinterpret_cast<T*>(scratch.v_rows) + place * params.v_head_dim;
-      CopyAtoms<T, kKeyAtomDims>(k_token, run, params.head_dim, k.strides, k_row);
-      CopyAtoms<T, 1>(v_token, run, params.v_head_dim, v.strides, v_row);
-      k_token = reinterpret_cast<const char*>(k_row);
-      v_token = reinterpret_cast<const char*>(v_row);
-      k_stride = params.head_dim * int64_t{sizeof(T)};
-      v_stride = params.v_head_dim * int64_t{sizeof(T)};
+      k_stride = params.head_dim * ByteWidth(params.kv_dtype);
+      v_stride = params.v_head_dim * ByteWidth(params.kv_dtype);
+      char* k_row = reinterpret_cast<char*>(scratch.k_rows) + place * k_stride;
+      char* v_row = reinterpret_cast<char*>(scratch.v_rows) + place * v_stride;
+      if (ByteWidth(params.kv_dtype) == 2) {
+        CopyAtoms<uint16_t>(params, k_token, v_token, run, k_row, v_row);
+      } else {
+        CopyAtoms<uint32_t>(params, k_token, v_token, run, k_row, v_row);
+      }
+      k_token = k_row;
+      v_token = v_row;
     }
     for (int64_t i = 0; i < run; ++i) {
       block->count_before[seen++] = static_cast<uint8_t>(count);
@@ -135,6 +151,33 @@ JAX_PAGED_INLINE void StoreTail(T* p, Vec x, int64_t n) {
   }
   (void)n;
   Store(p, x);
+}
+
+// Rotary embedding of one head in floats.
+JAX_PAGED_INLINE void TurnHead(float* x, const float* cos, const float* sin, int64_t half,
+                               bool interleaved) {
+  if (interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[i] - b * sin[i];
+      x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+    return;
+  }
+  float* first = x;
+  float* second = x + half;
+  const Vec minus = Set1(-1.0f);
+  int64_t i = 0;
+  for (; i + kWidth <= half; i += kWidth) {
+    const Vec a = Load(first + i), b = Load(second + i), c = Load(cos + i), s = Load(sin + i);
+    Store(first + i, Fma(Mul(b, s), minus, Mul(a, c)));
+    Store(second + i, Fma(a, s, Mul(b, c)));
+  }
+  for (; i < half; ++i) {
+    const float a = first[i], b = second[i];
+    first[i] = a * cos[i] - b * sin[i];
+    second[i] = b * cos[i] + a * sin[i];
+  }
 }
 
 // One query, times sign (1, -1 or 0), as the logits want it, followed by zeros. Null: all zeros.
@@ -266,6 +309,15 @@ void WriteCodes(const AttentionParams& params, const float* o, Vec factor, uint8
   }
 }
 
+// Whether the query of a packed row stands within the tables of rope, where there are any.
+inline bool HasAngle(const AttentionParams& params, const Row& row, const WorkItem& item,
+                     int64_t packed) {
+  if (!params.rope.cos) return true;
+  const int64_t query = QueryPosition(row, packed / params.group_size);
+  const int64_t token = TokenAt(params, row, item.row, query);
+  return token >= 0 && token < params.rope.max_positions;
+}
+
 // Writes out and lse of a unit's packed rows, whose o is ordered as kernels of T do, to out of type
 // O, or fp8.
 template <typename T, typename O>
@@ -274,8 +326,8 @@ void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem
   constexpr double kLn2 = 0.69314718055994530942;
   for (int64_t r = 0; r < item.packed_end - item.packed_begin; ++r) {
     const int64_t head = QueryHead(params, row, item, item.packed_begin + r);
-    const bool empty = x.m[r] == -kInfinity;
-    double m = x.m[r], l = x.l[r];
+    const bool empty = x.m[r] == -kInfinity || !HasAngle(params, row, item, item.packed_begin + r);
+    double m = empty ? -kInfinity : x.m[r], l = x.l[r];
     float numerator = 1.0f;  // o counts it times
     if (params.sinks) {      // one more logit, without a value
       const float sink = params.sinks[item.kv_head * params.group_size +

@@ -39,11 +39,6 @@ struct DecodeState {
   float l[kDecodeMaxRows / 8][kWidth];  // per tile and lane, lanes of one row to be summed
 };
 
-inline void PrefetchRow(const void* row, int64_t bytes) {
-  const char* p = static_cast<const char*>(row);
-  for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
-}
-
 // The weights of a tile: weights[token * token_stride + row] for tokens [begin, end).
 struct Weights {
   const float* weights;
@@ -300,11 +295,12 @@ inline void FinishDecode(const DecodeState& state, int num_rows, const Partial& 
   }
 }
 
-// KV tokens [begin, end) of a unit, into part.
+// The KV tokens of a split, into part.
 template <typename T>
 void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
-                 const LogitScale& scale, int64_t begin, int64_t end, const WorkerScratch& scratch,
+                 const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
                  const Partial& part) {
+  const int64_t begin = span.begin, end = span.end;
   const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
   const int padded = static_cast<int>(DecodePaddedRows(num_rows));
   DecodeState state;
@@ -313,13 +309,13 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
   int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
   EditedRow edited[kDecodeMaxRows];
-  SetRows(params, row, item, num_rows, padded, first, limit, scale.edited ? edited : nullptr);
+  SetRows(params, row, item, span, num_rows, padded, first, limit, scale.edited ? edited : nullptr);
   float key_offset[kKeyBlock];
   uint64_t seen[kDecodeMaxRows];
   int hidden[kDecodeMaxRows] = {};
   const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
-  const bool staged = IsEightBit(params.kv_dtype);
-  const int64_t element_bytes = staged ? 1 : int64_t{sizeof(T)};
+  const bool staged = IsStaged(params);
+  const int64_t element_bytes = ByteWidth(params.kv_dtype);
   KeyBlock<T> blocks[2];
   int current = 0;
   GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
@@ -341,20 +337,20 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
     KeyBlock<T> floats;
     if constexpr (kSameType<T, float>) {
       if (staged) {
-        StageKeys(params, item, stored, *next, Clamp(token + block_tokens, begin, end), scratch,
-                  &floats);
+        StageKeys(params, row, item, span, stored, *next, Clamp(token + block_tokens, begin, end),
+                  scratch, &floats);
         source = next = &floats;
       }
     }
     const KeyBlock<T>& block = *source;
     int visible[kDecodeMaxRows];
     CountBefore(block.count_before, block.begin, limit, padded, visible);
-    if (params.sliding_window > 0) {
+    if (row.window > 0) {
       CountBefore(block.count_before, block.begin, first, padded, hidden);
     }
     state.seen = nullptr;
-    if (HidesKeys(params, row, token + block_tokens)) {
-      SetSeen(params, row, item, num_rows, padded, block.count_before, block.begin, seen);
+    if (HidesKeys(row, span, token + block_tokens)) {
+      SetSeen(params, row, item, span, num_rows, padded, block.count_before, block.begin, seen);
       state.seen = seen;
     }
     if (scale.edited) {

@@ -168,17 +168,18 @@ void DecodeWordTile(const WordBlock& block, const KeyBlock<Int8>* next, int begi
                       state->o_stride);
 }
 
-// KV tokens [begin, end) of a unit, into part: as DecodeSplit.
+// The KV tokens of a split, into part: as DecodeSplit.
 inline void DecodeWordSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
-                            const LogitScale& scale, int64_t begin, int64_t end,
+                            const LogitScale& scale, const KeySpan& span,
                             const WorkerScratch& scratch, const Partial& part) {
+  const int64_t begin = span.begin, end = span.end;
   const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
   const int padded = static_cast<int>(DecodePaddedRows(num_rows));
   DecodeState state;
   StartDecode(params, scale, padded, scratch, part, &state);
   int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
   EditedRow edited[kDecodeMaxRows];
-  SetRows(params, row, item, num_rows, padded, first, limit, scale.edited ? edited : nullptr);
+  SetRows(params, row, item, span, num_rows, padded, first, limit, scale.edited ? edited : nullptr);
   float key_offset[kKeyBlock];
   int hidden[kDecodeMaxRows] = {}, visible[kDecodeMaxRows];
   const int64_t k_dim = params.head_dim, v_dim = params.v_head_dim;
@@ -219,7 +220,7 @@ inline void DecodeWordSplit(const AttentionParams& params, const Row& row, const
                      next_end);
     }
     CountBefore(block.count_before, block.begin, limit, padded, visible);
-    if (params.sliding_window > 0) {
+    if (row.window > 0) {
       CountBefore(block.count_before, block.begin, first, padded, hidden);
     }
     const int seen_begin = hidden[0], seen_end = visible[padded - 1];

@@ -72,23 +72,30 @@ void ListOffsets(const AttentionParams& params, const Row& row, int32_t row_inde
 // What the edit needs to know of a packed row.
 struct EditedRow {
   float slope;       // 0: no ALiBi
-  int64_t position;  // of its query
+  int64_t position;  // of its query, as if the split's tokens stood where they are stored
 };
 
-// Packed row r of an item sees tokens [first[r], limit[r]) of its row. Rows from num_rows to padded
-// are like the last one. `edited` may be null. Out of line, as is CountBefore: once for all dtypes.
+// Of a split's tokens, packed row r of an item sees [first[r], limit[r]). Rows from num_rows to
+// padded are like the last one. `edited` may be null. Out of line, as is CountBefore: once for all
+// dtypes.
 __attribute__((noinline)) inline void SetRows(const AttentionParams& params, const Row& row,
-                                              const WorkItem& item, int num_rows, int padded,
-                                              int64_t* first, int64_t* limit, EditedRow* edited) {
+                                              const WorkItem& item, const KeySpan& span,
+                                              int num_rows, int padded, int64_t* first,
+                                              int64_t* limit, EditedRow* edited) {
+  const int64_t offset = span.pinned ? 0 : row.slot_offset;
   for (int r = 0; r < padded; ++r) {
     const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
     const int64_t query = packed / params.group_size;
-    first[r] = FirstKey(row, query, params.sliding_window);
+    first[r] = span.pinned ? 0 : FirstKey(row, query);
     limit[r] = VisibleKeys(row, query, params.causal);
+    // Queries beyond the tables of rope are no one's (WriteOutput); later keys only they see.
+    if (params.rope.cos && !params.causal) {
+      limit[r] = Clamp(params.rope.max_positions - offset, 0, limit[r]);
+    }
     if (!edited) continue;
     const int64_t head = int64_t{item.kv_head} * params.group_size + packed % params.group_size;
     edited[r] = {params.alibi_slopes ? params.alibi_slopes[head] : 0.0f,
-                 PositionOf(params, row, item.row, QueryPosition(row, query))};
+                 TokenAt(params, row, item.row, QueryPosition(row, query)) - offset};
   }
 }
 
@@ -125,19 +132,20 @@ inline int CommonRun(const uint64_t* seen, int rows, int begin, int end) {
   return missing ? __builtin_ctzll(missing) : end;
 }
 
-// Whether a query of the row may see fewer keys than its range in a block that ends at `end`: it
-// reaches into the tree, or the window is a matter of depth.
-inline bool HidesKeys(const AttentionParams& params, const Row& row, int64_t end) {
-  return row.tree_size > 0 &&
-         (params.sliding_window > 0 || end > int64_t{row.seq_len} - row.tree_size);
+// Whether a query of the row may see fewer keys than its range in a block of a split that ends at
+// `end`: it reaches into the tree, or the window is a matter of depth.
+inline bool HidesKeys(const Row& row, const KeySpan& span, int64_t end) {
+  const bool windowed = row.window > 0 && !span.pinned;
+  return row.tree_size > 0 && (windowed || end > int64_t{row.seq_len} - row.tree_size);
 }
 
 // seen[r]: the listed tokens of a block (see KeyBlock) that packed row r of an item sees, a bit for
 // each; for a row with a tree. Rows from num_rows to padded are like the last one.
 __attribute__((noinline)) inline void SetSeen(const AttentionParams& params, const Row& row,
-                                              const WorkItem& item, int num_rows, int padded,
-                                              const uint8_t* count_before, int64_t begin,
-                                              uint64_t* seen) {
+                                              const WorkItem& item, const KeySpan& span,
+                                              int num_rows, int padded, const uint8_t* count_before,
+                                              int64_t begin, uint64_t* seen) {
+  const bool windowed = row.window > 0 && !span.pinned;
   const TreeView tree = TreeOf(params, item.row);
   const int64_t root = int64_t{row.seq_len} - row.tree_size;
   for (int r = 0; r < padded; ++r) {
@@ -148,15 +156,13 @@ __attribute__((noinline)) inline void SetSeen(const AttentionParams& params, con
     }
     const int64_t stored = QueryPosition(row, packed / params.group_size);
     int64_t first = 0;  // position of the first key in the window
-    if (params.sliding_window > 0) {
-      first = PositionOf(params, row, item.row, stored) - params.sliding_window + 1;
-    }
+    if (windowed) first = PositionOf(params, row, item.row, stored) - row.window + 1;
     uint64_t bits = 0;
     for (int i = 0; i < kKeyBlock; ++i) {
       if (count_before[i + 1] == count_before[i]) continue;
       const int64_t token = begin + i;
       if (token > stored) continue;
-      if (params.sliding_window > 0 && PositionOf(params, row, item.row, token) < first) continue;
+      if (windowed && PositionOf(params, row, item.row, token) < first) continue;
       if (token >= root && !tree.Sees(stored - root, token - root)) continue;
       bits |= uint64_t{1} << count_before[i];
     }

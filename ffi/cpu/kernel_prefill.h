@@ -236,18 +236,20 @@ inline void AddValueRows(const WorkerScratch& scratch, const Partial& part, cons
   }
 }
 
-// KV tokens [begin, end) of a unit, into part.
+// The KV tokens of a split, into part.
 template <typename T>
 void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
-                  const LogitScale& scale, int64_t begin, int64_t end, const WorkerScratch& scratch,
+                  const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
                   const Partial& part) {
+  const int64_t begin = span.begin, end = span.end;
   const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
   const int padded_rows = static_cast<int>(RoundUp(num_rows, kGemmRows));
   // Tokens [first, limit) are seen; padding rows see what the last row sees.
   int64_t first[kPrefillBlock], limit[kPrefillBlock];
   EditedRow edited[kPrefillBlock];
   float top[kPrefillBlock];
-  SetRows(params, row, item, num_rows, padded_rows, first, limit, scale.edited ? edited : nullptr);
+  SetRows(params, row, item, span, num_rows, padded_rows, first, limit,
+          scale.edited ? edited : nullptr);
   for (int r = 0; r < padded_rows; ++r) top[r] = -kInfinity;
   KeyBlock<T> stored, floats;
   int hidden[kPrefillBlock], visible[kPrefillBlock];
@@ -256,10 +258,10 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
   for (int64_t token = begin; token < end; token += kKeyBlock) {
     const int64_t block_end = Clamp(token + kKeyBlock, token, end);
     GatherKeys(params, item.row, item.kv_head, token, block_end, scratch, /*half=*/0, &stored);
-    const KeyBlock<T>& block = IsEightBit(params.kv_dtype) ? floats : stored;
+    const KeyBlock<T>& block = IsStaged(params) ? floats : stored;
     if constexpr (kSameType<T, float>) {
       if (&block == &floats) {
-        StageKeys(params, item, stored, stored, block_end, scratch, &floats);
+        StageKeys(params, row, item, span, stored, stored, block_end, scratch, &floats);
       }
     }
     CountBefore(block.count_before, block.begin, first, padded_rows, hidden);
@@ -275,9 +277,10 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
                 edited[r].slope, static_cast<float>(token - edited[r].position), key_offset);
       }
     }
-    const bool hides = HidesKeys(params, row, block_end);
+    const bool hides = HidesKeys(row, span, block_end);
     if (hides) {
-      SetSeen(params, row, item, num_rows, padded_rows, block.count_before, block.begin, seen);
+      SetSeen(params, row, item, span, num_rows, padded_rows, block.count_before, block.begin,
+              seen);
       for (int r = 0; r < padded_rows; ++r) {
         HideScores(seen[r], hidden[r], visible[r], /*token_stride=*/1,
                    scratch.scores + r * kKeyBlock);

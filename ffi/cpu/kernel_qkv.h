@@ -27,32 +27,6 @@ JAX_PAGED_INLINE void NormaliseHead(HeadBuffer& head, const float* weight, int64
   }
 }
 
-JAX_PAGED_INLINE void TurnHead(HeadBuffer& head, const float* cos, const float* sin, int64_t half,
-                               bool interleaved) {
-  if (interleaved) {
-    for (int64_t i = 0; i < half; ++i) {
-      const float a = head.x[2 * i], b = head.x[2 * i + 1];
-      head.x[2 * i] = a * cos[i] - b * sin[i];
-      head.x[2 * i + 1] = b * cos[i] + a * sin[i];
-    }
-    return;
-  }
-  float* first = head.x;
-  float* second = head.x + half;
-  const Vec minus = Set1(-1.0f);
-  int64_t i = 0;
-  for (; i + kWidth <= half; i += kWidth) {
-    const Vec a = Load(first + i), b = Load(second + i), c = Load(cos + i), s = Load(sin + i);
-    Store(first + i, Fma(Mul(b, s), minus, Mul(a, c)));
-    Store(second + i, Fma(a, s, Mul(b, c)));
-  }
-  for (; i < half; ++i) {
-    const float a = first[i], b = second[i];
-    first[i] = a * cos[i] - b * sin[i];
-    second[i] = b * cos[i] + a * sin[i];
-  }
-}
-
 // One head of q or k; `weight` null: not normalised.
 template <typename T>
 JAX_PAGED_INLINE void NormTurnHead(const QkvParams& params, const T* from, T* to,
@@ -62,7 +36,7 @@ JAX_PAGED_INLINE void NormTurnHead(const QkvParams& params, const T* from, T* to
   for (int64_t d = 0; d < dim; d += kWidth) Store(head.x + d, LoadTail(from + d, dim - d));
   if (weight) NormaliseHead(head, weight, dim, params.eps);
   const int64_t row = position * params.half;
-  TurnHead(head, params.cos + row, params.sin + row, params.half, params.interleaved);
+  TurnHead(head.x, params.cos + row, params.sin + row, params.half, params.interleaved);
   for (int64_t d = 0; d < dim; d += kWidth) StoreTail(to + d, Load(head.x + d), dim - d);
 }
 

@@ -1,8 +1,9 @@
-// 8-bit K and V: a block's tokens are converted to floats times their scale in the worker's
-// scratch, and the kernels of float run on them. Included by attention_<isa>.cc inside its target
+// 8-bit K and V, and K that is turned here (rope inside attention): a block's tokens are converted
+// to floats, times their scale, in the worker's scratch, and the kernels of float run on them.
+// Included by attention_<isa>.cc inside its target
 // region (isa.h), after kernel_logits.h.
 //
-// The float kernels then serve every dtype of q with 8-bit pages: no instance of their own. A
+// The float kernels then serve every dtype of q with such pages: no instance of their own. A
 // block's floats stay in L1 or L2; while one is converted, the codes of the next are prefetched.
 
 #ifndef JAX_PAGED_CPU_KERNEL_STAGE_H_
@@ -10,15 +11,22 @@
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
+template <typename C>
+constexpr bool kIsEightBit = sizeof(C) == 1;
+
 // to[0, dim) = codes * scale.
 template <typename C>
 JAX_PAGED_INLINE void StageToken(const void* codes, int64_t dim, float scale, float* to) {
   const C* from = static_cast<const C*>(codes);
   const Vec factor = Set1(scale);
   int64_t d = 0;
-  for (; d + kWidth <= dim; d += kWidth) Store(to + d, Mul(LoadBytes(from + d), factor));
-  if constexpr (kWidth > kHalf) {
-    if (d < dim) Store(to + d, Mul(LoadHalfBytes(from + d), factor));
+  if constexpr (kIsEightBit<C>) {
+    for (; d + kWidth <= dim; d += kWidth) Store(to + d, Mul(LoadBytes(from + d), factor));
+    if constexpr (kWidth > kHalf) {
+      if (d < dim) Store(to + d, Mul(LoadHalfBytes(from + d), factor));
+    }
+  } else {
+    for (; d < dim; d += kWidth) Store(to + d, LoadTail(from + d, dim - d));
   }
 }
 
@@ -26,7 +34,7 @@ template <typename C>
 void StageTokens(const float* const* tokens, const float* const* next, int count, int64_t dim,
                  const float* scales, float* stage, int64_t stride) {
   for (int t = 0; t < count; ++t) {
-    for (int64_t i = 0; i < dim; i += 64) Prefetch(reinterpret_cast<const char*>(next[t]) + i);
+    PrefetchRow(next[t], dim * int64_t{sizeof(C)});
     StageToken<C>(tokens[t], dim, scales[t], stage + t * stride);
   }
 }
@@ -68,9 +76,40 @@ inline void PrefetchScales(const KvScale& scale, const AttentionParams& params, 
   }
 }
 
-// `staged`: the listed tokens of `codes`, whose k and v point at 8-bit elements, as floats in
+// Turns the listed tokens of a block, which lie in scratch, by the places at which they stand.
+inline void TurnKeys(const AttentionParams& params, const Row& row, int32_t row_index,
+                     const KeySpan& span, const KeyBlock<float>& block,
+                     const WorkerScratch& scratch) {
+  const RopeTables& rope = params.rope;
+  const int64_t offset = span.pinned ? 0 : row.slot_offset;
+  for (int i = 0; i < kKeyBlock; ++i) {
+    const int listed = block.count_before[i];
+    if (block.count_before[i + 1] == listed) continue;
+    const int64_t token = PositionOf(params, row, row_index, block.begin + i) + offset;
+    // Who is not in the tables is not seen either.
+    const int64_t at = Clamp(token, 0, rope.max_positions - 1) * rope.half;
+    TurnHead(scratch.k_stage + listed * scratch.q_stride, rope.cos + at, rope.sin + at, rope.half,
+             rope.interleaved);
+  }
+}
+
+// Turns the queries of a unit, which lie in scratch.
+inline void TurnQueries(const AttentionParams& params, const Row& row, const WorkItem& item,
+                        const WorkerScratch& scratch) {
+  const RopeTables& rope = params.rope;
+  for (int64_t r = 0; r < item.packed_end - item.packed_begin; ++r) {
+    const int64_t query = (item.packed_begin + r) / params.group_size;
+    const int64_t token = TokenAt(params, row, item.row, QueryPosition(row, query));
+    const int64_t at = Clamp(token, 0, rope.max_positions - 1) * rope.half;
+    TurnHead(scratch.q + r * scratch.q_stride, rope.cos + at, rope.sin + at, rope.half,
+             rope.interleaved);
+  }
+}
+
+// `staged`: the listed tokens of `codes`, whose k and v point at elements of kv_dtype, as floats in
 // scratch. `next` is prefetched.
-__attribute__((noinline)) inline void StageKeys(const AttentionParams& params, const WorkItem& item,
+__attribute__((noinline)) inline void StageKeys(const AttentionParams& params, const Row& row,
+                                                const WorkItem& item, const KeySpan& span,
                                                 const KeyBlock<float>& codes,
                                                 const KeyBlock<float>& next, int64_t end,
                                                 const WorkerScratch& scratch,
@@ -81,16 +120,32 @@ __attribute__((noinline)) inline void StageKeys(const AttentionParams& params, c
   const int count = codes.count;
   const int64_t k_dim = params.head_dim, v_dim = params.v_head_dim;
   const int64_t k_stride = scratch.q_stride, v_stride = scratch.o_stride;
-  if (params.kv_dtype == Dtype::kInt8) {
-    StageTokens<Int8>(codes.k, next.k, count, k_dim, k_scales, scratch.k_stage, k_stride);
-    StageTokens<Int8>(codes.v, next.v, count, v_dim, v_scales, scratch.v_stage, v_stride);
-  } else if (params.kv_dtype == Dtype::kFloat8E4M3) {
-    StageTokens<Float8E4M3>(codes.k, next.k, count, k_dim, k_scales, scratch.k_stage, k_stride);
-    StageTokens<Float8E4M3>(codes.v, next.v, count, v_dim, v_scales, scratch.v_stage, v_stride);
-  } else {
-    StageTokens<Float8E5M2>(codes.k, next.k, count, k_dim, k_scales, scratch.k_stage, k_stride);
-    StageTokens<Float8E5M2>(codes.v, next.v, count, v_dim, v_scales, scratch.v_stage, v_stride);
+  const auto stage = [&](auto element) {
+    using C = decltype(element);
+    StageTokens<C>(codes.k, next.k, count, k_dim, k_scales, scratch.k_stage, k_stride);
+    StageTokens<C>(codes.v, next.v, count, v_dim, v_scales, scratch.v_stage, v_stride);
+  };
+  switch (params.kv_dtype) {
+    case Dtype::kInt8:
+      stage(Int8{});
+      break;
+    case Dtype::kFloat8E4M3:
+      stage(Float8E4M3{});
+      break;
+    case Dtype::kFloat8E5M2:
+      stage(Float8E5M2{});
+      break;
+    case Dtype::kBFloat16:
+      stage(BFloat16{});
+      break;
+    case Dtype::kFloat16:
+      stage(Float16{});
+      break;
+    case Dtype::kFloat32:
+      stage(float{});
+      break;
   }
+  if (params.rope.cos) TurnKeys(params, row, item.row, span, codes, scratch);
   staged->begin = codes.begin;
   staged->count = count;
   __builtin_memcpy(staged->count_before, codes.count_before, sizeof(codes.count_before));

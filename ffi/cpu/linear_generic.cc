@@ -10,6 +10,7 @@
 #include "common/page_view.h"
 #include "common/params.h"
 #include "common/schedule.h"
+#include "common/tree.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_kernels.h"

@@ -38,6 +38,7 @@ ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   params.head_dim = static_cast<int32_t>(shape.k_pool.head_dim);
   params.v_head_dim = static_cast<int32_t>(shape.v_pool.head_dim);
   params.sm_scale = *sm_scale.typed_data();
+  params.rope = {};
   params.causal = causal;
   params.dtype = params.kv_dtype = params.out_dtype = shape.dtype;
   const int32_t layer_index = *layer.typed_data();
@@ -46,9 +47,10 @@ ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   }
   params.k = params.v = MakePageView(kv_pages.untyped_data(), shape.k_pool, layer_index);
 
-  return Attend(kMlaAttentionOp, pool, params,
-                {cu_q_lens.typed_data(), seq_lens.typed_data(), *num_seqs.typed_data(),
-                 shape.max_seqs, shape.num_tokens, num_kv_splits, split_tokens, /*trees=*/{}});
+  return Attend(
+      kMlaAttentionOp, pool, params,
+      {cu_q_lens.typed_data(), seq_lens.typed_data(), /*windows=*/{}, *num_seqs.typed_data(),
+       shape.max_seqs, shape.num_tokens, num_kv_splits, split_tokens, /*trees=*/{}});
 }
 
 }  // namespace

@@ -65,11 +65,13 @@ const Kernels& ChooseKernels() {
 nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int64_t>& seq_lens,
                        int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
                        int32_t v_head_dim, int64_t num_threads, int64_t num_kv_splits,
-                       int64_t split_tokens, bool causal, int64_t sliding_window) {
-  if (q_lens.size() != seq_lens.size()) {
-    throw std::invalid_argument(
-        "attention_plan: q_lens and seq_lens expected the same length, got " +
-        std::to_string(q_lens.size()) + " and " + std::to_string(seq_lens.size()));
+                       int64_t split_tokens, bool causal,
+                       const std::vector<int64_t>& unpinned_window,
+                       const std::vector<int64_t>& num_pinned) {
+  const size_t num_rows = q_lens.size();
+  if (seq_lens.size() != num_rows || unpinned_window.size() != num_rows ||
+      num_pinned.size() != num_rows) {
+    throw std::invalid_argument("attention_plan: expected one number of each kind per row");
   }
   if (num_kv_heads < 1 || num_q_heads % num_kv_heads != 0) {
     throw std::invalid_argument(
@@ -82,7 +84,6 @@ nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int
   options.head_dim = head_dim;
   options.v_head_dim = v_head_dim;
   options.causal = causal;
-  options.sliding_window = sliding_window;
   options.num_workers = num_threads;
   options.num_kv_splits = num_kv_splits;
   options.split_tokens = split_tokens;
@@ -90,7 +91,9 @@ nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int
   int64_t begin = 0;
   for (size_t i = 0; i < q_lens.size(); ++i) {
     rows.push_back({static_cast<int32_t>(begin), static_cast<int32_t>(q_lens[i]),
-                    static_cast<int32_t>(seq_lens[i]), /*tree_size=*/0});
+                    static_cast<int32_t>(seq_lens[i]), /*tree_size=*/0,
+                    static_cast<int32_t>(unpinned_window[i]), static_cast<int32_t>(num_pinned[i]),
+                    /*slot_offset=*/0});
     begin += q_lens[i];
   }
   std::vector<RowPlan> plans(rows.size());
@@ -160,9 +163,11 @@ NB_MODULE(_cpu, module) {
   module.def(
       "attention_plan", &cpu::AttentionPlan, nb::kw_only(), nb::arg("q_lens"), nb::arg("seq_lens"),
       nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("v_head_dim"),
-      nb::arg("num_threads"), nb::arg("num_kv_splits"), nb::arg("split_tokens"),
-      nb::arg("causal") = true, nb::arg("sliding_window") = 0,
-      "What attention would do on num_threads threads with rows of these lengths: a dict of\n"
+      nb::arg("num_threads"), nb::arg("num_kv_splits"), nb::arg("split_tokens"), nb::arg("causal"),
+      nb::arg("unpinned_window"), nb::arg("num_pinned"),
+      "What attention would do on num_threads threads with rows of these lengths (seq_lens: "
+      "stored\n"
+      "tokens; unpinned_window: those that a query sees beside pinned ones, 0: all): a dict of\n"
       "isa, num_threads (1 when the work is too small to share), work_items and, per row,\n"
       "kernels (decode, prefill or empty) and kv_splits.");
 }

@@ -89,13 +89,18 @@ struct AttentionArgs {
   Global<const int32_t> layer;       // scalar
   Global<const float> sm_scale;      // scalar
   // Options; null: not given.
-  Global<const int32_t> sliding_window;  // [1], tokens that a query sees; <= 0: all
-  Global<const float> alibi_slopes;      // [num_q_heads]
-  Global<const float> sinks;             // [num_q_heads]
-  Global<const TreeInterval> tree;       // [max_seqs, max_tree]
-  Global<const int32_t> tree_sizes;      // [max_seqs], where there is a tree
-  KvScale k_scale;                       // of 8-bit pages
+  Global<const int32_t> sliding_window;  // [max_seqs], or [1] where window_step is 0: tokens that a
+                                         // query sees; <= 0: all
+  Global<const int32_t> num_pinned;      // [max_seqs], like the next one (common/params.h, Row)
+  Global<const int32_t> slot_offset;
+  Global<const float> alibi_slopes;  // [num_q_heads]
+  Global<const float> sinks;         // [num_q_heads]
+  Global<const TreeInterval> tree;   // [max_seqs, max_tree]
+  Global<const int32_t> tree_sizes;  // [max_seqs], where there is a tree
+  KvScale k_scale;                   // of 8-bit pages
   KvScale v_scale;
+  Global<const float> cos;  // [max_positions, rope_half], of rope inside attention
+  Global<const float> sin;
   Global<const float> out_scale;  // [1], what an fp8 output is divided by; null: 1
   Global<char> out;               // [num_tokens, num_q_heads, v_head_dim], out_dtype
   Global<float> lse;              // [num_tokens, num_q_heads]
@@ -126,7 +131,10 @@ struct AttentionArgs {
   int32_t capacity;  // tokens that a row of the page table can name
   int32_t num_tokens;
   int32_t max_seqs;
-  int32_t max_tree;  // 0: no trees
+  int32_t max_tree;     // 0: no trees
+  int32_t window_step;  // from one row's sliding_window to the next's
+  int32_t max_positions;
+  int32_t rope_half;
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t group_size;
@@ -144,6 +152,7 @@ struct AttentionArgs {
   float soft_cap;        // 0: off
   int32_t prefill_rows;  // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;
+  bool rope_interleaved;
 
   JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {
     return num_kv_splits > 0 || split_tokens > 0;

@@ -83,8 +83,8 @@ class DecodeLoader {
   }
 
  private:
-  JAX_PAGED_DEVICE int32_t FirstToken() const {
-    return (segment_.first_tile + tile_) * kTileTokens + prim::WarpIndex() * kWarpTokens;
+  JAX_PAGED_DEVICE int32_t FirstToken(const AttentionArgs& args) const {
+    return TileToken(args, segment_, tile_) + prim::WarpIndex() * kWarpTokens;
   }
 
   // Reads the page id for the tile that is loaded next. Lane l looks for token l % 16; where pages
@@ -92,9 +92,9 @@ class DecodeLoader {
   // kVllm5d: where they hold a multiple of 8, lane l looks for the first of the 8 of token l % 16.
   JAX_PAGED_DEVICE void FindPage(const AttentionArgs& args) {
     const int32_t lane_token = prim::LaneIndex() % kWarpTokens;
-    const int32_t token = FirstToken() + (kIsVllm5d   ? lane_token / 8 * 8
-                                          : one_page_ ? 0
-                                                      : lane_token);
+    const int32_t token = FirstToken(args) + (kIsVllm5d   ? lane_token / 8 * 8
+                                              : one_page_ ? 0
+                                                          : lane_token);
     page_id_ = -1;
     if (!has_tile_ || token >= segment_.lengths.seq_len) return;
     const int32_t index = args.by_page_size(token);
@@ -105,13 +105,14 @@ class DecodeLoader {
   JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {
     const int32_t lane = prim::Opaque(prim::LaneIndex());
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
-    const int32_t token = FirstToken() + lane % kWarpTokens;
-    const bool has_token =
-        has_page && token >= segment_.first_key && token < segment_.lengths.seq_len;
+    const int32_t token = FirstToken(args) + lane % kWarpTokens;
+    const bool has_token = has_page && IsRead(args, segment_, token);
     const uint32_t mask = prim::Ballot(has_token) & 0xffffu;
     if constexpr (PAGES == PageKind::kVllm5d) {
       if (lane == 0) prim::Store(token_masks_ + stage, mask);
-      CopyAtoms(args, stage, lane, has_page && (token | 7) >= segment_.first_key, has_token);
+      // The first of the 8, which is pinned if one of them is, or the last.
+      const bool has_atom = IsRead(args, segment_, token & ~7) || (token | 7) >= segment_.first_key;
+      CopyAtoms(args, stage, lane, has_page && has_atom, has_token);
       return;
     }
     const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
@@ -450,7 +451,8 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < 2; ++i) {
           const int32_t token = n * 8 + column + i;
-          const bool is_seen = (token_mask >> token & 1) && keys.Contains(first_token + token);
+          const bool is_seen =
+              (token_mask >> token & 1) && Sees(args, segment, keys, first_token + token);
           if (!is_seen) s[n][2 * half + i] = kNegativeInfinity;
         }
       }
@@ -668,8 +670,8 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
           args.v_scale.per_token ? kSmallestScale : HeadScale(args.v_scale, rows.kv_head);
     }
     const KeyRange by_all = SeenByAll(args, segment, rows);
-    int32_t first_token = segment.first_tile * kTileTokens + warp * kWarpTokens;
-    for (int32_t tile = 0; tile < segment.num_tiles; ++tile, first_token += kTileTokens) {
+    for (int32_t tile = 0; tile < segment.num_tiles; ++tile) {
+      const int32_t first_token = TileToken(args, segment, tile) + warp * kWarpTokens;
       prim::CpAsyncWait(stages - 2);
       // Every lane's copies into this stage are done, and every lane has read the stage before it.
       prim::SyncWarp();

@@ -19,17 +19,20 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> cu_q_lens,
                      ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
+                     ffi::Buffer<ffi::S32> num_pinned, ffi::Buffer<ffi::S32> slot_offset,
                      ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
                      ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                      ffi::Buffer<ffi::S32> tree, ffi::Buffer<ffi::S32> tree_sizes,
+                     ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                      ffi::Buffer<ffi::F32> out_scale, std::string_view layout_name, bool causal,
                      int64_t num_kv_splits, int64_t split_tokens, float soft_cap,
-                     ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse,
-                     ffi::ResultBuffer<ffi::S32> workspace) {
+                     bool rope_interleaved, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::ResultBuffer<ffi::F32> lse, ffi::ResultBuffer<ffi::S32> workspace) {
   AttentionCall call = {};
-  const AttentionOptions options = {Shape(sliding_window), Shape(alibi_slopes), Shape(sinks),
-                                    Shape(k_scale),        Shape(v_scale),      Shape(tree),
-                                    Shape(tree_sizes),     Shape(out_scale)};
+  const AttentionOptions options = {
+      Shape(sliding_window), Shape(num_pinned), Shape(slot_offset), Shape(alibi_slopes),
+      Shape(sinks),          Shape(k_scale),    Shape(v_scale),     Shape(tree),
+      Shape(tree_sizes),     Shape(cos),        Shape(sin),         Shape(out_scale)};
   std::string error =
       ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
                     Shape(num_seqs), Shape(layer), Shape(sm_scale), options, layout_name,
@@ -45,6 +48,18 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pag
   call.layer = layer.typed_data();
   call.sm_scale = sm_scale.typed_data();
   if (IsGiven(options.sliding_window)) call.sliding_window = sliding_window.typed_data();
+  call.has_row_windows = options.sliding_window[0] > 1;
+  if (IsGiven(options.num_pinned)) {
+    call.num_pinned = num_pinned.typed_data();
+    call.slot_offset = slot_offset.typed_data();
+  }
+  if (IsGiven(options.cos)) {
+    call.cos = cos.typed_data();
+    call.sin = sin.typed_data();
+    call.max_positions = options.cos[0];
+    call.rope_half = options.cos[1];
+    call.rope_interleaved = rope_interleaved;
+  }
   if (IsGiven(options.alibi_slopes)) call.alibi_slopes = alibi_slopes.typed_data();
   if (IsGiven(options.sinks)) call.sinks = sinks.typed_data();
   if (IsGiven(options.tree)) {
@@ -95,18 +110,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
                                   .Arg<ffi::Buffer<ffi::S32>>()  // sliding_window
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // num_pinned
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot_offset
                                   .Arg<ffi::Buffer<ffi::F32>>()  // alibi_slopes
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sinks
                                   .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
                                   .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tree_sizes
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // cos
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sin
                                   .Arg<ffi::Buffer<ffi::F32>>()  // out_scale
                                   .Attr<std::string_view>("layout")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
                                   .Attr<int64_t>("split_tokens")
                                   .Attr<float>("soft_cap")
+                                  .Attr<bool>("rope_interleaved")
                                   .Ret<ffi::AnyBuffer>()          // out
                                   .Ret<ffi::Buffer<ffi::F32>>()   // lse
                                   .Ret<ffi::Buffer<ffi::S32>>(),  // workspace

@@ -22,11 +22,40 @@ JAX_PAGED_DEVICE int32_t QueryPosition(const RowLengths& lengths, int32_t query)
   return lengths.seq_len - lengths.q_len + query;
 }
 
-// First key in the window of the query at `position`.
-JAX_PAGED_DEVICE int32_t FirstKey(const AttentionArgs& args, int32_t position) {
+// Stored tokens at the front of a row that no window hides.
+JAX_PAGED_DEVICE int32_t NumPinned(const AttentionArgs& args, int32_t row) {
+  if (!args.num_pinned) return 0;
+  const int32_t pinned = prim::LoadConst(args.num_pinned + row);
+  return pinned < 0 ? 0 : pinned;
+}
+
+// How far behind the place where it is stored the token in `slot` of a row stands.
+JAX_PAGED_DEVICE int32_t SlidBy(const AttentionArgs& args, int32_t row, int32_t slot) {
+  if (!args.num_pinned || slot < NumPinned(args, row)) return 0;
+  const int32_t offset = prim::LoadConst(args.slot_offset + row);
+  return offset < 0 ? 0 : offset;
+}
+
+// Tokens that a row stores: at most what its pages can.
+JAX_PAGED_DEVICE int32_t StoredTokens(const AttentionArgs& args, int32_t row) {
+  int32_t stored = prim::LoadConst(args.seq_lens + row);
+  if (stored < 0) return 0;
+  if (args.num_pinned) {
+    const int32_t offset = prim::LoadConst(args.slot_offset + row);
+    if (offset > 0) stored -= offset;
+  }
+  return stored < 0 ? 0 : (stored > args.capacity ? args.capacity : stored);
+}
+
+// First key in the window of the query at `position` of a row, pinned ones aside.
+JAX_PAGED_DEVICE int32_t FirstKey(const AttentionArgs& args, int32_t row, int32_t position) {
   if (!args.sliding_window) return 0;
-  const int32_t window = prim::LoadConst(args.sliding_window);
-  return window <= 0 || window > position ? 0 : position - window + 1;
+  int32_t window = prim::LoadConst(args.sliding_window + row * args.window_step);
+  if (window <= 0) return 0;
+  const int32_t pinned = NumPinned(args, row);
+  window = window > pinned ? window - pinned : 1;
+  const int32_t first = window > position ? 0 : position - window + 1;
+  return first < pinned ? pinned : first;
 }
 
 JAX_PAGED_DEVICE bool IsEdited(const AttentionArgs& args) {

@@ -25,13 +25,17 @@ struct AttentionCall : AttentionShape {
   const int32_t* num_seqs;
   const int32_t* layer;
   const float* sm_scale;
-  const int32_t* sliding_window;  // null, like the next two: not given
+  const int32_t* sliding_window;  // null, like the next four: not given
+  const int32_t* num_pinned;
+  const int32_t* slot_offset;
   const float* alibi_slopes;
   const float* sinks;
   const int32_t* tree;  // null: none
   const int32_t* tree_sizes;
   const float* k_scale;  // null: none
   const float* v_scale;
+  const float* cos;  // null: no rope inside attention
+  const float* sin;
   const float* out_scale;
   void* out;
   float* lse;
@@ -40,8 +44,12 @@ struct AttentionCall : AttentionShape {
   int64_t split_tokens;
   int64_t workspace_words;
   int64_t max_tree;
+  int64_t max_positions;
+  int64_t rope_half;
   float soft_cap;  // 0: off
   bool causal;
+  bool has_row_windows;  // sliding_window is [max_seqs]
+  bool rope_interleaved;
   bool k_scale_per_token;
   bool v_scale_per_token;
 };
@@ -74,6 +82,9 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   if (call.max_tree > INT32_MAX / (call.max_seqs + 1)) {
     return wrong("tree", "rows x max_tree below 2^31", call.max_tree);
   }
+  if (call.max_positions > INT32_MAX) {
+    return wrong("cos", "positions in i32", call.max_positions);
+  }
   constexpr int64_t kMaxTokenStride = int64_t{1} << 26;  // 16 tokens stay within 32 bits
   if (MakePageStrides(call.k_pool).token > kMaxTokenStride) {
     return wrong("k_pages", "at most 2^26 bytes between tokens",
@@ -104,6 +115,14 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->layer = Global<const int32_t>(call.layer);
   args->sm_scale = Global<const float>(call.sm_scale);
   args->sliding_window = Global<const int32_t>(call.sliding_window);
+  args->num_pinned = Global<const int32_t>(call.num_pinned);
+  args->slot_offset = Global<const int32_t>(call.slot_offset);
+  args->window_step = call.has_row_windows ? 1 : 0;
+  args->cos = Global<const float>(call.cos);
+  args->sin = Global<const float>(call.sin);
+  args->max_positions = static_cast<int32_t>(call.max_positions);
+  args->rope_half = static_cast<int32_t>(call.rope_half);
+  args->rope_interleaved = call.rope_interleaved;
   args->alibi_slopes = Global<const float>(call.alibi_slopes);
   args->sinks = Global<const float>(call.sinks);
   args->tree = Global<const TreeInterval>(reinterpret_cast<const TreeInterval*>(call.tree));

@@ -5,14 +5,16 @@
 //          inside) share each KV head.
 //   unit   (row, KV head, tile of kTileRows packed rows), for the decode kernel or simt.cuh
 //   piece  what a unit is made of: one KV tile where splits are automatic, else one split. The
-//          first begins at the tile where the window of the row's first query does. Pieces are
+//          first begins at the tile where the window of the row's first query does; where tokens
+//          are pinned, with their tiles, and those of the window follow (FindGap). Pieces are
 //          numbered through: row, KV head, tile of packed rows, position. Worker w owns the
 //          pieces [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to
 //          within a piece, and at most two units of a worker are shared with others (stream-K,
 //          after LeanAttention).
 //   prefill unit  (row, tile of args.prefill_rows packed rows, KV head) of a row with more than one
 //          query and more than kTileRows packed rows; such a row has no units of the other kind.
-//          Rows with a tree have none: the prefill kernel knows no trees. A
+//          Rows with a tree have none, nor have calls with pinned tokens: the prefill kernel knows
+//          neither. A
 //          CTA of prefill.cuh does it whole. Long units should begin early: numbered row by row,
 //          rows with more keys first (to within a factor of two), from a row's last tile, which
 //          sees most keys, to its first.
@@ -130,7 +132,7 @@ JAX_PAGED_DEVICE void PlanDepths(const AttentionArgs& args, int32_t num_rows) {
        i += step) {
     const int32_t row = static_cast<int32_t>(i / args.max_tree);
     const int32_t node = static_cast<int32_t>(i - int64_t{row} * args.max_tree);
-    const int32_t seq_len = ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity);
+    const int32_t seq_len = StoredTokens(args, row);
     const int32_t size = GivenTree(args, row, seq_len);
     if (node >= size) continue;
     const int32_t place = LoadInterval(args, row, size, node).first;
@@ -143,15 +145,15 @@ JAX_PAGED_DEVICE void PlanDepths(const AttentionArgs& args, int32_t num_rows) {
 }
 
 // Everything but first_slot.
-JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t q_begin, int32_t q_end,
-                                 int32_t seq_len, int32_t tree_size) {
+JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t row, int32_t q_begin,
+                                 int32_t q_end, int32_t seq_len, int32_t tree_size) {
   RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}};
   if (plan.lengths.q_len == 0 || seq_len == 0) return plan;
   const int32_t packed_rows = plan.lengths.q_len * args.group_size;
   const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
   if (!is_decode && args.prefill_rows > 0 && tree_size == 0) return plan;  // see PrefillUnits
-  const int32_t first_key = RowFirstKey(args, plan.lengths, tree_size);
-  const int32_t tiles = (seq_len - 1) / kTileTokens + 1 - first_key / kTileTokens;
+  const int32_t first_key = RowFirstKey(args, row, plan.lengths, tree_size);
+  const int32_t tiles = (seq_len - 1) / kTileTokens + 1 - FindGap(args, row, first_key).size;
   plan.lengths.num_units =
       args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
   if (args.has_fixed_splits()) {
@@ -252,14 +254,13 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
     const int32_t begin = thread == 0 ? last_token : prim::Load(ends + (thread - 1));
     if (last_bound > last_token) last_token = static_cast<int32_t>(last_bound);
 
-    const int32_t seq_len =
-        is_live && has_keys ? ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity) : 0;
+    const int32_t seq_len = is_live && has_keys ? StoredTokens(args, row) : 0;
     int32_t tree_size = 0;
     if (args.max_tree > 0 && row < args.max_seqs) {
       if (is_live) tree_size = PlanTree(args, row, seq_len);
       if (writes_plan) prim::Store(args.row_trees + row, tree_size);
     }
-    RowPlan plan = PlanRow(args, begin, static_cast<int32_t>(end), seq_len, tree_size);
+    RowPlan plan = PlanRow(args, row, begin, static_cast<int32_t>(end), seq_len, tree_size);
     const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
     const int64_t row_slots =
         args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;

@@ -45,9 +45,10 @@ struct Segment {
   int32_t unit;        // of the row
   int32_t piece;       // of the unit
   int32_t num_pieces;  // in this segment
-  int32_t first_tile;
+  int32_t first_tile;  // of those that are not in the row's gap (FindGap)
   int32_t num_tiles;
-  int32_t first_key;  // tokens of the row before it are left of every window, and not read
+  int32_t first_key;  // tokens of the row before it are left of every window, and not read unless
+                      // they are pinned
   int32_t tree_size;  // of the row, where that is no chain
   RowLengths lengths;
   RowSplits splits;
@@ -62,7 +63,24 @@ JAX_PAGED_DEVICE void LoadRow(const AttentionArgs& args, Segment* segment) {
   segment->splits = prim::LoadConst<RowSplits>(args.row_splits + segment->row);
   segment->tree_size =
       TREES && args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + segment->row) : 0;
-  segment->first_key = RowFirstKey(args, segment->lengths, segment->tree_size);
+  segment->first_key = RowFirstKey(args, segment->row, segment->lengths, segment->tree_size);
+}
+
+// The first token of a segment's tile.
+JAX_PAGED_DEVICE int32_t TileToken(const AttentionArgs& args, const Segment& segment,
+                                   int32_t tile) {
+  tile += segment.first_tile;
+  if (args.num_pinned) {
+    const TileGap gap = FindGap(args, segment.row, segment.first_key);
+    if (tile >= gap.begin) tile += gap.size;
+  }
+  return tile * kTileTokens;
+}
+
+// Whether some query of a segment may see the stored token at `token`.
+JAX_PAGED_DEVICE bool IsRead(const AttentionArgs& args, const Segment& segment, int32_t token) {
+  if (token >= segment.lengths.seq_len) return false;
+  return token >= segment.first_key || (args.num_pinned && token < NumPinned(args, segment.row));
 }
 
 JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& range,
@@ -73,9 +91,16 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
       args.has_fixed_splits() ? 1 : (here < rest ? static_cast<int32_t>(here) : rest);
   const int32_t piece_tiles = segment->splits.piece_tiles;
   const int32_t unit_tiles = (segment->lengths.seq_len + kTileTokens - 1) / kTileTokens;
-  segment->first_tile = segment->first_key / kTileTokens + segment->piece * piece_tiles;
+  segment->first_tile = segment->piece * piece_tiles;
+  int32_t rest_tiles = unit_tiles - segment->first_tile;
+  if (args.num_pinned) {
+    rest_tiles -= FindGap(args, segment->row, segment->first_key).size;
+  } else {
+    const int32_t left = segment->first_key / kTileTokens;
+    segment->first_tile += left;
+    rest_tiles -= left;
+  }
   const int32_t tiles = segment->num_pieces * piece_tiles;
-  const int32_t rest_tiles = unit_tiles - segment->first_tile;
   segment->num_tiles = tiles < rest_tiles ? tiles : rest_tiles;
 }
 
@@ -167,8 +192,8 @@ struct KeyRange {
   }
 };
 
-// The keys that a packed row sees, of those of its tree at least what it sees (SeesKey tells); none
-// for rows beyond the unit's. Without a tree both ends ascend with the row.
+// The keys that a packed row sees beside pinned ones, of those of its tree at least what it sees
+// (SeesKey tells); none for rows beyond the unit's. Without a tree both ends ascend with the row.
 JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& segment,
                                       const UnitRows& rows, int32_t row) {
   if (row >= rows.count) return {0, 0};
@@ -176,13 +201,25 @@ JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& 
   KeyRange keys = {0, segment.lengths.seq_len};
   if (segment.tree_size > 0 && args.sliding_window) {
     const RowTree tree = segment.Tree();
-    keys.first = FirstKey(args, PositionOf(args, tree, position));
+    keys.first = FirstKey(args, segment.row, PositionOf(args, tree, position));
     if (tree.NodeOf(position) >= 0 && keys.first > tree.root) keys.first = tree.root;
   } else {
-    keys.first = FirstKey(args, position);
+    keys.first = FirstKey(args, segment.row, position);
   }
   if (args.causal) keys.end = position < 0 ? 0 : position + 1;
   return keys;
+}
+
+// Whether a packed row that sees `keys` beside pinned ones sees a key.
+JAX_PAGED_DEVICE bool Sees(const AttentionArgs& args, const Segment& segment, const KeyRange& keys,
+                           int32_t key) {
+  return keys.Contains(key) ||
+         (args.num_pinned && key < keys.end && key < NumPinned(args, segment.row));
+}
+
+// Where the stored token at `token` stands in the sequence.
+JAX_PAGED_DEVICE int32_t TokenAt(const AttentionArgs& args, const Segment& segment, int32_t token) {
+  return PositionOf(args, segment.Tree(), token) + SlidBy(args, segment.row, token);
 }
 
 // s[n][2 half + i], the products of a packed row with keys `first_key` + 8 n + i, become logits.
@@ -192,15 +229,14 @@ JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segme
                                  float (&s)[N][4]) {
   const LogitEdit edit = LoadEdit(args, row < rows.count ? QueryHead(args, rows, row) : 0);
   int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
-  if (segment.tree_size > 0 && args.alibi_slopes) {
-    const RowTree tree = segment.Tree();
-    position = PositionOf(args, tree, position);
+  if (args.alibi_slopes && (segment.tree_size > 0 || args.num_pinned)) {
+    position = TokenAt(args, segment, position);
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < N; ++n) {
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < 2; ++i) {
         float& x = s[n][2 * half + i];
-        x = edit(x, static_cast<float>(PositionOf(args, tree, first_key + 8 * n + i) - position));
+        x = edit(x, static_cast<float>(TokenAt(args, segment, first_key + 8 * n + i) - position));
       }
     }
     return;

@@ -61,11 +61,11 @@ bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
 }
 
 // Whether the shapes of a call leave room for a row with more packed rows than the decode kernel
-// takes at once (plan.cuh). If not, or if the pages are not rows of 16-bit elements, the prefill
-// kernel is not launched.
+// takes at once (plan.cuh). If not, or if the pages are not rows of 16-bit elements, or with pinned
+// tokens, the prefill kernel is not launched.
 inline bool MayPrefill(const AttentionArgs& args) {
-  return args.layout != Layout::kVllm5d && !IsEightBit(args.kv_dtype) && args.num_tokens > 1 &&
-         int64_t{args.num_tokens} * args.group_size > kTileRows;
+  return args.layout != Layout::kVllm5d && !IsEightBit(args.kv_dtype) && !args.num_pinned &&
+         args.num_tokens > 1 && int64_t{args.num_tokens} * args.group_size > kTileRows;
 }
 
 // Packed rows of a prefill unit: 32 per warp, or 16 where O of 32 rows would not fit in registers.
@@ -124,13 +124,14 @@ struct KernelChoice {
 };
 
 // For a head_dim with tensor-core kernels, given the shared memory that they need and whether
-// decode knows trees: both, or what of them the pages and the device allow. Of 99 KiB (sm_86, 89
+// decode knows trees: both, or what of them the pages and the device allow; neither turns keys
+// (rope inside attention). Of 99 KiB (sm_86, 89
 // and 120) the decode kernel does not get enough above head_dim 128.
 inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
                                   int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
                                   bool takes_trees) {
   KernelChoice choice = {};
-  if (!HasTensorCorePages(args) || (args.max_tree > 0 && !takes_trees)) return choice;
+  if (!HasTensorCorePages(args) || args.cos || (args.max_tree > 0 && !takes_trees)) return choice;
   choice.decode = ShapeDecode(limits, decode_bytes);
   if (MayPrefill(args) && PrefillCtasPerMultiprocessor(limits, prefill_bytes) > 0) {
     choice.prefill_rows = PrefillRows(args.head_dim);

@@ -1,6 +1,6 @@
 // Attention without tensor cores: f32, any head_dim or v_head_dim that decode.cuh has no kernel
-// for, 8-bit K and V, vllm5d pages of odd sizes, and devices with too little shared memory for
-// decode.cuh (select.h). Right rather than fast.
+// for, rope inside attention, 8-bit K and V, vllm5d pages of odd sizes, and devices with too little
+// shared memory for decode.cuh (select.h). Right rather than fast.
 //
 // Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
 // packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between
@@ -36,8 +36,8 @@ struct SimtShared {
   float k_scale[kTileTokens];  // these two only if a scale is given
   float v_scale[kTileTokens];
   KeyRange visible[kTileRows];
-  int32_t position[kTileRows];  // of the row's query
-  LogitEdit edit[kTileRows];    // these two only if logits are edited
+  int32_t position[kTileRows];  // in the sequence, of the row's query
+  LogitEdit edit[kTileRows];    // only if logits are edited
   float m[kTileRows];
   float l[kTileRows];
   float keep[kTileRows];
@@ -71,7 +71,7 @@ class SimtCta {
       const UnitRows rows = RowsOf(args_, segment);
       Begin(segment, rows);
       for (int32_t tile = 0; tile < segment.num_tiles; ++tile) {
-        const int32_t first_token = (segment.first_tile + tile) * kTileTokens;
+        const int32_t first_token = TileToken(args_, segment, tile);
         LookUp(segment, rows.kv_head, first_token);
         prim::SyncThreads();  // places, and before the first tile q, o, m and l
         Scores(segment, rows, first_token);
@@ -122,6 +122,58 @@ class SimtCta {
   JAX_PAGED_DEVICE Shared<float> L() const { return Field<float>(offsetof(SimtShared, l)); }
   JAX_PAGED_DEVICE Shared<float> Keep() const { return Field<float>(offsetof(SimtShared, keep)); }
 
+  // Where the query of a packed row stands in the sequence, if that matters.
+  JAX_PAGED_DEVICE int32_t QueryToken(const Segment& segment, const UnitRows& rows,
+                                      int32_t row) const {
+    const int32_t query = args_.by_group_size(rows.first + row);
+    const int32_t position = QueryPosition(segment.lengths, query);
+    return args_.cos || args_.alibi_slopes ? TokenAt(args_, segment, position) : position;
+  }
+
+  // Whether the tables of rope have a place for this position.
+  JAX_PAGED_DEVICE bool HasAngle(int32_t position) const {
+    return position >= 0 && position < args_.max_positions;
+  }
+
+  JAX_PAGED_DEVICE float LoadQuery(int64_t at) const {
+    return prim::ToFloat(prim::LoadConst(args_.q.template As<const T>() + at));
+  }
+
+  // The dimension that turns together with `dim`, its angle, and which of the two it is.
+  struct Pair {
+    int32_t other;
+    int32_t angle;
+    bool is_first;
+  };
+  JAX_PAGED_DEVICE Pair PairOf(int32_t dim) const {
+    if (args_.rope_interleaved) return {dim ^ 1, dim / 2, dim % 2 == 0};
+    const bool is_first = dim < args_.rope_half;
+    const int32_t angle = is_first ? dim : dim - args_.rope_half;
+    return {is_first ? dim + args_.rope_half : angle, angle, is_first};
+  }
+
+  // Element `dim`, x, of a query that stands at `position`, after rope.
+  JAX_PAGED_DEVICE float Turned(float x, int64_t head, int32_t dim, int32_t position) const {
+    if (dim >= 2 * args_.rope_half || !HasAngle(position)) return x;
+    const Pair pair = PairOf(dim);
+    const int64_t at = int64_t{position} * args_.rope_half + pair.angle;
+    const float other = LoadQuery(head * args_.head_dim + pair.other);
+    const float sin = prim::LoadConst(args_.sin + at);
+    return prim::Fma(pair.is_first ? -other : other, sin, x * prim::LoadConst(args_.cos + at));
+  }
+
+  // Element `dim` of a query turned back by the angles of a key: q . turned(k) = turned back(q) .
+  // k, and so K can be read in the order in which it is stored.
+  JAX_PAGED_DEVICE float TurnedBack(Shared<float> q, int32_t dim, int64_t angles) const {
+    const float x = prim::Load(q + dim);
+    if (dim >= 2 * args_.rope_half) return x;
+    const Pair pair = PairOf(dim);
+    const float other = prim::Load(q + pair.other);
+    const float sin = prim::LoadConst(args_.sin + (angles + pair.angle));
+    const float cos = prim::LoadConst(args_.cos + (angles + pair.angle));
+    return prim::Fma(pair.is_first ? other : -other, sin, x * cos);
+  }
+
   JAX_PAGED_DEVICE void Begin(const Segment& segment, const UnitRows& rows) {
     const int32_t thread = prim::ThreadIndex();
     const float sign = scale_.is_negative ? -1.0f : 1.0f;
@@ -129,7 +181,8 @@ class SimtCta {
       const int32_t row = i / args_.head_dim;
       const int64_t head = HeadIndex(args_, segment, rows, row);
       const int64_t at = head * args_.head_dim + (i - row * args_.head_dim);
-      const float x = prim::ToFloat(prim::LoadConst(args_.q.template As<const T>() + at));
+      float x = LoadQuery(at);
+      if (args_.cos) x = Turned(x, head, i - row * args_.head_dim, QueryToken(segment, rows, row));
       prim::Store(q_ + i, scale_.is_zero ? 0.0f : sign * x);
     }
     for (int32_t i = thread; i < rows.count * args_.v_head_dim; i += kAttentionThreads) {
@@ -138,14 +191,16 @@ class SimtCta {
     if (thread < kTileRows) {
       prim::Store(M() + thread, kNegativeInfinity);
       prim::Store(L() + thread, 0.0f);
-      prim::Store(Visible() + thread, VisibleKeys(args_, segment, rows, thread));
-      if (IsEdited(args_) && thread < rows.count) {
-        const int32_t query = args_.by_group_size(rows.first + thread);
-        int32_t position = QueryPosition(segment.lengths, query);
-        if (args_.alibi_slopes) position = PositionOf(args_, segment.Tree(), position);
+      KeyRange visible = VisibleKeys(args_, segment, rows, thread);
+      if (thread < rows.count) {
+        const int32_t position = QueryToken(segment, rows, thread);
+        if (args_.cos && !HasAngle(position)) visible = {0, 0};
         prim::Store(Position() + thread, position);
-        prim::Store(Edit() + thread, LoadEdit(args_, QueryHead(args_, rows, thread)));
+        if (IsEdited(args_)) {
+          prim::Store(Edit() + thread, LoadEdit(args_, QueryHead(args_, rows, thread)));
+        }
       }
+      prim::Store(Visible() + thread, visible);
     }
   }
 
@@ -153,7 +208,8 @@ class SimtCta {
     const int32_t thread = prim::ThreadIndex();
     if (thread >= kTileTokens) return;
     const int32_t token = first_token + thread;
-    bool exists = token >= segment.first_key && token < segment.lengths.seq_len;
+    bool exists = IsRead(args_, segment, token);
+    if (args_.cos && exists) exists = HasAngle(TokenAt(args_, segment, token));
     int64_t k_offset = 0;
     int64_t v_offset = 0;
     if (exists) {
@@ -215,6 +271,8 @@ class SimtCta {
     if (exists) {
       Global<const char> atom = k_ + prim::Load(KOffset() + token);
       const int32_t atom_dims = AtomDims(args_.k_strides);
+      const int64_t angles =
+          args_.cos ? int64_t{TokenAt(args_, segment, first_token + token)} * args_.rope_half : 0;
       for (int32_t d = 0, i_atom = 0; d < args_.head_dim; ++d, ++i_atom) {
         if (i_atom == atom_dims) {
           i_atom = 0;
@@ -224,9 +282,9 @@ class SimtCta {
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < kRows; ++i) {
           const int32_t row = first_row + i * kStep;
-          if (row < rows.count) {
-            sum[i] = prim::Fma(prim::Load(q_ + (row * args_.head_dim + d)), x, sum[i]);
-          }
+          if (row >= rows.count) continue;
+          const Shared<float> q = q_ + row * args_.head_dim;
+          sum[i] = prim::Fma(args_.cos ? TurnedBack(q, d, angles) : prim::Load(q + d), x, sum[i]);
         }
       }
     }
@@ -237,8 +295,8 @@ class SimtCta {
     }
     const RowTree tree = segment.Tree();
     if (IsEdited(args_)) {
-      int32_t position = first_token + token;
-      if (args_.alibi_slopes) position = PositionOf(args_, tree, position);
+      const int32_t position =
+          args_.alibi_slopes ? TokenAt(args_, segment, first_token + token) : 0;
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < kRows; ++i) {
         const int32_t row = first_row + i * kStep;
@@ -250,7 +308,8 @@ class SimtCta {
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < kRows; ++i) {
       const int32_t row = first_row + i * kStep;
-      bool is_seen = exists && prim::Load(Visible() + row).Contains(first_token + token);
+      bool is_seen =
+          exists && Sees(args_, segment, prim::Load(Visible() + row), first_token + token);
       if (is_seen && tree.NodeOf(first_token + token) >= 0) {
         const int32_t query = args_.by_group_size(rows.first + row);
         is_seen =

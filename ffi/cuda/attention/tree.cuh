@@ -40,7 +40,7 @@ JAX_PAGED_DEVICE bool Holds(const TreeInterval& node, int32_t place) {
 
 // Whether where a token stands matters, beside what it sees.
 JAX_PAGED_DEVICE bool UsesPositions(const AttentionArgs& args) {
-  return args.sliding_window || args.alibi_slopes;
+  return args.sliding_window || args.alibi_slopes || args.cos;
 }
 
 // Where a stored token stands: its place, or in a tree its depth behind the place of the tree. Only
@@ -53,11 +53,27 @@ JAX_PAGED_DEVICE int32_t PositionOf(const AttentionArgs& args, const RowTree& tr
 }
 
 // First key in the window of any query of a row: of its first one, or of a root of its tree.
-JAX_PAGED_DEVICE int32_t RowFirstKey(const AttentionArgs& args, const RowLengths& lengths,
-                                     int32_t tree_size) {
+JAX_PAGED_DEVICE int32_t RowFirstKey(const AttentionArgs& args, int32_t row,
+                                     const RowLengths& lengths, int32_t tree_size) {
   const int32_t first = QueryPosition(lengths, /*query=*/0);
   const int32_t root = lengths.seq_len - tree_size;
-  return FirstKey(args, tree_size > 0 && first > root ? root : first);
+  return FirstKey(args, row, tree_size > 0 && first > root ? root : first);
+}
+
+// Tiles of a row that hold pinned tokens and lie before those of its windows; between the two are
+// tiles that no query sees. Rows without a window have none.
+struct TileGap {
+  int32_t begin;  // tiles before the gap
+  int32_t size;
+};
+
+JAX_PAGED_DEVICE TileGap FindGap(const AttentionArgs& args, int32_t row, int32_t first_key) {
+  const int32_t window_tile = first_key / kTileTokens;
+  const int32_t pinned = NumPinned(args, row);
+  // In tiles, and no more than there are before the window: pinned may be anything.
+  int32_t begin = pinned / kTileTokens + (pinned % kTileTokens != 0);
+  if (begin > window_tile) begin = window_tile;
+  return {begin, window_tile - begin};
 }
 
 // A query of a row with a tree.
@@ -73,7 +89,7 @@ JAX_PAGED_DEVICE TreeQuery FindQuery(const AttentionArgs& args, const RowTree& t
   if (query.node < 0) return query;
   query.place = LoadInterval(args, tree.row, tree.size, query.node).first;
   if (args.sliding_window) {
-    query.nearest = FirstKey(args, PositionOf(args, tree, token)) - tree.root;
+    query.nearest = FirstKey(args, tree.row, PositionOf(args, tree, token)) - tree.root;
   }
   return query;
 }
@@ -84,7 +100,8 @@ JAX_PAGED_DEVICE bool SeesKey(const AttentionArgs& args, const RowTree& tree,
   const int32_t node = tree.NodeOf(key);
   if (query.node < 0 || node < 0) return true;
   if (!Holds(LoadInterval(args, tree.row, tree.size, node), query.place)) return false;
-  return query.nearest <= 0 || PositionOf(args, tree, key) - tree.root >= query.nearest;
+  return query.nearest <= 0 || PositionOf(args, tree, key) - tree.root >= query.nearest ||
+         key < NumPinned(args, tree.row);
 }
 
 }  // namespace jax_paged::cuda

@@ -37,13 +37,17 @@ struct EmulatedCall {
   const int32_t* num_seqs;
   const int32_t* layer;
   const float* sm_scale;
-  const int32_t* sliding_window;  // null, like the next two: not given
+  const int32_t* sliding_window;  // null, like the next four: not given
+  const int32_t* num_pinned;
+  const int32_t* slot_offset;
   const float* alibi_slopes;
   const float* sinks;
   const jax_paged::cuda::TreeInterval* tree;
   const int32_t* tree_sizes;
   const float* k_scale;
   const float* v_scale;
+  const float* cos;
+  const float* sin;
   const float* out_scale;
   uint8_t* k_touched;  // null, or for each byte of k_pages whether a kernel asked for it
   uint8_t* v_touched;
@@ -63,12 +67,16 @@ struct EmulatedCall {
   int64_t num_kv_splits;
   int64_t split_tokens;
   int64_t max_tree;
+  int64_t max_positions;
+  int64_t rope_half;
   int64_t workspace_words;
   int32_t dtype;  // Dtype
   int32_t kv_dtype;
   int32_t out_dtype;
   int32_t layout;  // Layout
   int32_t causal;
+  int32_t has_row_windows;
+  int32_t rope_interleaved;
   int32_t k_scale_per_token;
   int32_t v_scale_per_token;
   int32_t num_workers;
@@ -102,6 +110,14 @@ const char* emulate_attention(EmulatedCall* in) {
   call.layer = in->layer;
   call.sm_scale = in->sm_scale;
   call.sliding_window = in->sliding_window;
+  call.has_row_windows = in->has_row_windows != 0;
+  call.num_pinned = in->num_pinned;
+  call.slot_offset = in->slot_offset;
+  call.cos = in->cos;
+  call.sin = in->sin;
+  call.max_positions = in->max_positions;
+  call.rope_half = in->rope_half;
+  call.rope_interleaved = in->rope_interleaved != 0;
   call.alibi_slopes = in->alibi_slopes;
   call.sinks = in->sinks;
   call.tree = reinterpret_cast<const int32_t*>(in->tree);
@@ -155,7 +171,18 @@ const char* emulate_attention(EmulatedCall* in) {
   emu::AddRegion("num_seqs", in->num_seqs, 4, true);
   emu::AddRegion("layer", in->layer, 4, true);
   emu::AddRegion("sm_scale", in->sm_scale, 4, true);
-  if (in->sliding_window) emu::AddRegion("sliding_window", in->sliding_window, 4, true);
+  if (in->sliding_window) {
+    const int64_t windows = in->has_row_windows ? in->max_seqs : 1;
+    emu::AddRegion("sliding_window", in->sliding_window, windows * 4, true);
+  }
+  if (in->num_pinned) {
+    emu::AddRegion("num_pinned", in->num_pinned, in->max_seqs * 4, true);
+    emu::AddRegion("slot_offset", in->slot_offset, in->max_seqs * 4, true);
+  }
+  if (in->cos) {
+    emu::AddRegion("cos", in->cos, in->max_positions * in->rope_half * 4, true);
+    emu::AddRegion("sin", in->sin, in->max_positions * in->rope_half * 4, true);
+  }
   if (in->alibi_slopes) emu::AddRegion("alibi_slopes", in->alibi_slopes, in->num_q_heads * 4, true);
   if (in->sinks) emu::AddRegion("sinks", in->sinks, in->num_q_heads * 4, true);
   if (in->tree) {
