@@ -266,11 +266,13 @@ def _reference(spec: AttentionSpec, *operands):
     }
     rows = x.q, x.k_pages, x.v_pages, x.page_table, x.seq_lens
     if spec.one_query_per_row:
-        return reference.paged_attention(*rows, **options)
-    return reference.ragged_paged_attention(
-        *rows, x.cu_q_lens, x.num_seqs, causal=spec.causal, tree=x.tree, tree_sizes=x.tree_sizes,
-        **options,
-    )  # fmt: skip
+        out, lse = reference.paged_attention(*rows, **options)
+    else:
+        out, lse = reference.ragged_paged_attention(
+            *rows, x.cu_q_lens, x.num_seqs, causal=spec.causal, tree=x.tree,
+            tree_sizes=x.tree_sizes, **options,
+        )  # fmt: skip
+    return out, lse
 
 
 def _cuda_workspace_words(
@@ -301,7 +303,9 @@ def _cuda_workspace_words(
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5 + tree_words
 
 
-def _head_axes(layout: Layout, operands: AttentionOperands) -> HeadAxes:
+def _head_axes(
+    layout: Layout, k_pages: jax.Array, v_pages: jax.Array, **given: jax.Array
+) -> HeadAxes:
     """Which axis of each operand counts KV heads, or query heads."""
 
     def of_scale(scale):  # [num_kv_heads], or [..., num_pages, num_kv_heads, page_size]
@@ -309,12 +313,12 @@ def _head_axes(layout: Layout, operands: AttentionOperands) -> HeadAxes:
 
     axes = dict.fromkeys(AttentionOperands._fields) | {
         "q": 1,
-        "k_pages": kv_heads_axis(operands.k_pages, layout, "k"),
-        "v_pages": kv_heads_axis(operands.v_pages, layout, "v"),
-        "alibi_slopes": 0 if operands.alibi_slopes.size else None,
-        "sinks": 0 if operands.sinks.size else None,
-        "k_scale": of_scale(operands.k_scale),
-        "v_scale": of_scale(operands.v_scale),
+        "k_pages": kv_heads_axis(k_pages, layout, "k"),
+        "v_pages": kv_heads_axis(v_pages, layout, "v"),
+        "alibi_slopes": 0 if given["alibi_slopes"].size else None,
+        "sinks": 0 if given["sinks"].size else None,
+        "k_scale": of_scale(given["k_scale"]),
+        "v_scale": of_scale(given["v_scale"]),
     }
     return HeadAxes(axes, results=(1, 1))
 
@@ -330,12 +334,10 @@ def _as_given(name: str, x: jax.Array | None) -> jax.Array:
 
 
 def _call(spec: AttentionSpec, *operands):
-    operands = AttentionOperands(*operands)
-    operands = AttentionOperands(
-        *operands[:NUM_REQUIRED],
-        *map(_as_given, AttentionOperands._fields[NUM_REQUIRED:], operands[NUM_REQUIRED:]),
-    )
-    q, v_pages, page_table, tree = operands.q, operands.v_pages, operands.page_table, operands.tree
+    options = AttentionOperands._fields[NUM_REQUIRED:]
+    given = dict(zip(options, map(_as_given, options, operands[NUM_REQUIRED:]), strict=True))
+    arrays = [*operands[:NUM_REQUIRED], *given.values()]
+    q, _, v_pages, page_table, *_ = operands
     pages = pages_shape(v_pages, spec.layout, "v")
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
     words = _cuda_workspace_words(
@@ -344,13 +346,13 @@ def _call(spec: AttentionSpec, *operands):
         group_size=q.shape[1] // pages.num_kv_heads,
         v_head_dim=pages.head_dim,
         capacity=page_table.shape[1] * pages.page_size,
-        max_tree=tree.shape[1] if tree.size else 0,
+        max_tree=given["tree"].shape[1] if given["tree"].size else 0,
         **splits,
     )
     return tuple(
         _ffi.ffi_call(
             TARGET,
-            operands,
+            arrays,
             {
                 "layout": spec.layout,
                 "causal": spec.causal,
@@ -358,7 +360,7 @@ def _call(spec: AttentionSpec, *operands):
                 "soft_cap": np.float32(spec.soft_cap or 0),
                 "rope_interleaved": spec.rope_style == "interleaved",
             },
-            heads=_head_axes(spec.layout, operands),
+            heads=_head_axes(spec.layout, *operands[1:3], **given),
             cuda_workspace_words=words,
             implementation=spec.implementation,
             reference=functools.partial(_reference, spec),

@@ -197,8 +197,8 @@ def dense_oracle(
         for pages, pool in zip((batch.k_pages, batch.v_pages), POOLS, strict=True)
     )
     bounds = np.maximum.accumulate(np.clip(batch.cu_q_lens, 0, len(batch.q)))
-    windows = [0 if sliding_window is None else sliding_window, num_pinned, slot_offset]
-    windows = [np.broadcast_to(np.maximum(x, 0), batch.seq_lens.shape) for x in windows]
+    of_rows = (0 if sliding_window is None else sliding_window, num_pinned, slot_offset)
+    windows = [np.broadcast_to(np.clip(x, 0, None), batch.seq_lens.shape) for x in of_rows]
     for row in range(min(batch.num_seqs, len(batch.seq_lens))):
         start, end = bounds[row : row + 2]
         window, pinned, offset = (int(x[row]) for x in windows)
@@ -260,7 +260,7 @@ def dense_oracle(
 
 def turned(x: np.ndarray, position: np.ndarray, cos, sin, style: RopeStyle) -> np.ndarray:
     """Tokens [tokens, heads, dim] with rotary embedding in float64, by tables of all positions."""
-    cos, sin = (np.float64(table)[position][:, None] for table in (cos, sin))
+    cos, sin = (np.asarray(table, np.float64)[position][:, None] for table in (cos, sin))
     half = cos.shape[-1]
     pairs = np.arange(2 * half).reshape((2, half) if style == "half" else (half, 2))
     first, second = pairs if style == "half" else pairs.T
