@@ -1,0 +1,119 @@
+"""Rope inside attention: the same as rope before the pages are written, by any positions."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import Device, emulate
+
+from jax_paged import paged_attention, ragged_paged_attention
+from jax_paged.rope import Rope, apply_rope, inverse_frequencies, rope_tables
+from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
+
+CASE = Case("small", 8, 2, 64, page_size=16)
+IMPLEMENTATIONS = ("native", "reference", "emulated")
+
+
+def tables(max_positions: int, rotary_dim: int = 64, style: Any = "half") -> Rope:
+    positions = jnp.arange(max_positions, dtype=jnp.int32)
+    cos, sin = rope_tables(positions, inverse_frequencies(rotary_dim, 1e4))
+    return Rope(cos, sin, style)
+
+
+def attend(batch: Batch, implementation: str, **options: Any):
+    if implementation == "emulated":
+        return emulate(batch, Device(seed=4), **options)
+    arguments, defaults = batch.ragged()
+    call = defaults | options | {"return_lse": True, "implementation": implementation}
+    return ragged_paged_attention(*arguments, **call)
+
+
+def batch_of(dtype: Any = jnp.float32, **changes: Any) -> Batch:
+    case = dataclasses.replace(CASE, **changes)
+    return make_batch(case, jnp.dtype(dtype), [1, 20, 3], [130, 60, 3], num_tokens=26, seed=2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("style", "rotary_dim"), [("half", 64), ("interleaved", 64), ("half", 20)])
+def test_it_equals_rope_before_the_write(style, rotary_dim, implementation):
+    batch = batch_of()
+    rope = tables(200, rotary_dim, style)
+    k_pages, q = batch.k_pages.copy(), batch.q.copy()
+    for row, (length, begin, end) in enumerate([(130, 0, 1), (60, 1, 21), (3, 21, 24)]):
+        place = np.arange(length)
+        page, slot = batch.page_table[row, place // 16], place % 16
+        turned = apply_rope(
+            jnp.asarray(k_pages[page, :, slot]), rope.cos[:length], rope.sin[:length], style=style
+        )
+        k_pages[page, :, slot] = turned
+        at = np.arange(length - (end - begin), length)
+        q[begin:end] = apply_rope(jnp.asarray(q[begin:end]), rope.cos[at], rope.sin[at],
+                                  style=style)  # fmt: skip
+    expected = dense_oracle(dataclasses.replace(batch, q=q, k_pages=k_pages))
+    got = attend(batch, implementation, rope=rope)
+    assert_attention_close(*got, *expected, logit_size=2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["HND", "NHD", "vllm5d"])
+def test_16_bit_pages_of_every_layout_are_turned_in_f32(dtype, layout, implementation):
+    batch = batch_of(dtype, layout=layout)
+    rope = tables(200)
+    got = attend(batch, implementation, rope=rope)
+    assert_attention_close(*got, *dense_oracle(batch, rope=rope))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_who_stands_beyond_the_tables_takes_no_part(causal, implementation):
+    batch, rope = batch_of(causal=causal), tables(50)
+    out, lse = attend(batch, implementation, rope=rope)
+    assert_attention_close(out, lse, *dense_oracle(batch, rope=rope), logit_size=2)
+    assert not np.asarray(out)[0].any()
+    assert np.isneginf(np.asarray(lse)[0]).all()
+    assert np.asarray(out)[1:5].any(-1).all(), "queries at positions 40 and on, within the tables"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_that_slid_stand_where_they_are_said_to_stand(implementation):
+    """As in a window that is placed anew at each step (StreamingLLM), and as in one that is not."""
+    batch, rope = batch_of(), tables(1200)
+    options = {"sliding_window": 60, "num_pinned": np.int32([4, 4, 0]), "rope": rope}
+    for offset in (np.int32([0, 0, 0]), np.int32([1024, 16, 0])):
+        given = options | {"slot_offset": offset}
+        moved = dataclasses.replace(batch, seq_lens=batch.seq_lens + offset)
+        got = attend(moved, implementation, **given)
+        assert_attention_close(*got, *dense_oracle(moved, **given), logit_size=2)
+
+
+def test_decode_takes_rope_and_so_does_its_gradient():
+    batch = make_batch(CASE, jnp.dtype("float32"), [1, 1], [20, 33], seed=4)
+    q, *rest = batch.operands()
+    rope = tables(40)
+
+    def loss(q, implementation):
+        out = paged_attention(q, *rest, rope=rope, implementation=implementation)
+        return jnp.sum(out * out)
+
+    got, expected = (jax.grad(loss)(q, x) for x in ("native", "reference"))
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+WRONG = [
+    (np.zeros(3), "rope: expected (cos, sin) or (cos, sin, style), got a ndarray"),
+    ((np.zeros((4, 8)), np.zeros((4, 8))), "rope cos: expected dtype float32, got float64"),
+    ((np.float32(np.zeros((4, 8))), np.float32(np.zeros((4, 7)))), "rope sin: expected shape"),
+    ((np.float32(np.zeros((4, 33))),) * 2, "rope cos: expected max_positions >= 1 and rotary_dim"),
+    ((np.float32(np.zeros((4, 8))),) * 2 + ("neox",), "rope style: expected 'half' or"),
+]
+
+
+@pytest.mark.parametrize(("rope", "message"), WRONG, ids=[w[1][:40] for w in WRONG])
+def test_wrong_tables_are_told_in_one_line(rope, message):
+    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(").replace(")", r"\)")):
+        attend(batch_of(), "native", rope=rope)
