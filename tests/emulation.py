@@ -6,6 +6,7 @@ Not a test: tests/test_emulator.py and tests/test_cuda_emulated.py import it.
 import concurrent.futures
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -100,11 +101,13 @@ def library(ffi: Path = FFI) -> ctypes.CDLL:
     folder = Path(tempfile.gettempdir()) / f"jax_paged_emulator_{os.getuid()}"
     folder.mkdir(exist_ok=True)
     target = folder / f"{digest.hexdigest()[:20]}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / "emulator.so"
-            compile_library(ffi, built)
-            built.rename(target)
+    with open(folder / "lock", "w") as lock:  # tests may run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                built = Path(scratch) / "emulator.so"
+                compile_library(ffi, built)
+                built.rename(target)
     return open_library(target)
 
 
