@@ -16,11 +16,13 @@ from jax_paged._page_table import (
     PageTable,
     Status,
     all_ok,
+    check_rows,
     first_status,
     look_up,
     push,
     replace,
 )
+from jax_paged._page_windows import column_of
 from jax_paged.validation import as_index, check_shape, expect
 
 
@@ -32,12 +34,14 @@ def hold(
     A page may be held many times, also by one call; each hold wants its own `unhold`.
 
     Args:
-      rows, columns: integers [N]; a row may come several times.
+      rows, columns: integers [N]; a row may come several times. The page of column c has the row's
+        tokens from c * page_size on, whether or not earlier ones have slid away.
 
     Returns:
       (table, page_ids i32[N], status i32[N]). page_ids: what to pass to `unhold` and `adopt`; -1
       where the row is -1, and everywhere if any entry fails. STALE_ROW: the row is not live.
       BAD_ROW also for a page that the row has not filled to its end, uncommitted trees left out.
+      SLID_OUT: the page has left the row's window.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -55,8 +59,8 @@ def hold(
     >>> print(table.seq_lens, table.num_free, status)
     [ 0 16] 3 [0]
     """
-    ids = _vector("rows", rows)
-    places = _vector("columns", columns)
+    ids = check_rows("rows", rows)
+    places = check_rows("columns", columns)
     check_shape("columns", places, "N", ids.shape)
     return _hold(table, ids, places)
 
@@ -67,13 +71,15 @@ def _hold(table, rows, columns):
     inside = (rows >= 0) & (rows < table.max_seqs)
     safe = jnp.where(inside, rows, 0)
     full = (table.seq_lens - table.tree_sizes)[safe] // table.page_size
+    stored_at, gone = column_of(table, safe, columns)
     status = first_status(
         (takes_part & (~inside | (columns < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
         (takes_part & (columns >= full), Status.BAD_ROW),
+        (takes_part & gone, Status.SLID_OUT),
     )
     live = takes_part & all_ok(status)
-    page_ids = table.page_table[safe, jnp.clip(columns, 0, table.pages_per_seq - 1)]
+    page_ids = table.page_table[safe, jnp.clip(stored_at, 0, table.pages_per_seq - 1)]
     place = jnp.where(live, page_ids, table.num_pages)
     table = replace(
         table,
@@ -97,7 +103,7 @@ def unhold(table: PageTable, page_ids: Integers) -> tuple[PageTable, jax.Array]:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return _unhold(table, _vector("page_ids", page_ids))
+    return _unhold(table, check_rows("page_ids", page_ids))
 
 
 @jax.jit
@@ -139,7 +145,7 @@ def adopt(table: PageTable, rows: Integers, page_ids: Any) -> tuple[PageTable, j
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    ids = _vector("rows", rows)
+    ids = check_rows("rows", rows)
     shared = as_index("page_ids", page_ids)
     ok = shared.ndim == 2 and 1 <= shared.shape[1] <= table.pages_per_seq
     text = f"shape [N, M] with 1 <= M <= pages_per_seq={table.pages_per_seq}"
@@ -178,10 +184,3 @@ def _adopt(table, rows, page_ids):
         num_free=table.num_free,
     )
     return table, status
-
-
-def _vector(name: str, value: Integers) -> jax.Array:
-    vector = as_index(name, value)
-    ok = vector.ndim == 1 and vector.shape[0] > 0
-    expect(ok, name, "shape [N] with N of at least 1", list(vector.shape))
-    return vector

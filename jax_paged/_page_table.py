@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.validation import expect
+from jax_paged.validation import as_index, expect
 
 INT32_MAX = 2**31 - 1
 
@@ -30,6 +30,21 @@ class Status(enum.IntEnum):
     STALE_ROW = 4  # the row is not live
     UNCOMMITTED_TREE = 5  # the row has a tree, which `commit_tree` must settle first
     GAP = 6  # tokens before these have not come (transfer.receive)
+    SLID_OUT = 7  # tokens that the call needs have left the row's window, and are gone
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Windows:
+    """The sliding windows of rows, see `set_window`."""
+
+    window: jax.Array  # i32[max_seqs], tokens that a query sees, pinned ones included; 0 = all
+    # i32[max_seqs], first tokens of the row that never slide. Without a window: those with which it
+    # was forked.
+    num_pinned: jax.Array
+    # i32[max_seqs], tokens that are gone, in whole pages: stored slot s of the row holds token s if
+    # s < num_pinned, else token s + slot_offset.
+    slot_offset: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -38,8 +53,8 @@ class PageTable:
     """Which row holds which pages. Make one with `create`, change it with the verbs of `pages`."""
 
     page_table: jax.Array  # i32[max_seqs, pages_per_seq], page ids in order, -1 = unused
-    seq_lens: jax.Array  # i32[max_seqs], tokens in the row
-    pages_held: jax.Array  # i32[max_seqs], pages of the row, at least pages_for(seq_len, page_size)
+    seq_lens: jax.Array  # i32[max_seqs], tokens in the row, with those that slid out of its window
+    pages_held: jax.Array  # i32[max_seqs], pages of the row, enough for the tokens that it stores
     is_live: jax.Array  # bool[max_seqs], False = the row is free
     ref_counts: jax.Array  # i32[num_pages], rows that hold the page, and its holds
     hold_counts: jax.Array  # i32[num_pages], the references that `hold` took, rows aside
@@ -49,6 +64,7 @@ class PageTable:
     tree_sizes: jax.Array  # i32[max_seqs], nodes of the row's uncommitted tree, its last tokens
     tree_parents: jax.Array  # i32[max_seqs, max_tree], their parents in the tree, -1 = root
     page_size: int = field(metadata={"static": True})
+    windows: Windows | None = None  # None: no row can have a sliding window
 
     @property
     def max_seqs(self) -> int:
@@ -68,13 +84,14 @@ class PageTable:
 
     @property
     def row_capacity(self) -> int:
-        """Most tokens that one row can have, however many pages are free."""
+        """Most tokens that one row can store, however many pages are free."""
         return min(self.pages_per_seq * self.page_size, INT32_MAX - 1)
 
     @staticmethod
     def create(
-        num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, *, max_tree: int = 256
-    ) -> "PageTable":
+        num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, *, max_tree: int = 256,
+        windows: bool = False,
+    ) -> "PageTable":  # fmt: skip
         """An empty table: every row and every page is free.
 
         Args:
@@ -83,9 +100,10 @@ class PageTable:
           pages_per_seq: most pages of one row.
           page_size: tokens in a page, any number from 1 up.
           max_tree: most nodes of a token tree; max_seqs * max_tree must stay below 2**31.
+          windows: whether rows can have a sliding window (`set_window`).
 
         Raises:
-          ValueError: a size is no integer, below 1 or too large.
+          ValueError: a size is no integer, below 1 or too large, or windows is no bool.
 
         >>> from jax_paged.pages import PageTable, reserve
         >>> table = PageTable.create(num_pages=8, max_seqs=2, pages_per_seq=4, page_size=16)
@@ -104,7 +122,8 @@ class PageTable:
         expect(entries <= INT32_MAX, "max_seqs * pages_per_seq", "less than 2**31", entries)
         nodes = max_seqs * max_tree
         expect(nodes <= INT32_MAX, "max_seqs * max_tree", "less than 2**31", nodes)
-        return make_table(num_pages, max_seqs, pages_per_seq, page_size, max_tree)
+        expect(isinstance(windows, bool), "windows", "a bool", repr(windows))
+        return make_table(num_pages, max_seqs, pages_per_seq, page_size, max_tree, windows)
 
 
 @jax.tree_util.register_dataclass
@@ -121,6 +140,10 @@ class StepBatch:
     # None unless the step was given tree_parents; else what `ragged_paged_attention` takes.
     tree: jax.Array | None = None  # i32[S, max_tree, 2]
     tree_sizes: jax.Array | None = None  # i32[S], 0 for a row without a tree
+    # None unless the table was made with windows=True; else what `ragged_paged_attention` takes.
+    sliding_window: jax.Array | None = None  # i32[S], 0 for a row without a window
+    num_pinned: jax.Array | None = None  # i32[S]
+    slot_offset: jax.Array | None = None  # i32[S]
 
 
 class PageCopies(NamedTuple):
@@ -142,6 +165,22 @@ def check_size(name: str, value: Any) -> int:
     ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
     expect(bool(ok), name, "an integer of at least 1", repr(value))
     return int(value)
+
+
+def check_rows(name: str, value: Integers) -> jax.Array:
+    """`value` as i32[N], N at least 1, or a ValueError that names it."""
+    rows = as_index(name, value)
+    ok = rows.ndim == 1 and rows.shape[0] > 0
+    expect(ok, name, "shape [N] with N of at least 1", list(rows.shape))
+    return rows
+
+
+def per_row(name: str, value: Integers, rows: jax.Array) -> jax.Array:
+    """`value`, a scalar or one per row, as an array of the shape of `rows`."""
+    counts = as_index(name, value)
+    ok = counts.shape in ((), rows.shape)
+    expect(ok, name, f"a scalar or shape {list(rows.shape)}", list(counts.shape))
+    return jnp.broadcast_to(counts, rows.shape)
 
 
 def pages_for(tokens: Any, page_size: int) -> Any:
@@ -171,11 +210,12 @@ def pages_for(tokens: Any, page_size: int) -> Any:
     return tokens // page_size + (tokens % page_size != 0).astype(tokens.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def make_table(
-    num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, max_tree: int
+    num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, max_tree: int, windows: bool
 ) -> PageTable:
     """`PageTable.create` on checked sizes."""
+    off = [jnp.zeros(max_seqs, jnp.int32) for _ in dataclasses.fields(Windows) if windows]
     return PageTable(
         page_table=jnp.full((max_seqs, pages_per_seq), -1, jnp.int32),
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
@@ -189,6 +229,7 @@ def make_table(
         tree_sizes=jnp.zeros(max_seqs, jnp.int32),
         tree_parents=jnp.zeros((max_seqs, max_tree), jnp.int32),
         page_size=page_size,
+        windows=Windows(*off) if windows else None,
     )
 
 
@@ -196,6 +237,11 @@ def replace(table: PageTable, *, num_free: jax.Array, **changes: Any) -> PageTab
     """`table` with some leaves changed and the peak brought up to date."""
     peak = jnp.maximum(table.peak_pages, table.num_pages - num_free)
     return dataclasses.replace(table, num_free=num_free, peak_pages=peak, **changes)
+
+
+def stored_lens(table: PageTable, rows: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    """How many of the first `seq_lens` tokens of rows (safe ids) are stored: not slid away."""
+    return seq_lens if table.windows is None else seq_lens - table.windows.slot_offset[rows]
 
 
 # In what follows `max_seqs` as a row index and `num_pages` as a page id mean "none": every scatter
@@ -231,12 +277,13 @@ def look_up(rows: jax.Array, max_seqs: int) -> tuple[jax.Array, jax.Array, jax.A
 def hand_out(
     status: jax.Array, need: jax.Array, num_free: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Promises need[i] pages to row i, in order, if its status is OK.
+    """Promises need[i] pages to row i, in order, if its status is OK; a negative need brings pages.
 
     Returns the status with POOL_FULL filled in, and the need, all 0 if any row failed.
     """
     need = jnp.where(status == code(Status.OK), need, 0)
-    too_late = jnp.cumsum(need, dtype=jnp.int32) > num_free
+    short = (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > num_free)
+    too_late = jnp.cumsum(short, dtype=jnp.int32) > 0  # what a later row brings helps nobody here
     status = jnp.where((need > 0) & too_late, code(Status.POOL_FULL), status)
     return status, jnp.where(all_ok(status), need, 0)
 

@@ -16,12 +16,14 @@ from jax_paged._page_table import (
     SlotMoves,
     Status,
     all_ok,
+    check_rows,
     first_status,
     look_up,
+    per_row,
     replace,
+    stored_lens,
 )
 from jax_paged.tree import intervals_of
-from jax_paged.validation import as_index, check_shape, expect
 
 NO_TREE = -2  # parent of a token that is no node of a tree
 
@@ -102,12 +104,8 @@ def commit_tree(
     >>> print(table.seq_lens, moves.src[moves.src >= 0], moves.dst[moves.dst >= 0])
     [6 0] [5 6] [4 5]
     """
-    ids, nodes = as_index("rows", rows), as_index("leaves", leaves)
-    expect(ids.ndim == 1 and ids.shape[0] > 0, "rows", "shape [N] with N of at least 1",
-           list(ids.shape))  # fmt: skip
-    if nodes.ndim:
-        check_shape("leaves", nodes, "N", ids.shape)
-    return _commit_tree(table, ids, jnp.broadcast_to(nodes, ids.shape))
+    ids = check_rows("rows", rows)
+    return _commit_tree(table, ids, per_row("leaves", leaves, ids))
 
 
 @jax.jit
@@ -131,8 +129,10 @@ def _commit_tree(table, rows, leaves):
     node = jnp.arange(table.max_tree, dtype=jnp.int32)[None]
     moves = on_path & (depths != node)
 
+    begin = stored_lens(table, safe, root)
+
     def slots(nodes):
-        token = jnp.where(moves, root[:, None] + nodes, 0)
+        token = jnp.where(moves, begin[:, None] + nodes, 0)
         page = jnp.take_along_axis(table.page_table[safe], token // table.page_size, axis=1)
         slot = page * table.page_size + token % table.page_size
         return jnp.where(moves, slot, -1).reshape(-1)

@@ -1,7 +1,8 @@
 """The verbs of the page table: reserve, step_batch, release, fork, truncate, reset, and queries.
 
-`hold`, `unhold` and `adopt` let pages outlive their rows, for a prefix cache. `step_batch` may add
-the nodes of token trees, for speculative decoding; `commit_tree` keeps the accepted path.
+`set_window` lets the old tokens of a row slide away. `hold`, `unhold` and `adopt` let pages outlive
+their rows, for a prefix cache. `step_batch` may add the nodes of token trees, for speculative
+decoding; `commit_tree` keeps the accepted path.
 
 A verb takes a `PageTable` and returns a new one, together with a status per row. It works eagerly,
 under `jax.jit` and inside `lax.while_loop`, and never talks to the host. Rules for all of them:
@@ -28,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged._page_forks import fork, truncate
 from jax_paged._page_holds import adopt, hold, unhold
 from jax_paged._page_table import (
     INT32_MAX,
@@ -37,7 +39,9 @@ from jax_paged._page_table import (
     SlotMoves,
     Status,
     StepBatch,
+    Windows,
     all_ok,
+    check_rows,
     check_size,
     code,
     first_status,
@@ -45,13 +49,16 @@ from jax_paged._page_table import (
     look_up,
     make_table,
     pages_for,
+    per_row,
     pop,
     push,
     replace,
+    stored_lens,
 )
 from jax_paged._page_trees import NO_TREE, commit_tree, read_parents, token_owners
+from jax_paged._page_windows import find_slides, set_window, slide
 from jax_paged.tree import intervals_of
-from jax_paged.validation import as_index, check_shape, expect
+from jax_paged.validation import as_index, check_shape
 
 __all__ = [
     "NO_TREE",
@@ -61,6 +68,7 @@ __all__ = [
     "SlotMoves",
     "Status",
     "StepBatch",
+    "Windows",
     "adopt",
     "commit_tree",
     "fork",
@@ -73,6 +81,7 @@ __all__ = [
     "release",
     "reserve",
     "reset",
+    "set_window",
     "step_batch",
     "total_tokens",
     "truncate",
@@ -87,18 +96,22 @@ def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[Pag
     before count. A free row becomes live, with length 0. A Python int up to page_size makes the
     call cheaper: for a decode step use reserve(table, rows, 1).
 
+    A row with a sliding window first lets go of the pages that its next token does not see. They
+    serve this row and those behind it in the same call, except pages that other rows held too.
+
     Args:
       rows: integers [N].
       num_tokens: integers [N] or a scalar, tokens beyond the present length.
 
     Returns:
-      (table, status i32[N]). ROW_FULL: the row would need more than pages_per_seq pages.
+      (table, status i32[N]). ROW_FULL: the row would need more than pages_per_seq pages, or have
+      2**31 - 1 tokens.
 
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    ids = _rows("rows", rows)
-    counts = _per_row("num_tokens", num_tokens, ids)
+    ids = check_rows("rows", rows)
+    counts = per_row("num_tokens", num_tokens, ids)
     at_most_one_page = isinstance(num_tokens, int | np.integer) and num_tokens <= table.page_size
     return _reserve(table, ids, counts, 1 if at_most_one_page else table.pages_per_seq)
 
@@ -107,16 +120,28 @@ def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[Pag
 def _reserve(table, rows, num_tokens, max_new):
     takes_part, bad, safe = look_up(rows, table.max_seqs)
     seq_lens, held = table.seq_lens[safe], table.pages_held[safe]
+    stored, slides, windows = stored_lens(table, safe, seq_lens), None, table.windows
+    if windows is not None:
+        slides = find_slides(table, windows, safe)
+        held = held - slides.count
+        stored = stored - slides.count * table.page_size
+    too_many = (num_tokens > table.row_capacity - stored) | (num_tokens >= INT32_MAX - seq_lens)
     status = first_status(
         (takes_part & (bad | (num_tokens < 0)), Status.BAD_ROW),
-        (takes_part & (num_tokens > table.row_capacity - seq_lens), Status.ROW_FULL),
+        (takes_part & too_many, Status.ROW_FULL),
     )
     fine = takes_part & (status == code(Status.OK))
-    target = pages_for(seq_lens + jnp.where(fine, num_tokens, 0), table.page_size)
+    target = pages_for(stored + jnp.where(fine, num_tokens, 0), table.page_size)
     need = jnp.where(fine, jnp.maximum(target - held, 0), 0)
-    status, need = hand_out(status, need, table.num_free)
+    # As in truncate, what a row takes from the others depends on that row alone.
+    from_pool = need if slides is None else need - jnp.where(fine, slides.num_freed, 0)
+    status, _ = hand_out(status, from_pool, table.num_free)
 
-    index = jnp.where(takes_part & all_ok(status), rows, table.max_seqs)
+    live = takes_part & all_ok(status)
+    need = jnp.where(live, need, 0)
+    index = jnp.where(live, rows, table.max_seqs)
+    if windows is not None and slides is not None:
+        table = slide(table, windows, safe, index, slides)
     fresh, num_free = pop(table.free_stack, table.num_free, need, max_new)
     row = jnp.where(fresh < table.num_pages, index[:, None], table.max_seqs)
     column = held[:, None] + jnp.arange(max_new, dtype=jnp.int32)[None, :]
@@ -141,6 +166,10 @@ def step_batch(
     padding. A row of -1 or with q_len 0 has none, so token i is rows[i]'s only if every row before
     it brings exactly one.
 
+    The batch of a table with windows also has `sliding_window`, `num_pinned` and `slot_offset`, for
+    `ragged_paged_attention`. Lengths and positions count the tokens that have slid away, slots do
+    not.
+
     Args:
       rows: integers [S].
       q_lens: integers [S] or a scalar, new tokens per row.
@@ -161,12 +190,12 @@ def step_batch(
     Raises:
       ValueError: a shape or dtype is wrong, or num_tokens is no integer of at least 1.
     """
-    ids = _rows("rows", rows)
+    ids = check_rows("rows", rows)
     size = ids.shape[0] if num_tokens is None else check_size("num_tokens", num_tokens)
     if tree_parents is not None:
         tree_parents = as_index("tree_parents", tree_parents)
         check_shape("tree_parents", tree_parents, "num_tokens", (size,))
-    return _step_batch(table, ids, _per_row("q_lens", q_lens, ids), tree_parents, size)
+    return _step_batch(table, ids, per_row("q_lens", q_lens, ids), tree_parents, size)
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -178,7 +207,9 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
     if tree_parents is not None:
         grows, wrong = read_parents(table, safe, jnp.where(takes_part, q_lens, 0), tree_parents)
         overgrown = grows & (q_lens > table.max_tree - old_nodes)
-    too_long = q_lens > table.pages_held[safe] * page_size - old_lens
+    stored = stored_lens(table, safe, old_lens)
+    too_long = q_lens > table.pages_held[safe] * page_size - stored
+    too_long |= q_lens >= INT32_MAX - old_lens
     status = first_status(
         (takes_part & (bad | (q_lens < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
@@ -199,7 +230,8 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
     owner, number_in_row = token_owners(q_lens, size)
     in_batch = jnp.arange(size, dtype=jnp.int32) < ends[-1]
     places = jnp.where(in_batch, old_lens[owner] + number_in_row, 0)
-    slots = pages[owner, places // page_size] * page_size + places % page_size
+    in_row = jnp.where(in_batch, stored[owner] + number_in_row, 0)
+    slots = pages[owner, in_row // page_size] * page_size + in_row % page_size
 
     index = jnp.where(live, rows, table.max_seqs)
     positions, tree, tree_sizes, grown = places, None, None, {}
@@ -217,6 +249,12 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
         positions = jnp.where(in_batch & grows[owner], in_tree, places)
 
     number = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    windows = jax.tree.map(lambda x: jnp.where(live, x[safe], 0), table.windows)
+    given = {} if windows is None else {
+        "sliding_window": windows.window,
+        "num_pinned": windows.num_pinned,
+        "slot_offset": windows.slot_offset,
+    }  # fmt: skip
     batch = StepBatch(
         page_table=pages,
         seq_lens=seq_lens,
@@ -226,6 +264,7 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
         positions=positions,
         tree=tree,
         tree_sizes=tree_sizes,
+        **given,
     )
     new_lens = table.seq_lens.at[index].set(seq_lens, mode="drop")
     return replace(table, seq_lens=new_lens, num_free=table.num_free, **grown), batch, status
@@ -243,7 +282,7 @@ def release(table: PageTable, rows: Integers) -> tuple[PageTable, jax.Array]:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return _release(table, _rows("rows", rows))
+    return _release(table, check_rows("rows", rows))
 
 
 @jax.jit
@@ -269,173 +308,15 @@ def _release(table, rows):
         free_stack=free_stack,
         num_free=num_free,
         tree_sizes=table.tree_sizes.at[index].set(jnp.int32(0), mode="drop"),
+        windows=jax.tree.map(lambda x: x.at[index].set(jnp.int32(0), mode="drop"), table.windows),
     )
     return table, status
-
-
-def fork(
-    table: PageTable, parent: Integers, child: Integers, length: Integers
-) -> tuple[PageTable, PageCopies, jax.Array]:
-    """Starts the free row child[i] with the first length[i] tokens of row parent[i].
-
-    Full pages are shared. For a last page that `length` fills only partly the child gets a fresh
-    page, into which the caller copies the old one before the next write (`state.fork` does). A
-    parent may have several children in one call. A pair with a -1 takes no part.
-
-    Args:
-      parent, child: integers [N].
-      length: integers [N] or a scalar, from 0 to the parent's length.
-
-    Returns:
-      (table, copies, status i32[N]). STALE_ROW: the parent is not live. UNCOMMITTED_TREE: it has a
-      tree. BAD_ROW also for a child that is live, given twice, or a parent in the same call, and
-      for a length out of range.
-
-    Raises:
-      ValueError: a shape or dtype is wrong.
-    """
-    sources, targets = _rows("parent", parent), _rows("child", child)
-    check_shape("child", targets, "N", sources.shape)
-    return _fork(table, sources, targets, _per_row("length", length, sources))
-
-
-@jax.jit
-def _fork(table, parent, child, length):
-    max_seqs, num_pages, page_size = table.max_seqs, table.num_pages, table.page_size
-    takes_part = (parent != -1) & (child != -1)
-    parent, child = jnp.where(takes_part, parent, -1), jnp.where(takes_part, child, -1)
-    inside = (parent >= 0) & (parent < max_seqs)
-    source = jnp.where(inside, parent, 0)
-    _, bad, target = look_up(child, max_seqs)
-    nowhere = jnp.zeros(max_seqs, jnp.bool_)
-    is_parent = nowhere.at[jnp.where(inside, parent, max_seqs)].set(True, mode="drop")
-    is_child = nowhere.at[jnp.where(child >= 0, child, max_seqs)].set(True, mode="drop")
-    bad |= ~inside | is_parent[target] | is_child[source] | table.is_live[target] | (length < 0)
-    status = first_status(
-        (takes_part & bad, Status.BAD_ROW),
-        (takes_part & ~table.is_live[source], Status.STALE_ROW),
-        (takes_part & (table.tree_sizes[source] > 0), Status.UNCOMMITTED_TREE),
-        (takes_part & (length > table.seq_lens[source]), Status.BAD_ROW),
-    )
-    partial = takes_part & (length % page_size != 0)
-    status, need = hand_out(status, partial.astype(jnp.int32), table.num_free)
-
-    live = takes_part & all_ok(status)
-    full = jnp.where(live, length // page_size, 0)
-    fresh, num_free = pop(table.free_stack, table.num_free, need, 1)
-    column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)[None, :]
-    old_pages = table.page_table[source]
-    shared = column < full[:, None]
-    copied = (column == full[:, None]) & (need > 0)[:, None]
-    pages = jnp.where(shared, old_pages, jnp.where(copied, fresh, -1))
-    counted = jnp.where(shared, old_pages, num_pages)
-    ref_counts = table.ref_counts.at[counted].add(jnp.int32(1), mode="drop")
-    index = jnp.where(live, child, max_seqs)
-    table = replace(
-        table,
-        page_table=table.page_table.at[index].set(pages, mode="drop"),
-        seq_lens=table.seq_lens.at[index].set(length, mode="drop"),
-        pages_held=table.pages_held.at[index].set(full + need, mode="drop"),
-        is_live=table.is_live.at[index].set(True, mode="drop"),
-        ref_counts=ref_counts.at[fresh].set(jnp.int32(1), mode="drop"),
-        num_free=num_free,
-    )
-    src = jnp.max(jnp.where(copied, old_pages, -1), axis=1)
-    return table, PageCopies(src, jnp.where(need > 0, fresh[:, 0], -1)), status
-
-
-def truncate(
-    table: PageTable, rows: Integers, num_tokens: Integers
-) -> tuple[PageTable, PageCopies, jax.Array]:
-    """Drops the last num_tokens[i] tokens of row i, and its pages wholly behind the new end.
-
-    Reserved pages without a token go too: num_tokens = 0 trims a row to its length. A row cut to
-    length 0 stays live.
-
-    A new end inside a page that other rows hold would make the next write overwrite their tokens.
-    The row then gets a fresh page, into which the caller copies the old one before the next write
-    (`state.truncate` does). It needs a free page for that, or POOL_FULL, unless the cut frees a
-    page that it alone holds. If all holders of a page are cut inside it in one call, the last of
-    them keeps it.
-
-    Args:
-      rows: integers [N].
-      num_tokens: integers [N] or a scalar, tokens to drop, from 0 to the row's length.
-
-    Returns:
-      (table, copies, status i32[N]). STALE_ROW: the row is not live. UNCOMMITTED_TREE: it has a
-      tree. BAD_ROW also for num_tokens out of range.
-
-    Raises:
-      ValueError: a shape or dtype is wrong.
-    """
-    ids = _rows("rows", rows)
-    return _truncate(table, ids, _per_row("num_tokens", num_tokens, ids))
-
-
-@jax.jit
-def _truncate(table, rows, num_tokens):
-    max_seqs, num_pages, page_size = table.max_seqs, table.num_pages, table.page_size
-    takes_part, bad, safe = look_up(rows, max_seqs)
-    old_lens = table.seq_lens[safe]
-    status = first_status(
-        (takes_part & (bad | (num_tokens < 0)), Status.BAD_ROW),
-        (takes_part & ~table.is_live[safe], Status.STALE_ROW),
-        (takes_part & (table.tree_sizes[safe] > 0), Status.UNCOMMITTED_TREE),
-        (takes_part & (num_tokens > old_lens), Status.BAD_ROW),
-    )
-    fine = takes_part & (status == code(Status.OK))
-    length = jnp.where(fine, old_lens - num_tokens, 0)
-    keep = pages_for(length, page_size)
-    pages = table.page_table[safe]
-    holders = table.ref_counts[jnp.maximum(pages, 0)]
-    column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)[None, :]
-    behind = fine[:, None] & (column >= keep[:, None]) & (pages >= 0)
-    is_cut = (length % page_size != 0)[:, None] & (column == keep[:, None] - 1)  # <= 1 page a row
-    shared = jnp.any(is_cut & (holders > 1), axis=1)
-    # A row's need depends on that row alone, so that fewer rows in a retry never need more.
-    frees_own = jnp.any(behind & (holders == 1), axis=1)
-    status, _ = hand_out(status, (shared & ~frees_own).astype(jnp.int32), table.num_free)
-
-    live = takes_part & all_ok(status)
-    index = jnp.where(live, rows, max_seqs)
-    behind, is_cut = behind & live[:, None], is_cut & live[:, None]
-    dropped = jnp.where(behind, pages, num_pages)
-    # The last of the rows cut inside a page keeps it when nobody else is left. So a source of a
-    # copy is never freed here, and cannot be the target of another copy.
-    cut_page = jnp.max(jnp.where(is_cut, pages, -1), axis=1)
-    cut_index = jnp.where(cut_page >= 0, cut_page, num_pages)
-    number = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    last_cut = jnp.full(num_pages, -1, jnp.int32).at[cut_index].max(number, mode="drop")
-    others = table.ref_counts.at[dropped].add(jnp.int32(-1), mode="drop")
-    others = others.at[cut_index].add(jnp.int32(-1), mode="drop")
-    keeps = (others[cut_page] == 0) & (last_cut[cut_page] == number)
-    copy = shared & live & ~keeps
-
-    copied = is_cut & copy[:, None]
-    ref_counts, free_stack, num_free = push(
-        table.ref_counts, table.free_stack, table.num_free, jnp.where(copied, pages, dropped)
-    )
-    fresh, num_free = pop(free_stack, num_free, copy.astype(jnp.int32), 1)
-    kept = jnp.where(copied, fresh, jnp.where(column < keep[:, None], pages, -1))
-    table = replace(
-        table,
-        page_table=table.page_table.at[index].set(kept, mode="drop"),
-        seq_lens=table.seq_lens.at[index].set(length, mode="drop"),
-        pages_held=table.pages_held.at[index].set(keep, mode="drop"),
-        ref_counts=ref_counts.at[fresh].set(jnp.int32(1), mode="drop"),
-        free_stack=free_stack,
-        num_free=num_free,
-    )
-    none = jnp.int32(-1)
-    copies = PageCopies(jnp.where(copy, cut_page, none), jnp.where(copy, fresh[:, 0], none))
-    return table, copies, status
 
 
 def reset(table: PageTable) -> PageTable:
     """The table as `PageTable.create` made it: all rows and pages free, the peak 0."""
     sizes = (table.num_pages, table.max_seqs, table.pages_per_seq, table.page_size)
-    return make_table(*sizes, table.max_tree)
+    return make_table(*sizes, table.max_tree, table.windows is not None)
 
 
 def free_rows(table: PageTable) -> jax.Array:
@@ -465,17 +346,3 @@ def total_tokens(table: PageTable) -> jax.Array:
 def is_empty(table: PageTable) -> jax.Array:
     """bool[]: no row is live."""
     return ~jnp.any(table.is_live)
-
-
-def _rows(name: str, value: Integers) -> jax.Array:
-    rows = as_index(name, value)
-    ok = rows.ndim == 1 and rows.shape[0] > 0
-    expect(ok, name, "shape [N] with N of at least 1", list(rows.shape))
-    return rows
-
-
-def _per_row(name: str, value: Integers, rows: jax.Array) -> jax.Array:
-    counts = as_index(name, value)
-    ok = counts.shape in ((), rows.shape)
-    expect(ok, name, f"a scalar or shape {list(rows.shape)}", list(counts.shape))
-    return jnp.broadcast_to(counts, rows.shape)

@@ -63,6 +63,7 @@ class KVState:
         v_head_dim: int | None = None,
         layout: Layout = "HND",
         max_tree: int = 256,
+        windows: bool = False,
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> "KVState":
@@ -70,8 +71,8 @@ class KVState:
 
         Args:
           num_layers, num_kv_heads, head_dim: of the model, at least 1.
-          num_pages, page_size, max_seqs, pages_per_seq, max_tree: see `PageTable.create`. All
-            layers share one page table, so a page id stands for num_layers pages.
+          num_pages, page_size, max_seqs, pages_per_seq, max_tree, windows: see `PageTable.create`.
+            All layers share one page table, so a page id stands for num_layers pages.
           dtype: of both pools: bf16, f16, f32, f8e4m3fn, f8e5m2 or int8 (see `kv_dtype`).
           v_head_dim: head_dim of V; None = head_dim.
           layout: "HND", "NHD" or "vllm5d" (not with 8-bit pages), see `layout`.
@@ -88,7 +89,9 @@ class KVState:
         >>> state.k_pages.shape, int(pages.num_free_pages(state.table))
         ((2, 8, 4, 16, 64), 6)
         """
-        table = PageTable.create(num_pages, max_seqs, pages_per_seq, page_size, max_tree=max_tree)
+        table = PageTable.create(
+            num_pages, max_seqs, pages_per_seq, page_size, max_tree=max_tree, windows=windows
+        )
         check_choice("layout", layout, LAYOUTS)
         allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
         names = " or ".join(d.name for d in allowed)
@@ -183,6 +186,14 @@ def commit_tree(state: KVState, rows: Integers, leaves: Integers) -> tuple[KVSta
     )  # fmt: skip
     k_scale, v_scale = moved or (state.k_scale, state.v_scale)
     return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale), status
+
+
+def set_window(
+    state: KVState, rows: Integers, window: Integers, num_pinned: Integers
+) -> tuple[KVState, jax.Array]:
+    """Gives live rows a sliding window: `pages.set_window`."""
+    table, status = pages.set_window(state.table, rows, window, num_pinned)
+    return dataclasses.replace(state, table=table), status
 
 
 def hold(state: KVState, rows: Integers, columns: Integers) -> tuple[KVState, jax.Array, jax.Array]:

@@ -154,7 +154,7 @@ def test_release_and_reset_forget_trees():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rows": [0], "leaves": [0, 1]}, r"leaves: expected shape \[N=1\], got \[2\]"),
+        ({"rows": [0], "leaves": [0, 1]}, r"leaves: expected a scalar or shape \[1\], got \[2\]"),
         ({"rows": np.zeros(0, int), "leaves": 0}, r"rows: expected shape \[N\] with N of at"),
         ({"rows": [0], "leaves": [0.5]}, "leaves: expected an integer dtype"),
     ],

@@ -4,7 +4,7 @@ After each operation the page table must equal that of the model (`page_model`),
 so must the statuses and every token read back through the page table; and no slot may be written
 that lies in a page of several rows.
 
-5,000 operations run by default. The long run has 100,000 and takes a few minutes on two cores:
+10,000 operations run by default. The long run has 200,000 and takes some minutes on two cores:
 
     JAX_PAGED_LONG=1 pytest tests/test_state_machine.py
 """
@@ -35,7 +35,7 @@ from jax_paged.state import KVState
 from jax_paged.testing import ancestors
 
 IS_LONG = os.environ.get("JAX_PAGED_LONG") == "1"
-NUM_OPERATIONS = 100_000 if IS_LONG else 5_000
+NUM_OPERATIONS = 200_000 if IS_LONG else 10_000
 STEPS = 50
 BATCH = 3  # rows in a call
 WIDE = 2**31 - 1
@@ -46,6 +46,9 @@ CONFIGS = [
     Config(num_pages=5, max_seqs=5, pages_per_seq=3, page_size=2, layout="NHD"),
     Config(num_pages=9, max_seqs=6, pages_per_seq=4, page_size=5, layout="NHD"),
     Config(num_pages=7, max_seqs=6, pages_per_seq=3, page_size=16, layout="HND"),
+    Config(num_pages=9, max_seqs=5, pages_per_seq=6, page_size=1, layout="NHD", windows=True),
+    Config(num_pages=8, max_seqs=5, pages_per_seq=4, page_size=3, layout="HND", windows=True),
+    Config(num_pages=12, max_seqs=6, pages_per_seq=5, page_size=4, layout="HND", windows=True),
 ]
 
 
@@ -56,6 +59,7 @@ _release = jax.jit(state.release, donate_argnums=0)
 _fork = jax.jit(state.fork, donate_argnums=0)
 _truncate = jax.jit(state.truncate, donate_argnums=0)
 _commit = jax.jit(state.commit_tree, donate_argnums=0)
+_set_window = jax.jit(state.set_window, donate_argnums=0)
 _reset = jax.jit(state.reset, donate_argnums=0)
 
 
@@ -95,6 +99,7 @@ def _wide(values: list[int]) -> np.ndarray:
 ACTIONS = [
     "append", "append", "commit", "commit", "drain", "fork", "fork", "grow", "grow", "grow",
     "release", "reserve", "reserve_one", "step", "truncate", "truncate_shared", "truncate_shared",
+    "set_window", "set_window", "slide", "slide",
 ]  # fmt: skip
 picks = st.lists(st.integers(0, 31), min_size=BATCH, max_size=BATCH)
 amounts = st.lists(st.integers(0, 63), min_size=BATCH, max_size=BATCH)
@@ -104,6 +109,8 @@ class PagesMachine(RuleBasedStateMachine):
     operations: ClassVar[int] = 0
     copies: ClassVar[int] = 0  # pages that truncate had to copy
     moves: ClassVar[int] = 0  # rows in which commit_tree had to move tokens
+    slides: ClassVar[int] = 0  # pages that slid away
+    moves_behind_gap: ClassVar[int] = 0  # rows in which commit_tree did, behind such pages
     outcomes: ClassVar[Counter] = Counter()  # of (verb, status)
 
     @initialize(config=st.sampled_from(CONFIGS))
@@ -122,6 +129,7 @@ class PagesMachine(RuleBasedStateMachine):
             dtype="float32",
             layout=config.layout,
             max_tree=config.max_tree,
+            windows=config.windows,
         )
 
     def choose(self, picks: list[int], among: list[int]) -> list[int]:
@@ -200,8 +208,10 @@ class PagesMachine(RuleBasedStateMachine):
             assert table.tree_sizes[r] == len(row.tree)
             assert table.tree_parents[r, : len(row.tree)].tolist() == row.tree
             # Whatever may be written next is in no other row.
-            for page in row.pages[model.full_pages(row.root) :]:
-                assert table.ref_counts[page] == 1
+            for page, start in zip(row.pages, row.starts, strict=True):
+                assert start + config.page_size <= row.root or table.ref_counts[page] == 1
+            if config.windows:
+                self.check_window(table.windows, r, row)
         assert queries["free_rows"].tolist() == (~table.is_live).tolist()
         assert queries["num_free"] == num_free
         assert queries["peak"] == model.peak
@@ -211,11 +221,28 @@ class PagesMachine(RuleBasedStateMachine):
         # Every token, through the page table.
         for r, row in model.rows.items():
             ids = table.page_table[r, : len(row.pages)]
+            offsets = np.arange(config.page_size)
+            places = np.asarray(row.starts, int)[:, None] + offsets[None, :]
+            written = places < len(row.tokens)
+            tokens = np.asarray(row.tokens, np.float32)[places[written]]
             for layer in range(2):
-                want = np.asarray(row.tokens, np.float32) + np.float32(layer / 2)
-                got = k_pool[layer, ids].ravel()[: len(row.tokens)]
-                np.testing.assert_array_equal(got, want)
-                np.testing.assert_array_equal(v_pool[layer, ids].ravel()[: len(row.tokens)], -want)
+                want = tokens + np.float32(layer / 2)
+                np.testing.assert_array_equal(k_pool[layer, ids][written], want)
+                np.testing.assert_array_equal(v_pool[layer, ids][written], -want)
+
+    def check_window(self, windows, r: int, row: Row):
+        found = [x[r] for x in (windows.window, windows.num_pinned, windows.slot_offset)]
+        assert found == [row.window, row.pinned, row.gone]
+        # The slots of the row hold the tokens that they should: all that a next query may see.
+        visible = set(range(max(0, row.begin(row.root) if row.window else 0), len(row.tokens)))
+        visible |= set(range(min(row.pinned, len(row.tokens))))
+        slots = range(len(row.pages) * self.config.page_size)
+        tokens = [slot if slot < row.pinned else slot + row.gone for slot in slots]
+        assert visible <= set(tokens)
+        for slot, token in zip(slots, tokens, strict=True):
+            if token in visible:
+                column, offset = divmod(slot, self.config.page_size)
+                assert token == row.starts[column] + offset
 
     @rule(action=st.sampled_from(ACTIONS), picks=picks, children=picks, amounts=amounts)
     def act(self, action, picks, children, amounts):
@@ -228,6 +255,8 @@ class PagesMachine(RuleBasedStateMachine):
             self.grow(picks, children, amounts)
         elif action == "drain":
             self.drain(picks[0])
+        elif action in ("set_window", "slide"):
+            getattr(self, action)(picks, children, amounts)
         else:
             getattr(self, action)(picks, amounts)
 
@@ -240,7 +269,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     def do_reserve(self, rows, counts):
         self.kv, status = _reserve(self.kv, _wide(rows), _wide(counts))
+        gone = sum(has.gone for has in self.model.rows.values())
         expected = self.model.reserve(rows, counts)
+        gone = sum(has.gone for has in self.model.rows.values()) - gone
+        type(self).slides += gone // self.config.page_size
         if not self.agree("reserve", status, expected):
             self.retry(expected, rows, lambda rows: self.do_reserve(rows, counts))
 
@@ -254,15 +286,14 @@ class PagesMachine(RuleBasedStateMachine):
         row = self.choose([min(pick, 26)], self.growable_rows())[0]
         has = self.model.rows.get(row, Row())
         new = min(len(self.model.free), self.config.pages_per_seq - len(has.pages))
-        count = (len(has.pages) + new) * self.config.page_size - len(has.tokens)
-        self.do_reserve([row, -1, -1], [count, 0, 0])
+        self.do_reserve([row, -1, -1], [self.model.room(has) + new * self.config.page_size, 0, 0])
 
     def step(self, picks, amounts):
         rows = self.choose(picks, self.settled_rows())
         q_lens = []
         for row, amount in zip(rows, amounts, strict=True):
             has = self.model.rows.get(row, Row())
-            room = len(has.pages) * self.config.page_size - len(has.tokens)
+            room = self.model.room(has)
             special = {63: WIDE, 62: -1, 61: room + 1, 60: room}
             q_lens.append(special.get(amount, amount % (room + 1)))
         self.do_step(rows, q_lens)
@@ -275,7 +306,11 @@ class PagesMachine(RuleBasedStateMachine):
 
     def grow(self, picks, kinds, amounts):
         """New nodes for trees, old and new, next to rows that take plain tokens."""
-        rows = self.choose(picks, self.rows_with_tree() + self.growable_rows())
+        self.do_grow(
+            self.choose(picks, self.rows_with_tree() + self.growable_rows()), kinds, amounts
+        )
+
+    def do_grow(self, rows, kinds, amounts):
         counts = [1 + amount % 3 for amount in amounts]
         parents = []
         for row, count, kind in zip(rows, counts, kinds, strict=True):
@@ -334,6 +369,37 @@ class PagesMachine(RuleBasedStateMachine):
                 got = batch.positions[begin : begin + q_lens[i]].tolist()
                 assert got == [roots[i] + depth for depth in depths]
 
+    def set_window(self, picks, kinds, amounts):
+        """Windows for rows that have none, now and then for another."""
+        if not self.config.windows:
+            return self.append(picks, amounts)
+        among = [row for row, has in self.model.rows.items() if not has.window]
+        rows = self.choose(picks, among + (self.free_rows()[:1] if picks[0] % 3 == 0 else []))
+        windows = [1 + amount % (2 * self.config.page_size + 2) for amount in amounts]
+        pinned = [
+            {31: WIDE, 30: -1, 29: window}.get(kind, kind % window)
+            for kind, window in zip(kinds, windows, strict=True)
+        ]
+        windows = [WIDE if amount == 63 else w for amount, w in zip(amounts, windows, strict=True)]
+        return self.do_set_window(rows, windows, pinned)
+
+    def do_set_window(self, rows, windows, pinned):
+        self.kv, status = _set_window(self.kv, _wide(rows), _wide(windows), _wide(pinned))
+        expected = self.model.set_window(rows, windows, pinned)
+        if not self.agree("set_window", status, expected):
+            self.retry(expected, rows, lambda rows: self.do_set_window(rows, windows, pinned))
+
+    def slide(self, picks, kinds, amounts):
+        """A page more for rows with a window, and a tree behind it."""
+        windowed = [row for row in self.settled_rows() if self.model.rows[row].window]
+        if not windowed:
+            return self.set_window(picks, kinds, amounts)
+        rows = self.choose(picks, windowed)
+        self.do_reserve(rows, [self.config.page_size] * BATCH)
+        self.do_step(rows, [self.config.page_size] * BATCH)
+        self.do_grow(rows, [5] * BATCH, [2] * BATCH)  # three roots each
+        self.commit(picks, amounts)
+
     def commit(self, picks, amounts):
         rows = self.choose(picks, self.rows_with_tree())
         leaves = []
@@ -348,7 +414,9 @@ class PagesMachine(RuleBasedStateMachine):
         before = {row: list(has.tokens) for row, has in self.model.rows.items()}
         expected = self.model.commit(rows, leaves)
         for row, has in self.model.rows.items():
-            type(self).moves += has.tokens != before[row][: len(has.tokens)]
+            moved = has.tokens != before[row][: len(has.tokens)]
+            type(self).moves += moved
+            type(self).moves_behind_gap += moved and has.gone > 0
         if not self.agree("commit", status, expected):
             self.retry(expected, rows, lambda rows: self.do_commit(rows, leaves))
 
@@ -361,7 +429,7 @@ class PagesMachine(RuleBasedStateMachine):
             table.append(has.pages + [-1] * (config.pages_per_seq - len(has.pages)))
             new = range(start, start + q_len) if row != -1 else range(0)
             for position in new:
-                page = has.pages[position // config.page_size]
+                page = has.page_of(position)
                 assert self.model.holders(page) == 1
                 slots.append(page * config.page_size + position % config.page_size)
                 positions.append(position)
@@ -369,6 +437,13 @@ class PagesMachine(RuleBasedStateMachine):
                 where = slice(len(positions) - q_len, len(positions))
                 positions[where] = batch.positions[where].tolist()
             cu_q_lens.append(len(slots))
+        windows = (batch.sliding_window, batch.num_pinned, batch.slot_offset)
+        if config.windows:
+            live = [self.model.rows[row] if row != -1 else Row() for row in rows]
+            want = [(has.window, has.pinned, has.gone) for has in live]
+            assert np.stack(windows, axis=1).tolist() == [list(row) for row in want]
+        else:
+            assert windows == (None, None, None)
         padding = config.batch_tokens - len(slots)
         assert batch.page_table.tolist() == table
         assert batch.seq_lens.tolist() == [self.length_of(row) for row in rows]
@@ -398,7 +473,11 @@ class PagesMachine(RuleBasedStateMachine):
         among = [long or live if pick < 24 else [pick % self.config.max_seqs] for pick in parents]
         parent = [self.choose([pick], rows)[0] for pick, rows in zip(parents, among, strict=True)]
         child = self.choose(children, self.free_rows())
-        lengths = [self.part_of(p, amount) for p, amount in zip(parent, amounts, strict=True)]
+        lengths = []
+        for p, amount in zip(parent, amounts, strict=True):
+            has = self.model.rows.get(p, Row())
+            pinned = amount % (self.model.most_to_fork(has) + 1)
+            lengths.append(pinned if has.window and amount < 58 else self.part_of(p, amount))
         self.do_fork(parent, child, lengths)
 
     def do_fork(self, parent, child, lengths):
@@ -429,7 +508,8 @@ class PagesMachine(RuleBasedStateMachine):
             held = self.model.rows[row].pages if row != -1 else []
             shared = sum(self.model.holders(page) > 1 for page in held)
             inside = 1 + amount % max(1, self.config.page_size - 1)
-            tokens = shared * self.config.page_size - inside
+            gone = self.model.rows[row].gone if row != -1 else 0
+            tokens = gone + shared * self.config.page_size - inside
             counts.append(self.length_of(row) - tokens)
         self.do_truncate(rows, counts)
 
@@ -459,11 +539,12 @@ class PagesMachine(RuleBasedStateMachine):
 
 def test_random_operations_agree_with_a_plain_model():
     PagesMachine.operations = PagesMachine.copies = PagesMachine.moves = 0
+    PagesMachine.slides = PagesMachine.moves_behind_gap = 0
     PagesMachine.outcomes = Counter()
     run_state_machine_as_test(
         PagesMachine,
         settings=settings(
-            max_examples=NUM_OPERATIONS // 60,  # a step is one operation or more
+            max_examples=NUM_OPERATIONS // 75,  # a step is one operation or more
             stateful_step_count=STEPS,
             deadline=None,
             database=None,
@@ -482,10 +563,14 @@ def test_random_operations_agree_with_a_plain_model():
         "commit": common | {Status.STALE_ROW},
         "release": common | {Status.STALE_ROW},
         "fork": common | {Status.POOL_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
-        "truncate": common | {Status.POOL_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
+        "truncate": common
+        | {Status.POOL_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE, Status.SLID_OUT},
+        "set_window": common | {Status.STALE_ROW},
     }
     for verb, statuses in reports.items():
         assert {status for name, status in seen if name == verb} == statuses
     assert PagesMachine.copies >= NUM_OPERATIONS // 500
     assert PagesMachine.moves >= NUM_OPERATIONS // 500
+    assert PagesMachine.slides >= NUM_OPERATIONS // 200
+    assert PagesMachine.moves_behind_gap >= NUM_OPERATIONS // 2000
     assert all(seen[verb, Status.OK] >= NUM_OPERATIONS // 50 for verb in reports), seen
