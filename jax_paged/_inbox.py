@@ -27,7 +27,7 @@ from jax_paged.kv import write_kv
 from jax_paged.kv_range import gather_kv, slots_of_ranges
 from jax_paged.layout import pages_shape
 from jax_paged.state import KVState
-from jax_paged.validation import as_index, check_shape, is_eight_bit, is_per_token
+from jax_paged.validation import as_index, check_shape, expect, is_eight_bit, is_per_token
 
 
 class Payload(NamedTuple):
@@ -52,7 +52,12 @@ class Inbox:
 
     @staticmethod
     def create(state: KVState) -> "Inbox":
-        """One that expects nothing, for the rows and layers of `state`."""
+        """One that expects nothing, for the rows and layers of `state`.
+
+        Raises:
+          ValueError: the state was made with windows=True.
+        """
+        _check_no_windows(state)
         rows, layers = state.table.max_seqs, state.k_pages.shape[0]
         return Inbox(
             ids=jnp.full(rows, -1, jnp.int32),
@@ -160,8 +165,9 @@ def read(
       layer_begin: the first layer, may be traced. num_layers: how many; None = all. Static.
 
     Raises:
-      ValueError: a shape, dtype or size is wrong.
+      ValueError: a shape, dtype or size is wrong, or the state was made with windows=True.
     """
+    _check_no_windows(state)
     rows = as_index("rows", rows)
     check_shape("rows", rows, "N", (None,))
     begins, ends = as_index("begins", begins), as_index("ends", ends)
@@ -241,6 +247,10 @@ def receive(
     _check_payload(state, payload, slots.shape)
     layer_begin = as_index("layer_begin", layer_begin)
     return _receive(state, inbox, *indices, slots, payload, layer_begin)
+
+
+def _check_no_windows(state: KVState) -> None:
+    expect(state.table.windows is None, "state", "one made without windows", "one with windows")
 
 
 def _check_payload(state: KVState, payload: Payload, places: tuple[int, ...]) -> None:
