@@ -5,32 +5,34 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
 from jax_paged.attention import _cuda_workspace_words
+from jax_paged.reference import layer_scale
 from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
+    EIGHT_BIT_DTYPES,
+    FLOAT_DTYPES,
     as_index,
     check_choice,
     check_float,
     check_scale,
     check_shape,
     expect,
+    is_eight_bit,
 )
 
 TARGET = "jax_paged.mla_attention.v1"
 MAX_LATENT_DIM = 576  # of the native kernels: 512 latent + 64 rope
 _PAGES = "[num_pages, page_size, latent + rope]"
-_HEADS = HeadAxes(
-    {"q": 1}
-    | dict.fromkeys(
-        ("kv_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer", "sm_scale")
-    ),
-    results=(1, 1),
-)
+_ROWS = ("page_table", "seq_lens", "cu_q_lens", "num_seqs")
+_SCALARS = ("layer", "sm_scale", "kv_scale")
+_HEADS = HeadAxes({"q": 1} | dict.fromkeys(("kv_pages", *_ROWS, *_SCALARS)), results=(1, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ def mla_paged_attention(
     sm_scale: Float[Array, ""] | float,
     v_head_dim: int,
     layer: Int[Array, ""] | int | None = None,
+    kv_scale: Float[Array, "..."] | float | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -75,12 +78,14 @@ def mla_paged_attention(
     Args:
       q: [tokens, num_q_heads, latent + rope], bf16, f16 or f32: absorbed; rows in order, padding at
         the end. Any number of heads (128 in DeepSeek-V3).
-      kv_pages: [num_pages, page_size, latent + rope] of q's dtype, optionally with a leading
-        num_layers axis (then give `layer`).
+      kv_pages: [num_pages, page_size, latent + rope] of q's dtype, or f8e4m3fn, f8e5m2 or int8;
+        optionally with a leading num_layers axis (then give `layer`).
       page_table, seq_lens, cu_q_lens, num_seqs, layer, causal, return_lse, num_kv_splits,
         split_tokens, implementation: as for `ragged_paged_attention`.
       sm_scale: required: it goes by the head_dim before the absorption, e.g. (128 + 64) ** −0.5.
         May be traced.
+      kv_scale: what 8-bit rows are multiplied with; None: 1. A scalar, or [num_layers] for stacked
+        pages.
       v_head_dim: the latent size, at most latent + rope; the first entries of a row. Static.
 
     Returns:
@@ -106,7 +111,9 @@ def mla_paged_attention(
     (1, 2, 8) 1.0
     """
     spec = MlaSpec(v_head_dim, causal, num_kv_splits, split_tokens, implementation)
-    operands = _check(q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec)
+    operands = _check(
+        q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, kv_scale, spec
+    )
     out, lse = _attention(spec, *operands)
     return (out, lse) if return_lse else out
 
@@ -124,13 +131,37 @@ def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
         f"{'None' if layer is None else 'a value'} for kv_pages of rank {rank}",
     )
     expect(kv_pages.shape[-2] >= 1, "kv_pages", "page_size >= 1", kv_pages.shape[-2])
-    check_float("kv_pages", kv_pages)
+    allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
+    names = " or ".join(d.name for d in allowed)
+    expect(kv_pages.dtype in allowed, "kv_pages", f"dtype {names}", kv_pages.dtype.name)
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
     return layer
 
 
-def _check(q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, spec: MlaSpec):
+def check_latent_scale(kv_scale: Any, kv_pages: jax.Array) -> jax.Array | None:
+    """Checks a scale of 8-bit latent rows; returns it as f32, a scalar or [num_layers]."""
+    if kv_scale is None:
+        return None
+    expect(
+        is_eight_bit(kv_pages), "kv_scale", f"None for pages of {kv_pages.dtype.name}", "a scale"
+    )
+    if not hasattr(kv_scale, "dtype"):
+        kv_scale = np.asarray(kv_scale, np.float32)
+    check_float("kv_scale", kv_scale)
+    layers = kv_pages.shape[:-3]
+    expect(
+        kv_scale.shape in ((), layers),
+        "kv_scale",
+        "a scalar" + (f" or [num_layers={layers[0]}]" if layers else ""),
+        list(kv_scale.shape),
+    )
+    return kv_scale.astype(np.float32)
+
+
+def _check(
+    q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, kv_scale, spec: MlaSpec
+):
     """Checks a call; returns the operands in the order of the FFI target."""
     check_choice("implementation", spec.implementation, (None, "native", "reference"))
     layer = check_latent_pages(kv_pages, layer)
@@ -138,7 +169,10 @@ def _check(q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_sca
     check_float("q", q)
     check_shape("q", q, "tokens num_q_heads latent+rope", (None, None, width))
     expect(q.shape[1] >= 1, "q", "at least one head", 0)
-    check_float("kv_pages", kv_pages, q.dtype)
+    expect(
+        kv_pages.dtype == q.dtype or is_eight_bit(kv_pages), "kv_pages",
+        f"dtype {q.dtype.name} or 8-bit", kv_pages.dtype.name,
+    )  # fmt: skip
     page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
     check_shape("seq_lens", seq_lens, "num_seqs", (None,))
     rows = seq_lens.shape[0]
@@ -170,21 +204,26 @@ def _check(q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_sca
             )
     return (
         q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs.reshape(1), layer,
-        check_scale("sm_scale", sm_scale),
+        check_scale("sm_scale", sm_scale), check_latent_scale(kv_scale, kv_pages),
     )  # fmt: skip
 
 
 def _reference(spec: MlaSpec, q, kv_pages, *rest):
-    *rest, layer, sm_scale = rest
+    *rest, layer, sm_scale, kv_scale = rest
     out, lse = reference.mla_paged_attention(
         q, kv_pages, *rest, sm_scale=sm_scale, v_head_dim=spec.v_head_dim,
         layer=layer if kv_pages.ndim == 4 else None, causal=spec.causal, return_lse=True,
+        kv_scale=None if kv_scale is None or not kv_scale.size else kv_scale,
     )  # fmt: skip
     return out, lse
 
 
 def _call(spec: MlaSpec, *operands):
-    q, kv_pages, page_table, *_ = operands
+    q, kv_pages, page_table, *rest = operands
+    layer, _, kv_scale = rest[-3:]
+    none = jnp.zeros(0, jnp.float32)
+    scale = none if kv_scale is None else layer_scale(kv_scale, layer)[None]
+    operands = (*operands[:-1], scale)
     splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
     words = _cuda_workspace_words(
         max_seqs=page_table.shape[0],
@@ -237,14 +276,16 @@ def write_mla_kv(
     slot_mapping: Int[Array, "tokens"],
     *,
     layer: Int[Array, ""] | int | None = None,
+    kv_scale: Float[Array, "..."] | float | None = None,
 ) -> jax.Array:
     """Writes each token's latent row into its page slot; returns the updated pages.
 
     Args:
-      kv_pages: [num_pages, page_size, latent + rope], bf16, f16 or f32, optionally with a leading
-        num_layers axis (then give `layer`). Donated: updated in place, as `write_kv` does.
+      kv_pages: [num_pages, page_size, latent + rope], bf16, f16, f32 or 8-bit, optionally with a
+        leading num_layers axis (then give `layer`). Donated: updated in place, as `write_kv` does.
       kv: [tokens, latent + rope], bf16, f16 or f32: c ‖ r; cast to the pages' dtype, round to
-        nearest even.
+        nearest even; 8-bit: divided by kv_scale and clamped, as `write_kv` does.
+      kv_scale: of 8-bit pages, as for `mla_paged_attention`.
       slot_mapping: page · page_size + offset of each token. Negative or out of range: the token is
         skipped. Of several tokens for one slot the last one wins, whole.
       layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
@@ -264,11 +305,11 @@ def write_mla_kv(
     check_shape("slot_mapping", slot_mapping, "tokens", (None,))
     check_float("kv", kv)
     check_shape("kv", kv, "tokens latent+rope", (slot_mapping.shape[0], kv_pages.shape[-1]))
-    return _write(kv_pages, kv, slot_mapping, index)
+    return _write(kv_pages, kv, slot_mapping, index, check_latent_scale(kv_scale, kv_pages))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(kv_pages, kv, slot_mapping, layer):
+def _write(kv_pages, kv, slot_mapping, layer, kv_scale):
     return reference.write_mla_kv(
-        kv_pages, kv, slot_mapping, layer=layer if kv_pages.ndim == 4 else None
+        kv_pages, kv, slot_mapping, layer=layer if kv_pages.ndim == 4 else None, kv_scale=kv_scale
     )

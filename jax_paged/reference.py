@@ -16,10 +16,15 @@ from jax_paged.rope import RopeStyle, apply_rope
 QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # largest stored value
 
 
+def layer_scale(scale, layer) -> jax.Array:
+    """Of a scale per layer, or one for all, that of one layer."""
+    return jnp.take(scale, layer, axis=0, mode="clip") if scale.ndim else scale
+
+
 def head_scale(scale, layer, num_kv_heads: int, pages) -> jax.Array:
     """A scale that is not per token, of one layer, as [num_kv_heads]."""
-    if scale.ndim and pages.ndim == 5:
-        scale = jnp.take(scale, layer, axis=0, mode="clip")
+    if pages.ndim == 5:
+        scale = layer_scale(scale, layer)
     return jnp.broadcast_to(scale, (num_kv_heads,))
 
 
@@ -291,19 +296,23 @@ def paged_attention(
 
 def mla_paged_attention(
     q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
-    sm_scale, v_head_dim, layer=None, causal=True, return_lse=False,
+    sm_scale, v_head_dim, layer=None, kv_scale=None, causal=True, return_lse=False,
 ):  # fmt: skip
     """`jax_paged.mla_paged_attention` in jax.numpy: one KV head, its V cut out of K."""
     k_pages = kv_pages[..., None, :, :]
     return ragged_paged_attention(
         q, k_pages, k_pages[..., :v_head_dim], page_table, seq_lens, cu_q_lens, num_seqs,
         layer=layer, sm_scale=sm_scale, causal=causal, return_lse=return_lse,
+        k_scale=kv_scale, v_scale=kv_scale,
     )  # fmt: skip
 
 
-def write_mla_kv(kv_pages, kv, slot_mapping, *, layer=None):
+def write_mla_kv(kv_pages, kv, slot_mapping, *, layer=None, kv_scale=None):
     """`jax_paged.write_mla_kv` in jax.numpy: K of one head, with a V of no width."""
     k_pages, k = kv_pages[..., None, :], kv[:, None]
+    if kv_pages.dtype.name in QMAX:
+        scale = jnp.ones((), jnp.float32) if kv_scale is None else kv_scale
+        k = quantise(k, layer_scale(scale, layer), kv_pages.dtype)
     k_pages, _ = scatter_tokens(
         k_pages, k_pages[..., :0], k, k[..., :0], slot_mapping, layer, "NHD"
     )

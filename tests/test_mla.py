@@ -117,6 +117,56 @@ def test_the_cuda_kernels_read_v_from_the_rows_of_k(sizes, dtype):
     assert_attention_close(*result, *dense_oracle(batch))
 
 
+def eight_bit(batch, kv_dtype, scale):
+    """The batch with its rows in 8 bits, and as the oracle sees it."""
+    limit = 127 if kv_dtype == "int8" else float(jnp.finfo(kv_dtype).max)
+    codes = np.clip(np.float32(batch.k_pages) / scale, -limit, limit)
+    if kv_dtype == "int8":
+        codes = np.nan_to_num(np.rint(codes), nan=-97)
+    codes = codes.astype(jnp.dtype(kv_dtype))
+    real = np.where(np.isnan(batch.k_pages), np.nan, codes.astype(np.float64) * scale)
+    v_head_dim = batch.v_pages.shape[-1]
+    return (
+        dataclasses.replace(batch, k_pages=codes, v_pages=codes[..., :v_head_dim]),
+        dataclasses.replace(batch, k_pages=real, v_pages=real[..., :v_head_dim]),
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("sizes", [(576, 512), (40, 32)], ids=str)
+def test_8_bit_rows_are_read_times_their_scale(sizes, kv_dtype, dtype, implementation):
+    for rows in ([1, 1], [70, 30]), ([1, 30, 0], [70, 30, 0]):
+        batch = make_mla(*sizes, 16, *rows, dtype=dtype, num_tokens=40)
+        scale = np.float32(0.03 if kv_dtype == "int8" else 0.1)
+        stored, real = eight_bit(batch, kv_dtype, scale)
+        result = attend(stored, kv_scale=scale, implementation=implementation)
+        assert_attention_close(*result, *dense_oracle(real))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("sizes", [(48, 32), (64, 64)], ids=str)
+def test_the_cuda_kernels_read_8_bit_rows(sizes, kv_dtype, dtype):
+    batch = make_mla(*sizes, 3, [1, 2, 0], [70, 20, 0], dtype=dtype, num_tokens=4)
+    stored, real = eight_bit(batch, kv_dtype, np.float32(0.03))
+    scale = np.float32([0.03])
+    result = emulate(stored, Device(num_workers=3), latent=True, k_scale=scale, v_scale=scale)
+    assert_attention_close(*result, *dense_oracle(real))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_8_bit_rows_are_written_divided_by_the_scale_of_their_layer(kv_dtype):
+    kv = jnp.float32(np.linspace(-900, 900, 16).reshape(2, 8))
+    kv_pages, scale = jnp.zeros((2, 3, 4, 8), kv_dtype), np.float32([7.0, 2.0])
+    written = write_mla_kv(kv_pages, kv, np.array([5, -1]), layer=1, kv_scale=scale)
+    limit = 127 if kv_dtype == "int8" else float(jnp.finfo(kv_dtype).max)
+    expected = np.clip(np.asarray(kv[0]) / 2, -limit, limit)
+    expected = (np.rint(expected) if kv_dtype == "int8" else expected).astype(jnp.dtype(kv_dtype))
+    np.testing.assert_array_equal(np.float32(written[1, 1, 1]), np.float32(expected))
+    assert not np.float32(written[0]).any()
+
+
 def test_the_cuda_kernels_at_128_heads_and_layers():
     batch = make_mla(576, 512, 128, [1], [90], dtype="bfloat16", page_size=64, num_layers=2)
     assert_attention_close(*emulate(batch, Device(seed=2), latent=True), *dense_oracle(batch))
@@ -205,6 +255,12 @@ def test_explain_names_the_target():
         ),
         ({"q": jnp.ones((1, 2, 24), "bfloat16")}, ValueError, "kv_pages: expected dtype bfloat16"),
         ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a finite scale"),
+        ({"kv_scale": 2.0}, ValueError, "kv_scale: expected None for pages of float32"),
+        (
+            {"kv_pages": jnp.ones((2, 4, 24), "int8"), "kv_scale": jnp.ones(2, jnp.float32)},
+            ValueError,
+            r"kv_scale: expected a scalar, got \[2\]",
+        ),
         ({"num_kv_splits": 2, "split_tokens": 2}, ValueError, "split_tokens: expected None when"),
     ],
 )

@@ -20,9 +20,10 @@ inline constexpr int64_t kMaxLatentDim = 576;  // of a page's rows: 512 latent +
 inline std::string ReadMlaAttention(const xla::ffi::AnyBuffer& q,
                                     const xla::ffi::AnyBuffer& kv_pages, ShapeView page_table,
                                     ShapeView seq_lens, ShapeView cu_q_lens, ShapeView num_seqs,
-                                    ShapeView layer, ShapeView sm_scale, int64_t num_kv_splits,
-                                    int64_t split_tokens, const xla::ffi::AnyBuffer& out,
-                                    ShapeView lse, AttentionShape* shape) {
+                                    ShapeView layer, ShapeView sm_scale, ShapeView kv_scale,
+                                    int64_t num_kv_splits, int64_t split_tokens,
+                                    const xla::ffi::AnyBuffer& out, ShapeView lse,
+                                    AttentionShape* shape) {
   constexpr auto kOp = kMlaAttentionOp;
   std::string error;
   const auto failed = [&](std::string text) {
@@ -31,7 +32,7 @@ inline std::string ReadMlaAttention(const xla::ffi::AnyBuffer& q,
   };
   const ShapeView pages = Shape(kv_pages);
   if (failed(ReadDtype(kOp, "q", q.element_type(), &shape->dtype)) ||
-      failed(CheckType(kOp, "kv_pages", kv_pages.element_type(), q.element_type())) ||
+      failed(ReadKvDtype(kOp, "kv_pages", kv_pages.element_type(), &shape->kv_dtype)) ||
       failed(CheckType(kOp, "out", out.element_type(), q.element_type())) ||
       failed(CheckRank(kOp, "q", Shape(q), 3)) || failed(CheckRank(kOp, "out", Shape(out), 3)) ||
       failed(CheckRank(kOp, "page_table", page_table, 2))) {
@@ -42,13 +43,20 @@ inline std::string ReadMlaAttention(const xla::ffi::AnyBuffer& q,
   }
   const int64_t* dims = pages.dims + (pages.rank - 3);
   const int64_t width = dims[2], v_head_dim = Shape(out)[2];
-  shape->kv_dtype = shape->out_dtype = shape->dtype;
+  shape->out_dtype = shape->dtype;
+  if (!IsEightBit(shape->kv_dtype) && shape->kv_dtype != shape->dtype) {
+    return Mismatch(kOp, "kv_pages", TypeText(q.element_type()) + " or 8-bit",
+                    TypeText(kv_pages.element_type()));
+  }
+  if (IsGiven(kv_scale) && !IsEightBit(shape->kv_dtype)) {
+    return Mismatch(kOp, "kv_scale", "[0]", "a scale");
+  }
   shape->k_pool = {/*num_layers=*/pages.rank == 4 ? pages[0] : 1,
                    /*num_pages=*/dims[0],
                    /*num_kv_heads=*/1,
                    /*page_size=*/dims[1],
                    /*head_dim=*/width,
-                   ByteWidth(shape->dtype),
+                   ByteWidth(shape->kv_dtype),
                    Layout::kHnd,
                    Pool::kKeys};
   shape->v_pool = shape->k_pool;
@@ -73,6 +81,7 @@ inline std::string ReadMlaAttention(const xla::ffi::AnyBuffer& q,
       failed(CheckShape(kOp, "num_seqs", num_seqs, {1})) ||
       failed(CheckShape(kOp, "layer", layer, {})) ||
       failed(CheckShape(kOp, "sm_scale", sm_scale, {})) ||
+      failed(CheckOptional(kOp, "kv_scale", kv_scale, {1})) ||
       failed(CheckShape(kOp, "out", Shape(out), {num_tokens, num_q_heads, v_head_dim})) ||
       failed(CheckShape(kOp, "lse", lse, {num_tokens, num_q_heads}))) {
     return error;

@@ -18,13 +18,15 @@ namespace {
 ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv_pages,
                         ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> seq_lens,
                         ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs,
-                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> sm_scale, bool causal,
-                        int64_t num_kv_splits, int64_t split_tokens,
-                        ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse) {
+                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> sm_scale,
+                        ffi::Buffer<ffi::F32> kv_scale, bool causal, int64_t num_kv_splits,
+                        int64_t split_tokens, ffi::Result<ffi::AnyBuffer> out,
+                        ffi::ResultBuffer<ffi::F32> lse) {
   AttentionShape shape = {};
-  const std::string error = ReadMlaAttention(
-      q, kv_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens), Shape(num_seqs),
-      Shape(layer), Shape(sm_scale), num_kv_splits, split_tokens, *out, Shape(*lse), &shape);
+  const std::string error =
+      ReadMlaAttention(q, kv_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
+                       Shape(num_seqs), Shape(layer), Shape(sm_scale), Shape(kv_scale),
+                       num_kv_splits, split_tokens, *out, Shape(*lse), &shape);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
 
   AttentionParams params = {};
@@ -38,9 +40,10 @@ ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   params.head_dim = static_cast<int32_t>(shape.k_pool.head_dim);
   params.v_head_dim = static_cast<int32_t>(shape.v_pool.head_dim);
   params.sm_scale = *sm_scale.typed_data();
-  params.rope = {};
   params.causal = causal;
-  params.dtype = params.kv_dtype = params.out_dtype = shape.dtype;
+  params.dtype = params.out_dtype = shape.dtype;
+  params.kv_dtype = shape.kv_dtype;
+  if (IsGiven(Shape(kv_scale))) params.k_scale = params.v_scale = {kv_scale.typed_data(), false};
   const int32_t layer_index = *layer.typed_data();
   if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {  // no page holds anything
     shape.k_pool.num_pages = 0;
@@ -66,6 +69,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MlaAttentionHandler, MlaAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // num_seqs
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // kv_scale
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
                                   .Attr<int64_t>("split_tokens")

@@ -17,14 +17,15 @@ namespace ffi = xla::ffi;
 ffi::Error MlaAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer kv_pages,
                         ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> seq_lens,
                         ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs,
-                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> sm_scale, bool causal,
-                        int64_t num_kv_splits, int64_t split_tokens,
-                        ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse,
-                        ffi::ResultBuffer<ffi::S32> workspace) {
+                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> sm_scale,
+                        ffi::Buffer<ffi::F32> kv_scale, bool causal, int64_t num_kv_splits,
+                        int64_t split_tokens, ffi::Result<ffi::AnyBuffer> out,
+                        ffi::ResultBuffer<ffi::F32> lse, ffi::ResultBuffer<ffi::S32> workspace) {
   AttentionCall call = {};
-  std::string error = ReadMlaAttention(
-      q, kv_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens), Shape(num_seqs),
-      Shape(layer), Shape(sm_scale), num_kv_splits, split_tokens, *out, Shape(*lse), &call);
+  std::string error =
+      ReadMlaAttention(q, kv_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
+                       Shape(num_seqs), Shape(layer), Shape(sm_scale), Shape(kv_scale),
+                       num_kv_splits, split_tokens, *out, Shape(*lse), &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   call.q = q.untyped_data();
   call.k_pages = call.v_pages = kv_pages.untyped_data();
@@ -34,6 +35,7 @@ ffi::Error MlaAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer kv
   call.num_seqs = num_seqs.typed_data();
   call.layer = layer.typed_data();
   call.sm_scale = sm_scale.typed_data();
+  if (IsGiven(Shape(kv_scale))) call.k_scale = call.v_scale = kv_scale.typed_data();
   call.out = out->untyped_data();
   call.lse = lse->typed_data();
   call.workspace = workspace->untyped_data();
@@ -69,6 +71,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MlaAttentionHandler, MlaAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // num_seqs
                                   .Arg<ffi::Buffer<ffi::S32>>()  // layer
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // kv_scale
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("num_kv_splits")
                                   .Attr<int64_t>("split_tokens")
