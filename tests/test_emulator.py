@@ -134,8 +134,7 @@ BUGS = {
         DIFFERS,
     ),
     "prefill: diagonal of the unit's first row": (
-        "prefill.cuh", "VisibleKeys(args, segment, unit.rows, unit.rows.count - 1)",
-        "VisibleKeys(args, segment, unit.rows, 0)",
+        "prefill.cuh", "UnitKeys(args, unit, unit.rows.count - 1)", "UnitKeys(args, unit, 0)",
         DIFFERS,
     ),
     "prefill: diagonal one token too far": (

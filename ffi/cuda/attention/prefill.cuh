@@ -117,6 +117,13 @@ JAX_PAGED_DEVICE Segment PrefillSegment(const PrefillUnit& unit) {
   return segment;
 }
 
+// The keys that a packed row of the unit sees. This kernel is not given pinned tokens (select.h),
+// for which it would have no register.
+JAX_PAGED_DEVICE KeyRange UnitKeys(const AttentionArgs& args, const PrefillUnit& unit,
+                                   int32_t row) {
+  return VisibleKeys</*PINNED=*/false>(args, PrefillSegment(unit), unit.rows, row);
+}
+
 // A warp finds the unit's row by a 32-way search.
 JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t index) {
   int32_t low = 0;
@@ -140,7 +147,7 @@ JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t 
   unit.rows.first = ((packed_rows - 1) / args.prefill_rows - from_last) * args.prefill_rows;
   const int32_t rest = packed_rows - unit.rows.first;
   unit.rows.count = rest < args.prefill_rows ? rest : args.prefill_rows;
-  unit.first_key = VisibleKeys(args, PrefillSegment(unit), unit.rows, 0).first;
+  unit.first_key = UnitKeys(args, unit, 0).first;
   return unit;
 }
 
@@ -275,13 +282,12 @@ JAX_PAGED_DEVICE int32_t FirstWarpRow() {
 template <int HEAD_DIM>
 JAX_PAGED_DEVICE WarpKeys FindWarpKeys(const AttentionArgs& args) {
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-  const Segment segment = PrefillSegment(unit);
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   const int32_t end_row = first_row + PrefillTraits<HEAD_DIM>::kWarpRows;
   const int32_t last_row = (end_row < unit.rows.count ? end_row : unit.rows.count) - 1;
   if (first_row > last_row) return {{0, 0}, {0, 0}};
-  const KeyRange first = VisibleKeys(args, segment, unit.rows, first_row);
-  const KeyRange last = VisibleKeys(args, segment, unit.rows, last_row);
+  const KeyRange first = UnitKeys(args, unit, first_row);
+  const KeyRange last = UnitKeys(args, unit, last_row);
   return {{first.first, last.end}, {last.first, first.end}};
 }
 
@@ -354,8 +360,9 @@ JAX_PAGED_DEVICE void PrefillEdit(
   for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
-      EditLogits(args, segment, unit.rows, first_row + r * 16 + half * 8 + lane / 4, half,
-                 first_token + lane % 4 * 2, s[r]);
+      EditLogits</*PINNED=*/false>(args, segment, unit.rows,
+                                   first_row + r * 16 + half * 8 + lane / 4, half,
+                                   first_token + lane % 4 * 2, s[r]);
     }
   }
 }
@@ -373,10 +380,9 @@ JAX_PAGED_DEVICE void PrefillMask(
       // Looked up for each row: kept, it would not fit in the registers of sm_80.
       const int32_t lane = OpaqueThread() % kWarpLanes;
       const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-      const Segment segment = PrefillSegment(unit);
       const int32_t first_row = FirstWarpRow<HEAD_DIM>();
       const int32_t row = first_row + r * 16 + half * 8 + lane / 4;
-      KeyRange keys = VisibleKeys(args, segment, unit.rows, row);
+      KeyRange keys = UnitKeys(args, unit, row);
       keys.first -= first_token + lane % 4 * 2;
       keys.end -= first_token + lane % 4 * 2;
       JAX_PAGED_UNROLL
@@ -607,14 +613,13 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
   using Traits = PrefillTraits<HEAD_DIM>;
   using Loader = PrefillLoader<HEAD_DIM>;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-  const Segment segment = PrefillSegment(unit);
   const Shared<WarpKeys> warp_keys =
       Traits::template Field<WarpKeys>(offsetof(typename Traits::State, warp_keys)) +
       prim::WarpIndex();
   if (prim::LaneIndex() == 0) prim::Store(warp_keys, FindWarpKeys<HEAD_DIM>(args));
 
   const int32_t first_tile = unit.first_key / Traits::kTokens;
-  Loader loader(VisibleKeys(args, segment, unit.rows, unit.rows.count - 1).end);
+  Loader loader(UnitKeys(args, unit, unit.rows.count - 1).end);
   loader.Find(args, first_tile);
   loader.Publish(args, first_tile);
   loader.Find(args, first_tile + 1);

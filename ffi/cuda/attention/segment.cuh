@@ -194,6 +194,7 @@ struct KeyRange {
 
 // The keys that a packed row sees beside pinned ones, of those of its tree at least what it sees
 // (SeesKey tells); none for rows beyond the unit's. Without a tree both ends ascend with the row.
+template <bool PINNED = true>
 JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& segment,
                                       const UnitRows& rows, int32_t row) {
   if (row >= rows.count) return {0, 0};
@@ -204,7 +205,7 @@ JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& 
     keys.first = FirstKey(args, segment.row, PositionOf(args, tree, position));
     if (tree.NodeOf(position) >= 0 && keys.first > tree.root) keys.first = tree.root;
   } else {
-    keys.first = FirstKey(args, segment.row, position);
+    keys.first = FirstKey<PINNED>(args, segment.row, position);
   }
   if (args.causal) keys.end = position < 0 ? 0 : position + 1;
   return keys;
@@ -223,13 +224,13 @@ JAX_PAGED_DEVICE int32_t TokenAt(const AttentionArgs& args, const Segment& segme
 }
 
 // s[n][2 half + i], the products of a packed row with keys `first_key` + 8 n + i, become logits.
-template <int N>
+template <bool PINNED = true, int N>
 JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segment,
                                  const UnitRows& rows, int32_t row, int32_t half, int32_t first_key,
                                  float (&s)[N][4]) {
   const LogitEdit edit = LoadEdit(args, row < rows.count ? QueryHead(args, rows, row) : 0);
   int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
-  if (args.alibi_slopes && (segment.tree_size > 0 || args.num_pinned)) {
+  if (args.alibi_slopes && (segment.tree_size > 0 || (PINNED && args.num_pinned))) {
     position = TokenAt(args, segment, position);
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < N; ++n) {
