@@ -24,6 +24,7 @@ from jax_paged.kv_range import scatter_kv as scatter_kv
 from jax_paged.layout import convert_pages as convert_pages
 from jax_paged.layout import page_table_from_addresses as page_table_from_addresses
 from jax_paged.linear import linear as linear
+from jax_paged.linear import quantize_weight as quantize_weight
 from jax_paged.merge import merge_attention_states as merge_attention_states
 from jax_paged.mla import mla_paged_attention as mla_paged_attention
 from jax_paged.mla import write_mla_kv as write_mla_kv

@@ -9,25 +9,35 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jax_paged import _ffi
 from jax_paged._ffi import Implementation
-from jax_paged.linear import contract_last
+from jax_paged.linear import contract_int8, contract_last
 from jax_paged.sharding import HeadAxes
-from jax_paged.validation import as_index, check_choice, check_float, check_shape, expect
+from jax_paged.validation import (
+    as_index,
+    check_choice,
+    check_float,
+    check_shape,
+    check_weight,
+    expect,
+)
 
 TARGET = "jax_paged.moe_experts.v1"
 _LARGEST_BLOCK = 64
+_OPERANDS = ("x", "gate_up", "down", "experts", "weights", "gate_up_scale", "down_scale")
 
 
 def moe_experts(
     x: Float[Array, "tokens hidden"],
-    gate_up: Float[Array, "experts two_inner hidden"],
-    down: Float[Array, "experts hidden inner"],
+    gate_up: Float[Array, "experts two_inner hidden"] | Int8[Array, "experts two_inner hidden"],
+    down: Float[Array, "experts hidden inner"] | Int8[Array, "experts hidden inner"],
     experts: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
     *,
+    gate_up_scale: Float[Array, "experts two_inner"] | None = None,
+    down_scale: Float[Array, "experts hidden"] | None = None,
     live: Bool[Array, "tokens"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens hidden"]:
@@ -37,10 +47,12 @@ def moe_experts(
 
     Args:
       x: [tokens, hidden], bf16, f16 or f32.
-      gate_up: [num_experts, 2 · inner, hidden], gate rows first; dtype of x.
-      down: [num_experts, hidden, inner]; dtype of x.
+      gate_up: [num_experts, 2 · inner, hidden], gate rows first; dtype of x, or int8.
+      down: [num_experts, hidden, inner]; dtype of gate_up.
       experts: integers [tokens, k]. One outside [0, num_experts) adds nothing and reads nothing.
       weights: [tokens, k], cast to f32.
+      gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
+        int8 experts are multiplied by, as `quantize_weight` gives them; only of int8 experts.
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
       implementation: None = native on CPU, reference elsewhere and where the process has several
         devices; "native"; "reference".
@@ -63,12 +75,13 @@ def moe_experts(
     """
     check_choice("implementation", implementation, (None, "native", "reference"))
     check_float("x", x)
-    check_float("gate_up", gate_up, x.dtype)
-    check_float("down", down, x.dtype)
     check_shape("x", x, "tokens hidden", (None, None))
-    check_shape("down", down, "experts hidden inner", (None, x.shape[1], None))
+    sizes = (None, x.shape[1], None)
+    check_weight("down", down, down_scale, x.dtype, "experts hidden inner", sizes)
     num_experts, hidden, inner = down.shape
-    check_shape("gate_up", gate_up, "experts 2·inner hidden", (num_experts, 2 * inner, hidden))
+    sizes = (num_experts, 2 * inner, hidden)
+    check_weight("gate_up", gate_up, gate_up_scale, x.dtype, "experts 2·inner hidden", sizes)
+    expect(gate_up.dtype == down.dtype, "down", f"dtype {gate_up.dtype.name}", down.dtype.name)
     experts = as_index("experts", experts)
     check_shape("experts", experts, "tokens k", (x.shape[0], None))
     check_shape("weights", weights, "tokens k", tuple(experts.shape))
@@ -80,16 +93,19 @@ def moe_experts(
     if live is not None:
         expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
         check_shape("live", live, "tokens", (x.shape[0],))
-    return _moe_experts(implementation, x, gate_up, down, experts, weights, live)
+    scales = (gate_up_scale, down_scale)
+    return _moe_experts(implementation, x, gate_up, down, experts, weights, *scales, live)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _moe_experts(implementation, x, gate_up, down, experts, weights, live):
+def _moe_experts(implementation, x, gate_up, down, experts, weights, *rest):
+    *scales, live = rest
     if 0 in experts.shape:
         return jnp.zeros_like(x)
     if live is not None:
         experts = jnp.where(live[:, None], experts, jnp.int32(-1))
-    operands = (x, gate_up, down, experts, weights.astype(jnp.float32))
+    scales = (jnp.zeros(0, jnp.float32) if scale is None else scale for scale in scales)
+    operands = (x, gate_up, down, experts, weights.astype(jnp.float32), *scales)
     return _batched(implementation)(*operands)
 
 
@@ -101,9 +117,7 @@ def _batched(implementation: Implementation):
             TARGET,
             operands,
             {},
-            heads=HeadAxes(
-                dict.fromkeys(("x", "gate_up", "down", "experts", "weights")), results=(None,)
-            ),
+            heads=HeadAxes(dict.fromkeys(_OPERANDS), results=(None,)),
             implementation=implementation,
             reference=lambda *operands: (_reference(*operands),),
         )
@@ -120,18 +134,25 @@ def _block_size(num_pairs: int, num_experts: int) -> int:
     return size
 
 
-def _gated_mlp(x, gate_up, down):
-    gate, up = jnp.split(contract_last(x, gate_up, jnp.float32), 2, axis=-1)
-    return contract_last((jax.nn.silu(gate) * up).astype(x.dtype), down, jnp.float32)
+def _gated_mlp(x, gate_up, down, scales):
+    def contract(x, weight, scale):
+        if scale is None:
+            return contract_last(x, weight, jnp.float32)
+        return contract_int8(x, weight, scale, jnp.float32)
+
+    gate, up = jnp.split(contract(x, gate_up, scales[0]), 2, axis=-1)
+    return contract((jax.nn.silu(gate) * up).astype(x.dtype), down, scales[1])
 
 
-def _reference(x, gate_up, down, experts, weights, block_size: int | None = None):
+def _reference(
+    x, gate_up, down, experts, weights, gate_up_scale, down_scale, *, block_size: int | None = None
+):
     """A loop over blocks of at most block_size pairs (token, expert) of one expert.
 
     The pairs are sorted by expert; each block slices its expert's weights and runs its MLP.
     """
     tokens, hidden = x.shape
-    num_experts, k = gate_up.shape[0], experts.shape[1]
+    num_experts, k, is_int8 = gate_up.shape[0], experts.shape[1], gate_up.dtype == jnp.int8
     num_pairs = tokens * k
     size = _block_size(num_pairs, num_experts) if block_size is None else block_size
     is_expert = (experts >= 0) & (experts < num_experts)
@@ -149,7 +170,8 @@ def _reference(x, gate_up, down, experts, weights, block_size: int | None = None
         expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
         begin = starts[expert] + (block - last_blocks[expert] + blocks[expert]) * size
         rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
-        out = _gated_mlp(rows, gate_up[expert], down[expert])
+        scales = (gate_up_scale[expert], down_scale[expert]) if is_int8 else (None, None)
+        out = _gated_mlp(rows, gate_up[expert], down[expert], scales)
         # A short block also writes rows beyond its own; the next expert's block overwrites them.
         return jax.lax.dynamic_update_slice(sorted_out, out, (begin, jnp.int32(0)))
 

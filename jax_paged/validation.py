@@ -105,6 +105,30 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
     expect(x.dtype in allowed, name, "dtype " + " or ".join(d.name for d in allowed), x.dtype.name)
 
 
+def check_weight(
+    name: str,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    dtype: jnp.dtype,
+    axes: str,
+    sizes: tuple[int | None, ...],
+) -> None:
+    """Checks a weight of x's dtype without a scale, or an int8 one with one per output."""
+    expected = f"dtype {dtype.name} or int8"
+    expect(weight.dtype in (dtype, jnp.int8), name, expected, weight.dtype.name)
+    check_shape(name, weight, axes, sizes)
+    outputs = axes.rpartition(" ")[0]
+    if weight.dtype == jnp.int8:
+        text = f"f32[{', '.join(outputs.split())}] beside an int8 {name}"
+        expect(scale is not None, f"{name}_scale", text, None)
+        assert scale is not None
+        check_float(f"{name}_scale", scale, jnp.dtype(jnp.float32))
+        check_shape(f"{name}_scale", scale, outputs, weight.shape[:-1])
+    elif scale is not None:
+        text = f"None beside a {weight.dtype.name} {name}"
+        expect(False, f"{name}_scale", text, f"{scale.dtype.name}{list(scale.shape)}")
+
+
 def is_eight_bit(pages: jax.Array) -> bool:
     """Whether pages hold 8-bit values, which may have scales."""
     return pages.dtype in EIGHT_BIT_DTYPES

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import linear
+from jax_paged import linear, quantize_weight
+from jax_paged.linear import TARGET
 
 
 def make_case(rows, depth, columns, dtype=jnp.float32, seed=0):
@@ -14,8 +15,17 @@ def make_case(rows, depth, columns, dtype=jnp.float32, seed=0):
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
 
 
-def oracle(x, weight):
-    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+def make_int8(rows, depth, columns, dtype=jnp.float32, seed=0):
+    """x, int8 weights that reach from -128 to 127, and scales that make products of order 1."""
+    x, _ = make_case(rows, depth, 1, dtype, seed)
+    rng = np.random.default_rng(seed + 1)
+    weight = rng.integers(-128, 128, (columns, depth), np.int8)
+    weight[:, 0], weight[:, -1] = 127, -128
+    return x, jnp.asarray(weight), jnp.asarray(rng.uniform(0.5, 1.5, columns) / 74, jnp.float32)
+
+
+def oracle(x, weight, scale=1):
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale, "f8")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -27,6 +37,44 @@ def test_products_match_float64(dtype, rows):
         assert out.shape == (rows, columns)
         # Sums of `depth` products of order 1 in f32, over at least eight partial sums.
         np.testing.assert_allclose(out, oracle(*case), atol=1e-5 * depth**0.5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 8, 9, 130])
+def test_int8_products_match_float64(dtype, rows):
+    for depth, columns in ((8, 1), (24, 5), (40, 16), (1032, 33), (2120, 17), (64, 300)):
+        x, weight, scale = make_int8(rows, depth, columns, dtype)
+        out = linear(x, weight, weight_scale=scale, out_dtype=jnp.float32, implementation="native")
+        assert out.shape == (rows, columns)
+        # As above; the weights are exact in every dtype of x.
+        expected = oracle(x, weight, scale)
+        np.testing.assert_allclose(out, expected, atol=1e-5 * depth**0.5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_int8_products_of_the_reference_match_float64(dtype):
+    for rows, depth, columns in ((0, 8, 1), (1, 21, 5), (33, 1032, 17)):
+        x, weight, scale = make_int8(rows, depth, columns, dtype)
+        options = {"out_dtype": jnp.float32, "implementation": "reference"}
+        out = linear(x, weight, weight_scale=scale, **options)
+        expected = oracle(x, weight, scale)
+        np.testing.assert_allclose(out, expected, atol=1e-5 * depth**0.5, rtol=0)
+
+
+@pytest.mark.parametrize("out_dtype", [None, jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_scaled_sum_is_rounded_once(out_dtype):
+    x, weight, scale = make_int8(11, 72, 48, jnp.bfloat16)
+    exact = linear(x, weight, weight_scale=scale, out_dtype=jnp.float32)
+    out = linear(x, weight, weight_scale=scale, out_dtype=out_dtype)
+    np.testing.assert_array_equal(out, exact.astype(out_dtype or jnp.bfloat16))
+
+
+def test_int8_of_an_odd_depth_is_left_to_the_reference():
+    x, weight, scale = make_int8(5, 13, 3)
+    with pytest.raises(NotImplementedError, match="multiple of 8 columns, got 13"):
+        linear(x, weight, weight_scale=scale)
+    out = linear(x, weight, weight_scale=scale, implementation="reference")
+    np.testing.assert_allclose(out, oracle(x, weight, scale), atol=1e-4)
 
 
 @pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -42,6 +90,65 @@ def test_a_row_gets_the_same_bits_whatever_its_batch():
     together = linear(x, weight)
     for rows in (1, 2, 3, 8, 12):
         np.testing.assert_array_equal(linear(x[:rows], weight), together[:rows])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_int8_row_gets_the_same_bits_whatever_its_batch(dtype):
+    """Up to 8 rows convert weights in registers, more of them in a panel."""
+    x, weight, scale = make_int8(29, 2504, 40, dtype)
+    together = linear(x, weight, weight_scale=scale, out_dtype=jnp.float32)
+    for rows in (1, 2, 3, 8, 12):
+        out = linear(x[:rows], weight, weight_scale=scale, out_dtype=jnp.float32)
+        np.testing.assert_array_equal(out, together[:rows])
+
+
+def test_nan_stays_in_its_row_and_scale():
+    for rows in (6, 20):
+        x, weight, scale = make_int8(rows, 72, 20)
+        x, scale = x.at[2, 71].set(jnp.nan), scale.at[19].set(jnp.nan)
+        out = np.asarray(linear(x, weight, weight_scale=scale))
+        assert np.isnan(out[2]).all()
+        assert np.isnan(out[:, 19]).all()
+        assert np.isfinite(np.delete(np.delete(out, 2, 0), 19, 1)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_quantized_weights_are_within_half_a_step(dtype):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((3, 5, 40)) * 2.0 ** rng.integers(-6, 7, (3, 5, 1))
+    weight = jnp.asarray(weight, dtype).at[1, 2].set(0)
+    codes, scale = quantize_weight(weight)
+    assert (codes.dtype, scale.dtype) == (jnp.int8, jnp.float32)
+    assert (codes.shape, scale.shape) == ((3, 5, 40), (3, 5))
+    wide, codes, scale = (np.asarray(a, np.float64) for a in (weight, codes, scale))
+    np.testing.assert_allclose(scale, np.abs(wide).max(-1) / 127, rtol=1e-6)
+    error = np.abs(codes * scale[..., None] - wide)
+    assert (error <= 0.5001 * scale[..., None]).all()
+    assert np.abs(codes).max() == 127
+    assert (scale[1, 2], np.abs(codes[1, 2]).max()) == (0, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_shows_in_its_output_alone(bad):
+    weight = jnp.ones((3, 16), jnp.float32).at[1, 4].set(bad)
+    codes, scale = quantize_weight(weight)
+    out = linear(jnp.ones((2, 16), jnp.float32), codes, weight_scale=scale)
+    assert not np.isfinite(out[:, 1]).any()
+    np.testing.assert_allclose(out[:, ::2], 16, rtol=1e-6)
+
+
+def test_int8_derivatives_are_those_of_the_reference():
+    x, weight, scale = make_int8(3, 16, 5)
+
+    def loss(implementation):
+        def square(x, scale):
+            out = linear(x, weight, weight_scale=scale, implementation=implementation)
+            return jnp.sum(out**2)
+
+        return jax.grad(square, (0, 1))(x, scale)
+
+    for ours, theirs in zip(loss(None), loss("reference"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_nan_stays_in_its_row_and_column():
@@ -76,11 +183,58 @@ def test_vmap_matches_one_call_after_another(axes):
         np.testing.assert_array_equal(out[i], expected)
 
 
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (0, 0, 0)])
+def test_vmap_of_int8_matches_one_call_after_another(axes):
+    operands = make_int8(4, 16, 5)
+    stacked = [
+        operand if axis is None else jnp.stack([operand, -operand, operand // 2])
+        for operand, axis in zip(operands, axes, strict=True)
+    ]
+    out = jax.vmap(lambda x, weight, scale: linear(x, weight, weight_scale=scale), axes)(*stacked)
+    for i in range(3):
+        x, weight, scale = (
+            a if axis is None else a[i] for a, axis in zip(stacked, axes, strict=True)
+        )
+        np.testing.assert_array_equal(out[i], linear(x, weight, weight_scale=scale))
+
+
+def test_bad_int8_arguments_are_named():
+    x, weight, scale = make_int8(2, 16, 3)
+    with pytest.raises(
+        ValueError, match=r"weight_scale: expected f32\[out\] beside an int8 weight, "
+    ):
+        linear(x, weight)
+    with pytest.raises(ValueError, match=r"weight_scale: expected None .*, got float32\[3\]"):
+        linear(x, weight.astype(jnp.float32), weight_scale=scale)
+    with pytest.raises(ValueError, match=r"weight_scale: expected shape \[out=3\], got \[2\]"):
+        linear(x, weight, weight_scale=scale[:2])
+    with pytest.raises(ValueError, match="weight_scale: expected dtype float32, got bfloat16"):
+        linear(x, weight, weight_scale=scale.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="weight: expected dtype float32 or int8, got uint8"):
+        linear(x, weight.astype(jnp.uint8), weight_scale=scale)
+    with pytest.raises(ValueError, match="weight: expected dtype bfloat16 or float16 or float32"):
+        quantize_weight(weight)
+    with pytest.raises(ValueError, match=r"weight: expected shape \[..., out, in\], got \[3\]"):
+        quantize_weight(scale)
+
+
+def test_the_handler_itself_refuses_scales_that_do_not_fit():
+    x, weight, scale = make_int8(2, 16, 3)
+    call = jax.jit(jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((2, 3), jnp.float32)))
+    for weights, scales, message in (
+        (weight, scale[:2], r"scale expected shape \[3\], got \[2\]"),
+        (weight.astype(jnp.float32), scale, r"scale expected shape \[0\], got \[3\]"),
+        (weight.astype(jnp.uint8), scale, "w expected float32 or int8, got XLA element type"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(call(x, weights, scales))
+
+
 def test_bad_arguments_are_named():
     x, weight = make_case(2, 16, 3)
     with pytest.raises(ValueError, match=r"weight: expected shape \[out, in=16\], got \[3, 8\]"):
         linear(x, weight[:, :8])
-    with pytest.raises(ValueError, match="weight: expected dtype float32, got bfloat16"):
+    with pytest.raises(ValueError, match="weight: expected dtype float32 or int8, got bfloat16"):
         linear(x, weight.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="out_dtype: expected bfloat16, float16 or float32"):
         linear(x, weight, out_dtype=jnp.int32)

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import moe_experts
+from jax_paged import moe_experts, quantize_weight
 from jax_paged.models.moe import route
 from jax_paged.moe import _reference
+
+NO_SCALES = (jnp.zeros(0, jnp.float32),) * 2
 
 
 def softmax(x):
@@ -39,6 +41,18 @@ def oracle(x, gate_up, down, experts, weights):
     return out
 
 
+def quantized(case):
+    """The case with int8 experts, its scales, and the case with what they stand for."""
+    x, gate_up, down, *rest = case
+    (gate_up, gate_up_scale), (down, down_scale) = map(quantize_weight, (gate_up, down))
+    meant = (
+        np.asarray(codes, "f8") * np.asarray(scale, "f8")[..., None]
+        for codes, scale in ((gate_up, gate_up_scale), (down, down_scale))
+    )
+    scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+    return [x, gate_up, down, *rest], scales, [x, *meant, *rest]
+
+
 @pytest.fixture(params=["native", "reference"])
 def implementation(request):
     return request.param
@@ -52,6 +66,55 @@ def test_experts_match_a_float64_loop(tokens, num_experts, k, implementation):
     case = make_case(tokens, num_experts, k)
     out = moe_experts(*case, implementation=implementation)
     np.testing.assert_allclose(out, oracle(*case), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "hidden", "inner"),
+    [(1, 8, 3, 16, 24), (70, 5, 3, 72, 1096)],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_int8_experts_match_a_float64_loop(
+    tokens, num_experts, k, hidden, inner, dtype, implementation
+):
+    case = make_case(tokens, num_experts, k, hidden, inner, dtype=dtype)
+    case, scales, meant = quantized(case)
+    out = moe_experts(*case, **scales, implementation=implementation)
+    assert out.dtype == dtype
+    # As for weights in the dtype of x, above and below.
+    tolerance = 2e-5 if dtype == jnp.float32 else 0.04
+    np.testing.assert_allclose(np.asarray(out, "f8"), oracle(*meant), atol=tolerance, rtol=1e-5)
+
+
+def test_int8_experts_that_nobody_chose_are_never_read(implementation):
+    case, scales, meant = quantized(make_case(6, 8, 2))
+    case[3] = meant[3] = meant[3] % 4
+    chosen = jnp.asarray(np.isin(np.arange(8), np.asarray(case[3])))
+    poison = {name: jnp.where(chosen[:, None], x, jnp.nan) for name, x in scales.items()}
+    out = moe_experts(*case, **poison, implementation=implementation)
+    np.testing.assert_allclose(out, oracle(*meant), atol=2e-5)
+
+
+def test_a_token_gets_the_same_bits_from_int8_experts_whatever_its_batch():
+    case, scales, _ = quantized(make_case(40, 6, 3, hidden=2056, inner=1032))
+    x, gate_up, down, experts, weights = case
+    together = moe_experts(*case, **scales)
+    alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8], **scales)
+    np.testing.assert_array_equal(together[7:8], alone)
+
+
+def test_bad_scales_are_named():
+    case, scales, _ = quantized(make_case(3, 4, 2))
+    with pytest.raises(
+        ValueError, match=r"down_scale: expected f32\[experts, hidden\] beside an int8"
+    ):
+        moe_experts(*case, gate_up_scale=scales["gate_up_scale"])
+    with pytest.raises(ValueError, match=r"gate_up_scale: expected shape \[.*\], got \[4, 16\]"):
+        moe_experts(*case, gate_up_scale=scales["down_scale"], down_scale=scales["down_scale"])
+    case[1] = case[1].astype(jnp.float32)
+    with pytest.raises(ValueError, match="gate_up_scale: expected None beside a float32 gate_up"):
+        moe_experts(*case, **scales)
+    with pytest.raises(ValueError, match="down: expected dtype float32, got int8"):
+        moe_experts(*case, down_scale=scales["down_scale"])
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (1032, 264), (40, 1096)])
@@ -70,7 +133,9 @@ def test_more_pairs_than_one_turn_takes_match_the_reference():
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_the_reference_does_not_depend_on_its_block_size(block_size):
     case = make_case(70, 5, 3)
-    np.testing.assert_allclose(_reference(*case, block_size), oracle(*case), atol=2e-5, rtol=1e-5)
+    np.testing.assert_allclose(
+        _reference(*case, *NO_SCALES, block_size=block_size), oracle(*case), atol=2e-5, rtol=1e-5
+    )
 
 
 def test_all_tokens_on_one_expert_match_a_float64_loop(implementation):
@@ -149,7 +214,7 @@ def test_bad_arguments_are_named():
     x, gate_up, down, experts, weights = make_case(3, 4, 2)
     with pytest.raises(ValueError, match=r"gate_up: expected shape .*got \[4, 24, 16\]"):
         moe_experts(x, gate_up[:, :24], down, experts, weights)
-    with pytest.raises(ValueError, match="down: expected dtype float32, got bfloat16"):
+    with pytest.raises(ValueError, match="down: expected dtype float32 or int8, got bfloat16"):
         moe_experts(x, gate_up, down.astype(jnp.bfloat16), experts, weights)
     with pytest.raises(ValueError, match="experts"):
         moe_experts(x, gate_up, down, weights, weights)

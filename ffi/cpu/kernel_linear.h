@@ -6,6 +6,9 @@
 //   block    some rows of w, so few that a chunk of them stays in L2; all tiles of x pass over it,
 //            so w is read from memory once
 //   chunk    with more than one tile, kLinearDepth of the depth: then a tile's rows of x stay in L1
+//   panel    int8 weights become floats (or bf16 words) in registers where one tile uses them; with
+//            more tiles once for all of them, a block and chunk at a time in a panel that L2 holds.
+//            The caller multiplies the sums by the scales
 //
 // Bound by reading w up to some eight rows, by multiply-adds beyond: per 16 of them 10 vector
 // loads.
@@ -25,10 +28,40 @@ void LoadLinearRows(const void* x, int64_t begin, int64_t end, int64_t num_rows,
   }
 }
 
+// The same for int8 w: [PadLinearRows(num_rows), x_stride] floats in the order of x.
+template <typename T>
+void LoadPlainRows(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
+                   float* rows, int64_t x_stride) {
+  for (int64_t r = begin; r < end; ++r) {
+    const T* from = static_cast<const T*>(x) + r * depth;
+    float* to = rows + r * x_stride;
+    int64_t d = 0;
+    for (; r < num_rows && d < depth; d += kWidth) Store(to + d, LoadTail(from + d, depth - d));
+    for (; d < x_stride; d += kWidth) Store(to + d, Zero());
+  }
+}
+
+// A panel of `depth` (a multiple of kHalf) of `count` rows of w, whose rows end with zeros.
+template <typename T>
+void StagePanel(const T* w, int64_t w_stride, int64_t depth, int64_t count, float* panel,
+                int64_t panel_stride) {
+  for (int64_t n = 0; n < count; ++n) {
+    const T* from = w + n * w_stride;
+    float* to = panel + n * panel_stride;
+    if constexpr (kUsesDot<T>) {
+      for (int64_t d = 0; d < depth; d += 2 * kWidth, to += kWidth) {
+        Store(to, LoadWords(from + d, depth - d));
+      }
+    } else {
+      for (int64_t d = 0; d < depth; d += kWidth) Store(to + d, LoadTail(from + d, depth - d));
+    }
+  }
+}
+
 // sums[n * ROWS + r] (+)= x[r] . w[n] over the depth [begin, end), a chunk at a time, for n <
-// count, rounded up to a tile. Adds where begin > 0.
+// count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`.
 template <typename T, int ROWS>
-void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t depth, int64_t begin,
+void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t begin,
                  int64_t end, int64_t count, float* sums) {
   constexpr int kColumns = kWidth / ROWS;
   for (int64_t n = 0; n < count; n += kColumns) {
@@ -37,7 +70,7 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t depth, in
       const T* rows[kColumns];
       JAX_PAGED_UNROLL
       for (int t = 0; t < kColumns; ++t) {
-        rows[t] = w + (n + t < count ? n + t : count - 1) * depth + d;
+        rows[t] = w + (n + t < count ? n + t : count - 1) * w_stride + (d - begin);
       }
       const float* from = x + (kUsesDot<T> ? d / 2 : d);
       const int64_t here = end - d < kLinearDepth ? end - d : kLinearDepth;
@@ -47,31 +80,50 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t depth, in
   }
 }
 
+// The products of all rows of x with a chunk of rows of w.
+template <typename T>
+void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t w_stride,
+                 int64_t begin, int64_t end, int64_t count, float* sums) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t r = 0; r < num_rows;) {
+    const int tile = LinearTileRows(num_rows, r);
+    const float* from = x + r * x_stride;
+    float* to = sums + r * padded;
+    if (tile == 8) {
+      LinearTiles<T, 8>(from, x_stride, w, w_stride, begin, end, count, to);
+    } else if (tile == 4) {
+      LinearTiles<T, 4>(from, x_stride, w, w_stride, begin, end, count, to);
+    } else if (tile == 2) {
+      LinearTiles<T, 2>(from, x_stride, w, w_stride, begin, end, count, to);
+    } else {
+      LinearTiles<T, 1>(from, x_stride, w, w_stride, begin, end, count, to);
+    }
+    r += tile;
+  }
+}
+
 // The products of all rows of x with rows of w, into sums: for each tile of x that begins at row r,
 // [count rounded up to kLinearColumns, rows of the tile] at r * that count. The order of additions
-// is the same for any number of rows.
-template <typename T>
+// is the same for any number of rows. `panel` (LinearPanelFloats) is for w of another type than P,
+// which panels of it have.
+template <typename T, typename P = T>
 void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
-                int64_t depth, int64_t count, float* sums) {
-  const int64_t padded = RoundUp(count, kLinearColumns);
-  const int64_t chunk = num_rows <= 8 ? depth : kLinearDepth;
+                int64_t depth, int64_t count, float* panel, float* sums) {
   const T* w = static_cast<const T*>(weights);
-  for (int64_t begin = 0; begin < depth; begin += chunk) {
-    const int64_t end = depth - begin < chunk ? depth : begin + chunk;
-    for (int64_t r = 0; r < num_rows;) {
-      const int tile = LinearTileRows(num_rows, r);
-      const float* from = x + r * x_stride;
-      float* to = sums + r * padded;
-      if (tile == 8) {
-        LinearTiles<T, 8>(from, x_stride, w, depth, begin, end, count, to);
-      } else if (tile == 4) {
-        LinearTiles<T, 4>(from, x_stride, w, depth, begin, end, count, to);
-      } else if (tile == 2) {
-        LinearTiles<T, 2>(from, x_stride, w, depth, begin, end, count, to);
-      } else {
-        LinearTiles<T, 1>(from, x_stride, w, depth, begin, end, count, to);
-      }
-      r += tile;
+  if (num_rows <= 8) {
+    LinearChunk<T>(x, x_stride, num_rows, w, depth, 0, depth, count, sums);
+    return;
+  }
+  const int64_t panel_stride = RoundUp(depth < kLinearDepth ? depth : kLinearDepth, kPadFloats);
+  for (int64_t begin = 0; begin < depth; begin += kLinearDepth) {
+    const int64_t end = depth - begin < kLinearDepth ? depth : begin + kLinearDepth;
+    if constexpr (kSameType<T, P>) {
+      LinearChunk<T>(x, x_stride, num_rows, w + begin, depth, begin, end, count, sums);
+    } else {
+      StagePanel<T>(w + begin, depth, end - begin, count, panel, panel_stride);
+      const P* staged = reinterpret_cast<const P*>(panel);
+      const int64_t stride = panel_stride * int64_t{sizeof(float) / sizeof(P)};
+      LinearChunk<P>(x, x_stride, num_rows, staged, stride, begin, end, count, sums);
     }
   }
 }
@@ -87,6 +139,12 @@ inline void GateSums(const float* up, int64_t count, float* gate) {
     Store(gate + i, Mul(Div(x, denominator), Load(up + i)));
   }
 }
+
+// The kernels where w has x's dtype T, and where it is int8.
+template <typename T>
+constexpr LinearKernels kSameWeights = {LoadLinearRows<T>, LinearSums<T>, GateSums};
+template <typename T>
+constexpr LinearKernels kInt8Weights = {LoadPlainRows<T>, LinearSums<Int8, float>, GateSums};
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 

@@ -1,4 +1,4 @@
-// The handler of jax_paged.linear.v1 on CPU: out = x w^T.
+// The handler of jax_paged.linear.v1 on CPU: out = x w^T, each column times its scale if w is int8.
 //
 // The rows of w are cut into blocks that the workers claim; kernel_linear.h does a block for all
 // rows of x. Each output is summed by one worker in one order, so the bits do not depend on the
@@ -26,55 +26,72 @@ constexpr char kOp[] = "jax_paged.linear";
 constexpr int64_t kSerialBytes = 64 << 10;  // of w: less is not worth a second thread
 constexpr int64_t kParallelRows = 16;       // of x: fewer are loaded by the caller alone
 
-void Multiply(ffi::ThreadPool& pool, Dtype dtype, Dtype out_dtype, const char* x, const char* w,
-              char* out, int64_t num_rows, int64_t depth, int64_t num_columns) {
-  const LinearKernels& kernels = ChosenLinearKernels().of[static_cast<int>(dtype)];
-  const int64_t row_bytes = depth * ByteWidth(dtype);
-  const int64_t block = LinearBlockColumns(row_bytes);
+struct Projection {
+  const char* x;
+  const char* w;
+  const float* scale;  // null where w has x's dtype
+  char* out;
+  Dtype dtype;
+  Dtype w_dtype;
+  Dtype out_dtype;
+  int64_t num_rows;
+  int64_t depth;
+  int64_t num_columns;
+};
+
+void Multiply(ffi::ThreadPool& pool, const Projection& call) {
+  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
+  const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
+  const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
+  const int64_t block = LinearBlockColumns(LinearRowBytes(call.w_dtype, depth, num_rows));
   const int64_t workers =
       num_columns * row_bytes < kSerialBytes ? 1 : Clamp(pool.num_threads(), 1, 1024);
   const int64_t padded_rows = PadLinearRows(num_rows);
   const int64_t x_stride = RoundUp(depth, kPadFloats);
   const int64_t sums_floats = padded_rows * RoundUp(block, kLinearColumns);
-  const Scratch scratch(static_cast<size_t>(padded_rows * x_stride + workers * sums_floats) *
-                        sizeof(float));
+  const int64_t panel_floats = call.scale ? LinearPanelFloats(depth, block) : 0;
+  const int64_t floats = padded_rows * x_stride + workers * (sums_floats + panel_floats);
+  const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
   float* const rows = reinterpret_cast<float*>(scratch.data());
   float* const sums = rows + padded_rows * x_stride;
 
   const auto load = [&](int64_t item, int64_t) {
     const int64_t begin = item * kParallelRows;
     const int64_t end = Clamp(begin + kParallelRows, 0, padded_rows);
-    kernels.load_rows(x, begin, end, num_rows, depth, rows, x_stride);
+    kernels.load_rows(call.x, begin, end, num_rows, depth, rows, x_stride);
   };
   ParallelFor(pool, CeilDiv(padded_rows, kParallelRows), workers, load);
 
   const auto multiply = [&](int64_t item, int64_t worker) {
     const int64_t begin = item * block;
     const int64_t count = Clamp(num_columns - begin, 0, block);
-    float* const mine = sums + worker * sums_floats;
-    kernels.sums(rows, x_stride, num_rows, w + begin * row_bytes, depth, count, mine);
-    StoreLinearSums(mine, num_rows, count, num_columns, out_dtype,
-                    out + begin * ByteWidth(out_dtype));
+    float* const mine = sums + worker * (sums_floats + panel_floats);
+    kernels.sums(rows, x_stride, num_rows, call.w + begin * row_bytes, depth, count,
+                 mine + sums_floats, mine);
+    if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, count, mine);
+    StoreLinearSums(mine, num_rows, count, num_columns, call.out_dtype,
+                    call.out + begin * ByteWidth(call.out_dtype));
   };
   ParallelFor(pool, CeilDiv(num_columns, block), workers, multiply);
 }
 
 ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                  ffi::Result<ffi::AnyBuffer> out) {
+                  ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out) {
   std::string error;
   const auto failed = [&](std::string text) {
     error = std::move(text);
     return !error.empty();
   };
-  Dtype dtype = Dtype::kFloat32, out_dtype = Dtype::kFloat32;
-  if (failed(ReadDtype(kOp, "x", x.element_type(), &dtype)) ||
-      failed(CheckType(kOp, "w", w.element_type(), x.element_type())) ||
-      failed(ReadDtype(kOp, "out", out->element_type(), &out_dtype)) ||
+  Projection call;
+  if (failed(ReadDtype(kOp, "x", x.element_type(), &call.dtype)) ||
+      failed(ReadWeightDtype(kOp, "w", w.element_type(), x.element_type(), &call.w_dtype)) ||
+      failed(ReadDtype(kOp, "out", out->element_type(), &call.out_dtype)) ||
       failed(CheckRank(kOp, "x", Shape(x), 2)) || failed(CheckRank(kOp, "w", Shape(w), 2))) {
     return ffi::Error::InvalidArgument(error);
   }
   const int64_t num_rows = Shape(x)[0], depth = Shape(x)[1], num_columns = Shape(w)[0];
   if (failed(CheckShape(kOp, "w", Shape(w), {num_columns, depth})) ||
+      failed(CheckWeightScale(kOp, "scale", call.w_dtype, Shape(scale), {num_columns})) ||
       failed(CheckShape(kOp, "out", Shape(*out), {num_rows, num_columns}))) {
     return ffi::Error::InvalidArgument(error);
   }
@@ -83,10 +100,15 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
         Mismatch(kOp, "x", "a positive multiple of 8 columns", std::to_string(depth)));
   }
   if (num_rows == 0 || num_columns == 0) return ffi::Error::Success();
+  call.x = static_cast<const char*>(x.untyped_data());
+  call.w = static_cast<const char*>(w.untyped_data());
+  call.scale = call.w_dtype == Dtype::kInt8 ? scale.typed_data() : nullptr;
+  call.out = static_cast<char*>(out->untyped_data());
+  call.num_rows = num_rows;
+  call.depth = depth;
+  call.num_columns = num_columns;
   try {
-    Multiply(pool, dtype, out_dtype, static_cast<const char*>(x.untyped_data()),
-             static_cast<const char*>(w.untyped_data()), static_cast<char*>(out->untyped_data()),
-             num_rows, depth, num_columns);
+    Multiply(pool, call);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
   }
@@ -98,8 +120,9 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LinearHandler, Linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()    // x
-                                  .Arg<ffi::AnyBuffer>()    // w
-                                  .Ret<ffi::AnyBuffer>());  // out
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::AnyBuffer>()         // w
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // scale, [0] = none
+                                  .Ret<ffi::AnyBuffer>());       // out
 
 }  // namespace jax_paged::cpu

@@ -26,9 +26,9 @@ JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 #include "cpu/kernel_linear.h"
 // clang-format on
 namespace jax_paged::cpu::avx2 {
-constexpr LinearKernelTable kLinear = {{{LoadLinearRows<BFloat16>, LinearSums<BFloat16>, GateSums},
-                                        {LoadLinearRows<Float16>, LinearSums<Float16>, GateSums},
-                                        {LoadLinearRows<float>, LinearSums<float>, GateSums}}};
+constexpr LinearKernelTable kLinear = {
+    {kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>},
+    {kInt8Weights<BFloat16>, kInt8Weights<Float16>, kInt8Weights<float>}};
 }
 JAX_PAGED_END_TARGET
 

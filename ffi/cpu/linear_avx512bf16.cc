@@ -31,8 +31,10 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f
 #include "cpu/kernel_linear.h"
 // clang-format on
 namespace jax_paged::cpu::avx512bf16 {
-constexpr LinearKernels kBFloat16 = {LoadLinearRows<BFloat16>, LinearSums<BFloat16>, GateSums};
-}
+constexpr LinearKernels kBFloat16 = kSameWeights<BFloat16>;
+constexpr LinearKernels kInt8 = {LoadLinearRows<BFloat16>, LinearSums<Int8Word, BFloat16>,
+                                 GateSums};
+}  // namespace jax_paged::cpu::avx512bf16
 JAX_PAGED_END_TARGET
 
 namespace jax_paged::cpu {
@@ -41,6 +43,7 @@ const LinearKernelTable& Avx512Bf16LinearKernels() {
   static const LinearKernelTable table = [] {
     LinearKernelTable all = Avx512LinearKernels();
     all.of[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kBFloat16;
+    all.of_int8[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kInt8;
     return all;
   }();
   return table;

@@ -24,9 +24,9 @@
 #include "cpu/kernel_linear.h"
 // clang-format on
 namespace jax_paged::cpu::generic {
-constexpr LinearKernelTable kLinear = {{{LoadLinearRows<BFloat16>, LinearSums<BFloat16>, GateSums},
-                                        {LoadLinearRows<Float16>, LinearSums<Float16>, GateSums},
-                                        {LoadLinearRows<float>, LinearSums<float>, GateSums}}};
+constexpr LinearKernelTable kLinear = {
+    {kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>},
+    {kInt8Weights<BFloat16>, kInt8Weights<Float16>, kInt8Weights<float>}};
 }
 
 namespace jax_paged::cpu {

@@ -15,10 +15,21 @@ namespace jax_paged::cpu {
 inline constexpr int64_t kLinearDepth = 1024;  // a tile of 8 rows of so many floats fits L1
 inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
 
-// Columns of w, rows of row_bytes in memory, that one worker takes at once: 128 KiB stay in L2.
+// Bytes of a row of w as the tiles of x find it: where there are several, int8 is staged as floats.
+inline int64_t LinearRowBytes(Dtype w_dtype, int64_t depth, int64_t num_rows) {
+  const bool staged = w_dtype == Dtype::kInt8 && num_rows > 8;
+  return depth * (staged ? int64_t{sizeof(float)} : ByteWidth(w_dtype));
+}
+
+// Columns of w, rows of row_bytes, that one worker takes at once: 128 KiB stay in L2.
 inline int64_t LinearBlockColumns(int64_t row_bytes) {
   constexpr int64_t kBlockBytes = 128 << 10;
   return Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
+}
+
+// Floats that `count` columns of a chunk of the depth are staged in.
+inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
+  return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
 }
 
 // Rows of the tile that starts at row0 of num_rows; the last one may reach beyond.
@@ -32,14 +43,27 @@ inline int64_t PadLinearRows(int64_t num_rows) {
   return rows;
 }
 
-// For one dtype; kernel_linear.h explains the arguments.
+// For one dtype of x and one of w; kernel_linear.h explains the arguments.
 struct LinearKernels {
   void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
                     float* rows, int64_t x_stride);
   void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
-               int64_t count, float* sums);
+               int64_t count, float* panel, float* sums);
   void (*gate)(const float* up, int64_t count, float* gate);
 };
+
+// sums *= scale[n], for `count` columns n of num_rows rows.
+inline void ScaleLinearSums(const float* scale, int64_t num_rows, int64_t count, float* sums) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t begin = 0; begin < num_rows;) {
+    const int tile = LinearTileRows(num_rows, begin);
+    float* const to = sums + begin * padded;
+    for (int64_t n = 0; n < count; ++n) {
+      for (int r = 0; r < tile; ++r) to[n * tile + r] *= scale[n];
+    }
+    begin += tile;
+  }
+}
 
 // Rows of `sums` (kernel_linear.h) to out[num_rows, out_stride], rounded once.
 template <typename T>
@@ -71,7 +95,12 @@ inline void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, 
 }
 
 struct LinearKernelTable {
-  LinearKernels of[kNumDtypes];  // by the dtype of x and w
+  LinearKernels of[kNumDtypes];       // by the dtype of x and w
+  LinearKernels of_int8[kNumDtypes];  // by the dtype of x, where w is int8
+
+  const LinearKernels& Of(Dtype x, Dtype w) const {
+    return (w == Dtype::kInt8 ? of_int8 : of)[static_cast<int>(x)];
+  }
 };
 
 const LinearKernelTable& GenericLinearKernels();

@@ -40,13 +40,18 @@ struct Experts {
   const char* down;
   const int32_t* experts;
   const float* weights;
+  const float* gate_up_scale;  // null where the experts have x's dtype, and so is down_scale
+  const float* down_scale;
   char* out;
   Dtype dtype;
+  Dtype w_dtype;
   int64_t num_experts;
   int64_t experts_per_token;
   int64_t hidden;
   int64_t inner;
 };
+
+int64_t Larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Group {
   int32_t expert;
@@ -90,26 +95,33 @@ Pairs SortPairs(const Experts& call, int64_t first_token, int64_t num_tokens) {
 }
 
 void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, int64_t num_tokens) {
-  const LinearKernels& kernels = ChosenLinearKernels().of[static_cast<int>(call.dtype)];
+  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const Pairs pairs = SortPairs(call, first_token, num_tokens);
   const int64_t num_rows = static_cast<int64_t>(pairs.token_of.size());
   const int64_t num_groups = static_cast<int64_t>(pairs.groups.size());
-  const int64_t bytes = ByteWidth(call.dtype);
+  const int64_t bytes = ByteWidth(call.dtype), w_bytes = ByteWidth(call.w_dtype);
   const int64_t workers = Clamp(pool.num_threads(), 1, 1024);
   const int64_t x_stride = RoundUp(call.hidden, kPadFloats);
   const int64_t h_stride = RoundUp(call.inner, kPadFloats);
-  const int64_t gate_block = LinearBlockColumns(2 * call.hidden * bytes);
-  const int64_t down_block = LinearBlockColumns(call.inner * bytes);
   int64_t most_rows = 0;
   for (const Group& group : pairs.groups) {
     const int64_t padded = PadLinearRows(group.num_rows);
     if (padded > most_rows) most_rows = padded;
   }
+  const auto row_bytes = [&](int64_t depth) {
+    return LinearRowBytes(call.w_dtype, depth, most_rows);
+  };
+  const int64_t gate_block = LinearBlockColumns(2 * row_bytes(call.hidden));
+  const int64_t down_block = LinearBlockColumns(row_bytes(call.inner));
   const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
-  // For gate, up and down; or for the sum of one token.
-  const int64_t sums_floats = RoundUp(
-      Clamp(2 * gate_floats + down_floats, call.hidden, INT64_MAX - kPadFloats), kPadFloats);
+  const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
+  const int64_t down_panel = LinearPanelFloats(call.inner, down_block);
+  const int64_t panel_floats = call.gate_up_scale ? Larger(gate_panel, down_panel) : 0;
+  // For gate, up and down; or for the sum of one token. Then the panel of the worker.
+  const int64_t own_floats =
+      RoundUp(Larger(2 * gate_floats + down_floats, call.hidden), kPadFloats);
+  const int64_t sums_floats = own_floats + panel_floats;
 
   const int64_t floats = num_rows * (x_stride + 2 * h_stride + call.hidden) + workers * sums_floats;
   const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
@@ -139,12 +151,18 @@ void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, in
     const int64_t count = Clamp(call.inner - begin, 0, gate_block);
     float* const gate = sums + worker * sums_floats;
     float* const up = gate + gate_floats;
+    float* const panel = gate + own_floats;
     const float* const x = x_rows + group.first_row * x_stride;
-    const char* const w =
-        call.gate_up + (group.expert * 2 * call.inner + begin) * call.hidden * bytes;
-    kernels.sums(x, x_stride, group.num_rows, w, call.hidden, count, gate);
-    kernels.sums(x, x_stride, group.num_rows, w + call.inner * call.hidden * bytes, call.hidden,
-                 count, up);
+    const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
+    const char* const w = call.gate_up + first * call.hidden * w_bytes;
+    kernels.sums(x, x_stride, group.num_rows, w, call.hidden, count, panel, gate);
+    kernels.sums(x, x_stride, group.num_rows, w + call.inner * call.hidden * w_bytes, call.hidden,
+                 count, panel, up);
+    if (call.gate_up_scale) {
+      const float* const scale = call.gate_up_scale + first;
+      ScaleLinearSums(scale, group.num_rows, count, gate);
+      ScaleLinearSums(scale + call.inner, group.num_rows, count, up);
+    }
     kernels.gate(up, PadLinearRows(group.num_rows) * RoundUp(count, kLinearColumns), gate);
     StoreLinearSums(gate, group.num_rows, count, call.inner, call.dtype,
                     reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
@@ -165,9 +183,11 @@ void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, in
     const int64_t begin = item % down_blocks * down_block;
     const int64_t count = Clamp(call.hidden - begin, 0, down_block);
     float* const mine = sums + worker * sums_floats + 2 * gate_floats;
-    const char* const w = call.down + (group.expert * call.hidden + begin) * call.inner * bytes;
-    kernels.sums(h_rows + group.first_row * h_stride, h_stride, group.num_rows, w, call.inner,
-                 count, mine);
+    const int64_t first = group.expert * call.hidden + begin;  // row of down
+    kernels.sums(h_rows + group.first_row * h_stride, h_stride, group.num_rows,
+                 call.down + first * call.inner * w_bytes, call.inner, count,
+                 sums + worker * sums_floats + own_floats, mine);
+    if (call.down_scale) ScaleLinearSums(call.down_scale + first, group.num_rows, count, mine);
     StoreLinearSums(mine, group.num_rows, count, call.hidden,
                     y + group.first_row * call.hidden + begin);
   });
@@ -193,7 +213,8 @@ void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, in
 
 ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
                       ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
-                      ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
+                      ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> gate_up_scale,
+                      ffi::Buffer<ffi::F32> down_scale, ffi::Result<ffi::AnyBuffer> out) {
   std::string error;
   const auto failed = [&](std::string text) {
     error = std::move(text);
@@ -201,8 +222,9 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
   };
   Experts call;
   if (failed(ReadDtype(kOp, "x", x.element_type(), &call.dtype)) ||
-      failed(CheckType(kOp, "gate_up", gate_up.element_type(), x.element_type())) ||
-      failed(CheckType(kOp, "down", down.element_type(), x.element_type())) ||
+      failed(ReadWeightDtype(kOp, "gate_up", gate_up.element_type(), x.element_type(),
+                             &call.w_dtype)) ||
+      failed(CheckType(kOp, "down", down.element_type(), gate_up.element_type())) ||
       failed(CheckType(kOp, "out", out->element_type(), x.element_type())) ||
       failed(CheckRank(kOp, "x", Shape(x), 2)) || failed(CheckRank(kOp, "down", Shape(down), 3)) ||
       failed(CheckRank(kOp, "experts", Shape(experts), 2))) {
@@ -218,6 +240,10 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
                         {call.num_experts, 2 * call.inner, call.hidden})) ||
       failed(CheckShape(kOp, "experts", Shape(experts), {num_tokens, call.experts_per_token})) ||
       failed(CheckShape(kOp, "weights", Shape(weights), {num_tokens, call.experts_per_token})) ||
+      failed(CheckWeightScale(kOp, "gate_up_scale", call.w_dtype, Shape(gate_up_scale),
+                              {call.num_experts, 2 * call.inner})) ||
+      failed(CheckWeightScale(kOp, "down_scale", call.w_dtype, Shape(down_scale),
+                              {call.num_experts, call.hidden})) ||
       failed(CheckShape(kOp, "out", Shape(*out), {num_tokens, call.hidden}))) {
     return ffi::Error::InvalidArgument(error);
   }
@@ -231,6 +257,9 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
   call.down = static_cast<const char*>(down.untyped_data());
   call.experts = experts.typed_data();
   call.weights = weights.typed_data();
+  const bool scaled = call.w_dtype == Dtype::kInt8;
+  call.gate_up_scale = scaled ? gate_up_scale.typed_data() : nullptr;
+  call.down_scale = scaled ? down_scale.typed_data() : nullptr;
   call.out = static_cast<char*>(out->untyped_data());
   const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
   try {
@@ -253,6 +282,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeExpertsHandler, MoeExperts,
                                   .Arg<ffi::AnyBuffer>()         // down
                                   .Arg<ffi::Buffer<ffi::S32>>()  // experts
                                   .Arg<ffi::Buffer<ffi::F32>>()  // weights
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // gate_up_scale, [0] = none
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // down_scale, [0] = none
                                   .Ret<ffi::AnyBuffer>());       // out
 
 }  // namespace jax_paged::cpu

@@ -101,6 +101,8 @@ template <typename T>
 JAX_PAGED_INLINE Vec LoadHalfBytes(const T* p) {
   return OfBytes(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), p);
 }
+JAX_PAGED_INLINE Vec Load(const Int8* p) { return LoadBytes(p); }
+JAX_PAGED_INLINE Vec LoadHalf(const Int8* p) { return LoadHalfBytes(p); }
 
 template <typename T>
 JAX_PAGED_INLINE Pair LoadPair(const T* p) {
@@ -208,6 +210,23 @@ JAX_PAGED_INLINE Vec MultiplyAdd<BFloat16>(Vec a, Vec b, Vec c) {
 JAX_PAGED_INLINE Vec LoadWords(const BFloat16* p, int64_t n) {
   const __mmask32 keep = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
   return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(keep, p));
+}
+// An int8 that is multiplied as a bf16 word, which it is exactly.
+struct Int8Word {
+  Int8 code;
+};
+template <>
+inline constexpr bool kUsesDot<Int8Word> = true;
+template <>
+JAX_PAGED_INLINE Vec MultiplyAdd<Int8Word>(Vec a, Vec b, Vec c) {
+  return MultiplyAdd<BFloat16>(a, b, c);
+}
+JAX_PAGED_INLINE Vec LoadWords(const Int8Word* p, int64_t n) {
+  const __mmask32 keep = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
+  const __m256i codes = _mm256_maskz_loadu_epi8(keep, p);
+  const Vec low = OfBytes(_mm256_castsi256_si128(codes), &p->code);
+  const Vec high = OfBytes(_mm256_extracti128_si256(codes, 1), &p->code);
+  return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 #endif
 
