@@ -156,9 +156,9 @@ def test_an_id_that_is_no_expert_adds_nothing(implementation):
 
 def test_wild_activations_follow_silu():
     """silu(±large) is 0 or the argument; infinities and NaN stay in their own token."""
-    x = jnp.array([[1e4] * 8, [-1e4] * 8, [jnp.nan] * 8, [1.0] * 8])
-    ones = jnp.ones((1, 16, 8))
-    out = moe_experts(x, ones, jnp.ones((1, 8, 8)), jnp.zeros((4, 1), int), jnp.ones((4, 1)))
+    x = jnp.array([[1e4] * 8, [-1e4] * 8, [jnp.nan] * 8, [1.0] * 8], jnp.float32)
+    gate_up, down = (jnp.ones((1, rows, 8), jnp.float32) for rows in (16, 8))
+    out = moe_experts(x, gate_up, down, jnp.zeros((4, 1), int), jnp.ones((4, 1), jnp.float32))
     np.testing.assert_allclose(out[0], 8 * 8e4**2, rtol=1e-6)
     np.testing.assert_allclose(out[1], 0, atol=1e-25)
     assert np.isnan(out[2]).all()
