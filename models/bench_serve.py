@@ -186,7 +186,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--plot: matplotlib is not installed: pip install 'jax_paged[plot]'")
     if options.one_by_one:
         options.max_seqs, options.no_prefix_cache = 1, True
-    model, config, _ = load_checkpoint(options.model, options.dtype)
+    model, config, _ = load_checkpoint(
+        options.model, options.dtype, weight_dtype=options.weight_dtype
+    )
     if options.new_tokens >= config.context_length:
         most = config.context_length - 1
         raise ValueError(f"new-tokens: expected at most {most}, got {options.new_tokens}")

@@ -133,6 +133,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16"],
         help="of weights and KV pages (default: float32 on CPU, bfloat16 on CUDA)",
     )  # fmt: skip
+    parser.add_argument(
+        "--weight-dtype", choices=["int8"],
+        help="quantise projections, experts and head while loading (`eval` prints what it costs)",
+    )  # fmt: skip
 
 
 def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +190,9 @@ def _generate(options: argparse.Namespace) -> int:
     if options.pages is not None:
         check_count("pages", options.pages, 1)
     with _open_output(options.output) as out:
-        model, config, tokenizer = load_checkpoint(options.model, options.dtype)
+        model, config, tokenizer = load_checkpoint(
+            options.model, options.dtype, weight_dtype=options.weight_dtype
+        )
         stops = {*config.eos_token_ids, *tokenizer.eos_ids, *options.stop_id}
         stops |= {_stop_id(tokenizer, text) for text in options.stop}
         if options.chat:
@@ -225,17 +231,27 @@ def _eval(options: argparse.Namespace) -> int:
     for name in ("chunk", "context", "stride"):
         if getattr(options, name) is not None:
             check_count(name, getattr(options, name), 1)
-    model, _, tokenizer = load_checkpoint(options.model, options.dtype)
+    result = _evaluated(options, text, options.weight_dtype)
+    lines = [f"perplexity: {result['perplexity']:.4f}", f"tokens: {result['tokens']}"]
+    if options.weight_dtype is not None:
+        before = _evaluated(options, text, None)["perplexity"]
+        cost = 100 * (result["perplexity"] / before - 1)
+        lines.append(f"perplexity of the unquantised weights: {before:.4f} ({cost:+.2f} %)")
+    print("\n".join(lines), flush=True)
+    return 0
+
+
+def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dict[str, Any]:
+    """The model is loaded here, so that there is one in memory at a time."""
+    model, _, tokenizer = load_checkpoint(options.model, options.dtype, weight_dtype=weight_dtype)
     tokens = tokenizer.encode(text)
     if len(tokens) < 2:
         raise ValueError(f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}")
     with tqdm(total=len(tokens) - 1, desc="eval", unit=" tokens", disable=None, leave=False) as bar:
-        result = evaluate(
+        return evaluate(
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
             kv_dtype=options.kv_dtype, on_progress=bar.update,
         )  # fmt: skip
-    print(f"perplexity: {result['perplexity']:.4f}\ntokens: {result['tokens']}", flush=True)
-    return 0
 
 
 def _read_text(path: str) -> str:

@@ -11,16 +11,24 @@ call. The weights are module state, the cache is not: under jit, donate the stat
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, cast
+import functools
+from typing import TYPE_CHECKING, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_paged import linear, moe_experts, qkv_norm_rope_write, ragged_paged_attention
+from jax_paged import (
+    linear,
+    moe_experts,
+    qkv_norm_rope_write,
+    quantize_weight,
+    ragged_paged_attention,
+)
 from jax_paged._ffi import Implementation
 from jax_paged.rope import rope_tables
+from jax_paged.validation import check_choice
 
 from .config import DecoderConfig
 from .moe import gated_mlp, route
@@ -29,6 +37,9 @@ from .parameters import TensorSource
 if TYPE_CHECKING:
     from jax_paged.pages import StepBatch
     from jax_paged.state import KVState
+
+
+WeightDtype = Literal["int8"] | None
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -51,15 +62,44 @@ class _Step:
     implementation: Implementation
 
 
-class Attention(nnx.Module):
+class _Projections(nnx.Module):
+    """A module with projections: each is a leaf, `name`, and where it is int8 also `name`_scale."""
+
+    def _load(
+        self, name: str, weight_dtype: WeightDtype, source: TensorSource, *tensors: str, axis=0
+    ) -> None:
+        """Sets a projection, quantised from f32 so that it is rounded once."""
+        if weight_dtype is None:
+            setattr(self, name, nnx.Param(source(*tensors, axis=axis)))
+        else:
+            self._quantize(name, source(*tensors, axis=axis, dtype=jnp.float32))
+
+    def _quantize(self, name: str, weight: jax.Array) -> None:
+        quantize = quantize_weight
+        if isinstance(weight, jax.ShapeDtypeStruct):  # of an `abstract_source`
+            quantize = functools.partial(jax.eval_shape, quantize_weight)
+        codes, scale = quantize(weight)
+        setattr(self, name, nnx.Param(codes))
+        setattr(self, name + "_scale", nnx.Param(scale))
+
+    def _scale(self, name: str) -> jax.Array | None:
+        return getattr(self, name + "_scale")[...] if hasattr(self, name + "_scale") else None
+
+    def _project(self, name: str, x: jax.Array, **options) -> jax.Array:
+        return linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+
+
+class Attention(_Projections):
     """Self-attention of one layer: projections, RoPE, the paged cache."""
 
-    def __init__(self, config: DecoderConfig, layer: int, source: TensorSource):
+    def __init__(
+        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
+    ):
         self.config, self.layer = config, layer
         prefix = f"model.layers.{layer}.self_attn."
         qkv = [f"{prefix}{name}_proj" for name in "qkv"]
-        self.qkv = nnx.Param(source(*(name + ".weight" for name in qkv)))
-        self.out = nnx.Param(source(prefix + "o_proj.weight"))
+        self._load("qkv", weight_dtype, source, *(name + ".weight" for name in qkv))
+        self._load("out", weight_dtype, source, prefix + "o_proj.weight")
         if config.attention_bias:
             self.qkv_bias = nnx.Param(source(*(name + ".bias" for name in qkv)))
             self.out_bias = nnx.Param(source(prefix + "o_proj.bias"))
@@ -70,7 +110,7 @@ class Attention(nnx.Module):
     def __call__(self, x, step: _Step, pools: tuple):
         config, tokens = self.config, x.shape[0]
         k_pages, v_pages, *scales = pools
-        qkv = linear(x, self.qkv[...], implementation=step.implementation)
+        qkv = self._project("qkv", x, implementation=step.implementation)
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...][None, :]
         options = {
@@ -110,21 +150,26 @@ class Attention(nnx.Module):
             **options,
         )
         attended = cast(jax.Array, attended).reshape(tokens, -1)
-        out = linear(attended, self.out[...], implementation=step.implementation)
+        out = self._project("out", attended, implementation=step.implementation)
         if config.attention_bias:
             out = out + self.out_bias[...][None, :]
         return out, (k_pages, v_pages, *scales)
 
 
-class DenseMLP(nnx.Module):
+class DenseMLP(_Projections):
     """The gated MLP of a dense layer."""
 
-    def __init__(self, config: DecoderConfig, layer: int, source: TensorSource):
+    gate_up: nnx.Param
+    down: nnx.Param
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
+    ):
         self.has_bias = config.mlp_bias
         prefix = f"model.layers.{layer}.mlp."
         gate_up = (prefix + "gate_proj", prefix + "up_proj")
-        self.gate_up = nnx.Param(source(*(name + ".weight" for name in gate_up)))
-        self.down = nnx.Param(source(prefix + "down_proj.weight"))
+        self._load("gate_up", weight_dtype, source, *(name + ".weight" for name in gate_up))
+        self._load("down", weight_dtype, source, prefix + "down_proj.weight")
         if config.mlp_bias:
             self.gate_up_bias = nnx.Param(source(*(name + ".bias" for name in gate_up)))
             self.down_bias = nnx.Param(source(prefix + "down_proj.bias"))
@@ -132,21 +177,31 @@ class DenseMLP(nnx.Module):
     def __call__(self, x, step: _Step):
         biases = (self.gate_up_bias[...], self.down_bias[...]) if self.has_bias else ()
         weights = (self.gate_up[...], self.down[...], *biases)
-        return gated_mlp(x, *weights, implementation=step.implementation)
+        return gated_mlp(
+            x,
+            *weights,
+            gate_up_scale=self._scale("gate_up"),
+            down_scale=self._scale("down"),
+            implementation=step.implementation,
+        )
 
 
-class ExpertsMLP(nnx.Module):
+class ExpertsMLP(_Projections):
     """The mixture of experts of a layer: router and stacked experts."""
 
-    def __init__(self, config: DecoderConfig, layer: int, source: TensorSource):
+    gate_up: nnx.Param
+    down: nnx.Param
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
+    ):
         self.config = config
         prefix = f"model.layers.{layer}.mlp."
         experts = prefix + "experts."
         self.router = nnx.Param(source(prefix + "gate.weight"))
-        self.gate_up = nnx.Param(
-            source(experts + "gate_proj.weight", experts + "up_proj.weight", axis=1)
-        )
-        self.down = nnx.Param(source(experts + "down_proj.weight"))
+        gate_up = (experts + "gate_proj.weight", experts + "up_proj.weight")
+        self._load("gate_up", weight_dtype, source, *gate_up, axis=1)
+        self._load("down", weight_dtype, source, experts + "down_proj.weight")
 
     def __call__(self, x, step: _Step):
         implementation = step.implementation
@@ -161,6 +216,8 @@ class ExpertsMLP(nnx.Module):
             self.down[...],
             experts,
             weights,
+            gate_up_scale=self._scale("gate_up"),
+            down_scale=self._scale("down"),
             live=step.live,
             implementation=implementation,
         )
@@ -169,14 +226,16 @@ class ExpertsMLP(nnx.Module):
 class Layer(nnx.Module):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, layer: int, source: TensorSource):
+    def __init__(
+        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
+    ):
         self.eps = config.rms_norm_eps
         prefix = f"model.layers.{layer}."
         self.attention_norm = nnx.Param(source(prefix + "input_layernorm.weight"))
-        self.attention = Attention(config, layer, source)
+        self.attention = Attention(config, layer, source, weight_dtype)
         self.mlp_norm = nnx.Param(source(prefix + "post_attention_layernorm.weight"))
         mlp = ExpertsMLP if config.moe_layers[layer] else DenseMLP
-        self.mlp = mlp(config, layer, source)
+        self.mlp = mlp(config, layer, source, weight_dtype)
 
     def __call__(self, x, step: _Step, pools: tuple):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
@@ -186,7 +245,7 @@ class Layer(nnx.Module):
         return x, pools
 
 
-class Decoder(nnx.Module):
+class Decoder(_Projections):
     """The whole model.
 
     Weights are per-layer leaves under an unrolled loop (a scan over stacked weights copies each
@@ -196,23 +255,37 @@ class Decoder(nnx.Module):
     Args:
       config: what it is.
       source: where the weights come from, in the wanted dtype (bf16 or f32).
+      weight_dtype: "int8" = projections, experts and the head are int8 with a scale per output
+        (`jax_paged.quantize_weight`), each quantised as it comes; norms, biases, router and
+        embedding stay. A head that is the embedding becomes an int8 copy. None = as the source.
       implementation: of the native ops: None = automatic, "native", "reference".
     """
 
     def __init__(
-        self, config: DecoderConfig, source: TensorSource, *, implementation: Implementation = None
+        self,
+        config: DecoderConfig,
+        source: TensorSource,
+        *,
+        weight_dtype: WeightDtype = None,
+        implementation: Implementation = None,
     ):
+        check_choice("weight_dtype", weight_dtype, (None, "int8"))
         self.config = config
         self.implementation: Implementation = implementation
-        self.embedding = nnx.Param(source("model.embed_tokens.weight"))
-        self.layers = nnx.List(Layer(config, i, source) for i in range(config.num_layers))
+        embedding = source("model.embed_tokens.weight")
+        self.embedding = nnx.Param(embedding)
+        self.layers = nnx.List(
+            Layer(config, i, source, weight_dtype) for i in range(config.num_layers)
+        )
         self.norm = nnx.Param(source("model.norm.weight"))
         if not config.tie_embeddings:
-            self.head = nnx.Param(source("lm_head.weight"))
+            self._load("head", weight_dtype, source, "lm_head.weight")
+        elif weight_dtype is not None:
+            self._quantize("head", embedding)
 
     @property
     def dtype(self) -> DTypeLike:
-        """The dtype of the weights, and of the KV pages that go with them unless they are 8-bit."""
+        """The dtype of the embedding, of what the layers pass on, and of KV pages by default."""
         return self.embedding[...].dtype
 
     def __call__(
@@ -251,7 +324,7 @@ class Decoder(nnx.Module):
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
         x = rms_norm(x, self.norm[...], config.rms_norm_eps)
-        head = self.embedding if config.tie_embeddings else self.head
-        logits = linear(x, head[...], out_dtype=jnp.float32, implementation=self.implementation)
+        head = "head" if hasattr(self, "head") else "embedding"
+        logits = self._project(head, x, out_dtype=jnp.float32, implementation=self.implementation)
         names = ("k_pages", "v_pages", "k_scale", "v_scale")
         return logits, dataclasses.replace(state, **dict(zip(names, pools, strict=True)))

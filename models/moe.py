@@ -15,18 +15,21 @@ def gated_mlp(
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
     *,
+    gate_up_scale: jax.Array | None = None,
+    down_scale: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """down · (silu(gate · x) ⊙ up · x).
 
     x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
-    inner].
+    inner]; the scales are those of int8 weights.
     """
-    hidden = linear(x, gate_up, implementation=implementation)
+    hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias[None, :]
     gate, up = jnp.split(hidden, 2, axis=-1)
-    out = linear(jax.nn.silu(gate) * up, down, implementation=implementation)
+    inner = jax.nn.silu(gate) * up
+    out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
     return out if down_bias is None else out + down_bias[None, :]
 
 

@@ -21,9 +21,9 @@ Shape = tuple[int, ...]
 
 
 class TensorSource(Protocol):
-    """Gives the named tensors, joined along `axis`, as one array in the model's dtype."""
+    """Gives the named tensors, joined along `axis`, as one array in `dtype`; None = the model's."""
 
-    def __call__(self, *names: str, axis: int = 0) -> jax.Array: ...
+    def __call__(self, *names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array: ...
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
@@ -105,15 +105,16 @@ def tensor_source(
 
     Args:
       load: gives the tensor of a name from `expected_tensors`, any float dtype.
-      dtype: what the arrays become.
+      dtype: what the arrays become, unless the source is asked for another.
       on_tensor: called with each name that was loaded, for progress.
     """
     shapes = expected_tensors(config)
+    default = dtype
 
-    def source(*names: str, axis: int = 0) -> jax.Array:
+    def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
         joined = list(shapes[names[0]])
         joined[axis] = sum(shapes[name][axis] for name in names)
-        out = np.empty(joined, dtype)
+        out = np.empty(joined, default if dtype is None else dtype)
         begin = 0
         for name in names:
             end = begin + shapes[name][axis]
@@ -145,10 +146,11 @@ def random_source(
 def abstract_source(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> TensorSource:
     """Shapes and dtypes only: a decoder to lower and compile, not to run."""
     shapes = expected_tensors(config)
+    default = dtype
 
-    def source(*names: str, axis: int = 0):
+    def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None):
         joined = list(shapes[names[0]])
         joined[axis] = sum(shapes[name][axis] for name in names)
-        return jax.ShapeDtypeStruct(tuple(joined), dtype)
+        return jax.ShapeDtypeStruct(tuple(joined), default if dtype is None else dtype)
 
     return source  # type: ignore[return-value]

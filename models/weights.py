@@ -21,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jax_paged._ffi import Implementation
+from jax_paged.validation import check_choice
 
 from . import gguf_file
 from .config import DecoderConfig, read_json
-from .decoder import Decoder
+from .decoder import Decoder, WeightDtype
 from .hf_config import config_from_hf
 from .parameters import Shape, check_tensors, expected_tensors, tensor_source
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
@@ -54,6 +55,7 @@ def load_checkpoint(
     path: str | Path | None = None,
     dtype: DTypeLike | None = None,
     *,
+    weight_dtype: WeightDtype = None,
     progress: bool = True,
     implementation: Implementation = None,
 ) -> tuple[Decoder, DecoderConfig, Tokenizer | MissingTokenizer]:
@@ -62,6 +64,8 @@ def load_checkpoint(
     Args:
       path: a folder with config.json and safetensors, or a .gguf file; None = `default_checkpoint`.
       dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
+      weight_dtype: "int8" = projections, experts and head as int8 with a scale per output channel,
+        a quarter of the bytes of f32, quantised one by one as they are read; see `Decoder`.
       progress: whether to show a bar on stderr, if that is a terminal.
       implementation: of the attention ops, see `Decoder`.
 
@@ -71,7 +75,8 @@ def load_checkpoint(
 
     Raises:
       ValueError: in one line, what is wrong with the checkpoint: missing or truncated files, an
-        unknown architecture, key or quantisation, missing, extra or misshaped tensors.
+        unknown architecture, key or quantisation, missing, extra or misshaped tensors; or with an
+        option.
     """
     path = default_checkpoint() if path is None else Path(path)
     if dtype is None:
@@ -79,6 +84,7 @@ def load_checkpoint(
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         raise ValueError(f"dtype: expected bfloat16 or float32, got {dtype.name}")
+    check_choice("weight_dtype", weight_dtype, (None, "int8"))  # before the files are read
     with ExitStack() as stack:
         if path.is_dir():
             config = read_config(path)
@@ -101,7 +107,7 @@ def load_checkpoint(
             )
         )
         source = tensor_source(config, load, dtype, lambda name: bar.update())
-        model = Decoder(config, source, implementation=implementation)
+        model = Decoder(config, source, weight_dtype=weight_dtype, implementation=implementation)
     return model, config, tokenizer
 
 

@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture
 def run(model, capsys, monkeypatch):
-    monkeypatch.setattr(bench_serve, "load_checkpoint", lambda *_: (model, CONFIG, None))
+    monkeypatch.setattr(bench_serve, "load_checkpoint", lambda *_, **__: (model, CONFIG, None))
 
     def call(*arguments):
         code = cli.main(["bench-serve", *map(str, arguments)])
@@ -108,6 +108,17 @@ def test_the_command_prints_all_figures(run, tmp_path):
     for line in ("time to first token: ", "inter-token latency: ", "pages: ", "prefix cache: "):
         assert line in out
     assert float(re.search(r"prefix cache: (.*) % of", out)[1]) > 30
+
+
+def test_weight_dtype_reaches_the_loader(model, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        bench_serve,
+        "load_checkpoint",
+        lambda *_, **given: asked.update(given) or (model, CONFIG, 0),
+    )
+    assert cli.main(["bench-serve", *SMALL, "--weight-dtype", "int8"]) == 0
+    assert asked == {"weight_dtype": "int8"}
 
 
 def test_one_by_one_is_the_same_trace_without_sharing(run):

@@ -213,7 +213,7 @@ def test_a_failed_run_leaves_the_old_output(run, tmp_path):
 def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
     run, tmp_path, monkeypatch, kind
 ):
-    monkeypatch.setattr(cli, "load_checkpoint", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(cli, "load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "file").write_text("old")
     target = {
         "folder": tmp_path,
@@ -248,7 +248,7 @@ def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
 def test_bad_arguments_are_refused_before_the_weights_are_loaded(
     run, monkeypatch, arguments, parts
 ):
-    monkeypatch.setattr(cli, "load_checkpoint", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(cli, "load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     assert_one_line_error(run("generate", *arguments), *parts)
 
 
@@ -330,7 +330,7 @@ def test_ctrl_c_prints_what_there_is(run, loaded, monkeypatch, tmp_path):
 
 
 def test_ctrl_c_while_loading_leaves_cleanly(run, monkeypatch, tmp_path):
-    def load(*_):
+    def load(*_, **__):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(cli, "load_checkpoint", load)
@@ -382,6 +382,29 @@ def test_eval_prints_perplexity_and_tokens(run, loaded, tmp_path):
     lines = dict(line.split(": ") for line in out.splitlines())
     assert float(lines["perplexity"]) == pytest.approx(result["perplexity"], rel=1e-4)
     assert int(lines["tokens"]) == len(text)
+
+
+def test_eval_of_int8_weights_prints_what_they_cost(run, checkpoint, loaded, tmp_path):
+    file = tmp_path / "text"
+    text = "to be quantised or not to be"
+    file.write_text(text)
+    code, out, _ = run("eval", file, "--weight-dtype", "int8")
+    assert code == 0
+    quantized = load_checkpoint(checkpoint, weight_dtype="int8", progress=False)[0]
+    tokens = loaded[2].encode(text)
+    before, after = (evaluate(model, tokens)["perplexity"] for model in (loaded[0], quantized))
+    assert f"{before:.4f}" != f"{after:.4f}"
+    assert out.splitlines() == [
+        f"perplexity: {after:.4f}", f"tokens: {len(tokens)}",
+        f"perplexity of the unquantised weights: {before:.4f} "
+        f"({100 * (after / before - 1):+.2f} %)",
+    ]  # fmt: skip
+
+
+def test_int8_weights_generate(run, checkpoint):
+    code, out, _ = run("generate", "Hello", "--weight-dtype", "int8", *LENGTH)
+    model = load_checkpoint(checkpoint, weight_dtype="int8", progress=False)
+    assert (code, out) == (0, continuation(model, "Hello")[1] + "\n")
 
 
 def test_eval_in_bf16_is_close(run, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -13,10 +14,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as bpe_models
 from tokenizers import pre_tokenizers
 
-from jax_paged.models import load_checkpoint, weights
+from jax_paged.models import load_checkpoint, score, weights
 from jax_paged.models.decoder import Decoder
 from jax_paged.models.hf_config import config_from_hf
-from jax_paged.models.parameters import expected_tensors, random_source
+from jax_paged.models.parameters import abstract_source, expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config
 
 
@@ -126,6 +127,97 @@ def test_tensors_that_others_imply_may_be_there(tmp_path):
     write(tmp_path, raw, tensors)
     with pytest.raises(ValueError, match=r"tensor 'lm_head.weight' differs from"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("model_type", "tied"), [("qwen3_moe", False), ("llama", True)])
+def test_int8_weights_are_those_of_the_checkpoint_to_half_a_step(tmp_path, model_type, tied, dtype):
+    raw = small_hf_config(model_type, tie_word_embeddings=tied)
+    write(tmp_path, raw, published(config_from_hf(raw)))
+    model, _, _ = load_checkpoint(tmp_path, dtype, weight_dtype="int8")
+    exact = leaves(load_checkpoint(tmp_path, jnp.float32)[0])
+    got = {
+        ".".join(map(str, path)): leaf[...]
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    if tied:
+        exact["head"] = np.asarray(got["embedding"], np.float32)
+    codes = {name for name, leaf in got.items() if leaf.dtype == jnp.int8}
+    assert {name.rpartition(".")[2] for name in codes} == {"qkv", "out", "gate_up", "down", "head"}
+    assert len(codes) == 9
+    assert model.dtype == dtype
+    for name, leaf in got.items():
+        if name in codes:
+            scale = np.asarray(got[name + "_scale"])[..., None]
+            error = np.abs(np.asarray(leaf, np.float32) * scale - exact[name])
+            assert (error <= 0.5001 * scale).all(), name
+            assert np.abs(leaf).max() == 127
+        elif not name.endswith("_scale"):
+            rounded = exact[name].astype(dtype)
+            np.testing.assert_array_equal(np.asarray(leaf), rounded, err_msg=name)
+
+
+def test_int8_weights_change_the_logits_by_their_rounding_alone():
+    config = config_from_hf(small_hf_config("qwen3_moe"))
+    text = np.random.default_rng(0).integers(0, config.vocab_size, 24).tolist()
+    quantized = Decoder(config, random_source(config, 7), weight_dtype="int8")
+    plain = Decoder(config, random_source(config, 7))
+    exact = score(plain, text)
+    names = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    pairs = [(quantized, plain, "head")]
+    for layers in zip(quantized.layers, plain.layers, strict=True):
+        for part, name in (name.split(".") for name in names):
+            pairs.append((*(getattr(layer, part) for layer in layers), name))
+    for ours, theirs, name in pairs:
+        scale = getattr(ours, name + "_scale")[...][..., None]
+        getattr(theirs, name)[...] = getattr(ours, name)[...].astype(jnp.float32) * scale
+    got = score(quantized, text)
+    np.testing.assert_allclose(got, score(plain, text), atol=1e-4, rtol=0)
+    # The median: here and there a token is routed to another expert.
+    assert 1e-3 < np.median(np.abs(got - exact)) < 0.05
+
+
+def test_other_weight_dtypes_are_refused_before_a_file_is_read(tmp_path):
+    with pytest.raises(ValueError, match="weight_dtype: expected None or 'int8', got 'int4'"):
+        load_checkpoint(tmp_path / "nothing", weight_dtype="int4")
+    config = config_from_hf(small_hf_config())
+    with pytest.raises(ValueError, match="weight_dtype: expected None or 'int8', got 'fp8'"):
+        Decoder(config, abstract_source(config), weight_dtype="fp8")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_abstract_int8_decoder_has_the_shapes_of_a_real_one(tied):
+    config = config_from_hf(small_hf_config(tie_word_embeddings=tied))
+    abstract, real = (
+        nnx.state(Decoder(config, source, weight_dtype="int8"))
+        for source in (abstract_source(config), random_source(config))
+    )
+    assert jax.tree.structure(abstract) == jax.tree.structure(real)
+    for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_weights_are_quantised_one_by_one(tmp_path, monkeypatch):
+    """Whenever a tensor is asked for, no f32 projection but the last one is alive."""
+    raw = small_hf_config("llama", num_hidden_layers=6)
+    write(tmp_path, raw, published(config_from_hf(raw)))
+    alive = []
+    real = weights.tensor_source
+
+    def watched(*arguments):
+        source = real(*arguments)
+
+        def call(*names, **options):
+            wide = [x for x in jax.live_arrays() if (x.dtype, x.shape) == (jnp.float32, (96, 32))]
+            alive.append(len(wide))
+            return source(*names, **options)
+
+        return call
+
+    monkeypatch.setattr(weights, "tensor_source", watched)
+    model, _, _ = load_checkpoint(tmp_path, weight_dtype="int8")
+    assert model.layers[0].mlp.gate_up[...].shape == (96, 32)
+    assert max(alive) <= 1
 
 
 UP = "model.layers.1.mlp.experts.3.up_proj.weight"
