@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_paged import pages, reference
 from jax_paged._page_table import (
+    STALE,
     Integers,
     Status,
     all_ok,
@@ -100,6 +101,7 @@ def _prepare(table, inbox, rows, num_tokens):
     waits = (inbox.ids[safe] >= 0) & (jnp.min(inbox.received[safe], axis=1) < inbox.ends[safe])
     reserved, of_reserve = pages.reserve(table, rows, num_tokens)
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (takes_part & (num_tokens < 1), Status.BAD_ROW),
         (takes_part & table.is_live[safe] & waits, Status.BAD_ROW),
         (takes_part & (table.tree_sizes[safe] > 0), Status.UNCOMMITTED_TREE),
@@ -302,6 +304,7 @@ def _write(
     is_own = table.is_live[safe] & (inbox.ids[safe] == ids) & (ids >= 0)
     is_own &= ~is_new | (seq_lens == jnp.min(received, axis=1))
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (takes_part & ((rows < 0) | (rows >= table.max_seqs)), Status.BAD_ROW),
         (takes_part & ~is_own, Status.STALE_ROW),
         (takes_part & (bad | elsewhere), Status.BAD_ROW),

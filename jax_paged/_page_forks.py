@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged._page_table import (
+    STALE,
     Integers,
     PageCopies,
     PageTable,
@@ -75,6 +76,7 @@ def _fork(table, parent, child, length):
         pinned = jnp.minimum(most, windows.num_pinned[source])
         most = jnp.where(windows.window[source] > 0, pinned, most)
     status = first_status(
+        (takes_part & ((parent == STALE) | (child == STALE)), Status.STALE_ROW),
         (takes_part & bad, Status.BAD_ROW),
         (takes_part & ~table.is_live[source], Status.STALE_ROW),
         (takes_part & (table.tree_sizes[source] > 0), Status.UNCOMMITTED_TREE),
@@ -147,6 +149,7 @@ def _truncate(table, rows, num_tokens):
     takes_part, bad, safe = look_up(rows, max_seqs)
     old_lens = table.seq_lens[safe]
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (takes_part & (bad | (num_tokens < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
         (takes_part & (table.tree_sizes[safe] > 0), Status.UNCOMMITTED_TREE),

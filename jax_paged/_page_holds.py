@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged._page_table import (
+    STALE,
     Integers,
     PageTable,
     Status,
@@ -73,6 +74,7 @@ def _hold(table, rows, columns):
     full = (table.seq_lens - table.tree_sizes)[safe] // table.page_size
     stored_at, gone = column_of(table, safe, columns)
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (takes_part & (~inside | (columns < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
         (takes_part & (columns >= full), Status.BAD_ROW),
@@ -165,7 +167,10 @@ def _adopt(table, rows, page_ids):
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)
     gap = given[:, 1:] & ~given[:, :-1]
     wrong = jnp.any(given & ~on_hold, axis=1) | jnp.any(twice | gap, axis=1)
-    status = first_status((takes_part & (bad | table.is_live[safe] | wrong), Status.BAD_ROW))
+    status = first_status(
+        (rows == STALE, Status.STALE_ROW),
+        (takes_part & (bad | table.is_live[safe] | wrong), Status.BAD_ROW),
+    )
 
     live = takes_part & all_ok(status)
     index = jnp.where(live, rows, table.max_seqs)

@@ -14,6 +14,7 @@ import numpy as np
 from jax_paged.validation import as_index, expect
 
 INT32_MAX = 2**31 - 1
+STALE = -2  # for a row that was released since somebody took its handle: always STALE_ROW
 
 Integers = jax.Array | np.ndarray | np.integer | int | Sequence[int]
 
@@ -27,7 +28,7 @@ class Status(enum.IntEnum):
     # (step_batch).
     ROW_FULL = 2
     BAD_ROW = 3  # an id out of range or given twice, or what makes no sense for the row
-    STALE_ROW = 4  # the row is not live
+    STALE_ROW = 4  # the row is not live, or its handle is of an earlier sequence
     UNCOMMITTED_TREE = 5  # the row has a tree, which `commit_tree` must settle first
     GAP = 6  # tokens before these have not come (transfer.receive)
     SLID_OUT = 7  # tokens that the call needs have left the row's window, and are gone
@@ -56,6 +57,9 @@ class PageTable:
     seq_lens: jax.Array  # i32[max_seqs], tokens in the row, with those that slid out of its window
     pages_held: jax.Array  # i32[max_seqs], pages of the row, enough for the tokens that it stores
     is_live: jax.Array  # bool[max_seqs], False = the row is free
+    generations: (
+        jax.Array
+    )  # i32[max_seqs], how often the row was released, modulo what fits `handles`
     ref_counts: jax.Array  # i32[num_pages], rows that hold the page, and its holds
     hold_counts: jax.Array  # i32[num_pages], the references that `hold` took, rows aside
     free_stack: jax.Array  # i32[num_pages], the first num_free entries are free pages, top last
@@ -221,6 +225,7 @@ def make_table(
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
         pages_held=jnp.zeros(max_seqs, jnp.int32),
         is_live=jnp.zeros(max_seqs, jnp.bool_),
+        generations=jnp.zeros(max_seqs, jnp.int32),
         ref_counts=jnp.zeros(num_pages, jnp.int32),
         hold_counts=jnp.zeros(num_pages, jnp.int32),
         free_stack=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged._page_table import (
+    STALE,
     Integers,
     PageTable,
     SlotMoves,
@@ -113,6 +114,7 @@ def _commit_tree(table, rows, leaves):
     takes_part, bad, safe = look_up(rows, table.max_seqs)
     sizes = table.tree_sizes[safe]
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (takes_part & bad, Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
         (takes_part & ((sizes == 0) | (leaves < -1) | (leaves >= sizes)), Status.BAD_ROW),

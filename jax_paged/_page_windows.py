@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged._page_table import (
+    STALE,
     Integers,
     PageTable,
     Status,
@@ -83,6 +84,7 @@ def _set_window(table, windows, rows, window, num_pinned):
     all_pinned = jnp.maximum(num_pinned, windows.num_pinned[safe])
     wrong = (num_pinned < 0) | (all_pinned >= window) | (windows.window[safe] > 0)
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (bad, Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
         (takes_part & wrong, Status.BAD_ROW),

@@ -7,8 +7,9 @@ decoding; `commit_tree` keeps the accepted path.
 A verb takes a `PageTable` and returns a new one, together with a status per row. It works eagerly,
 under `jax.jit` and inside `lax.while_loop`, and never talks to the host. Rules for all of them:
 
-- A row id of -1 takes no part. Any other id outside [0, max_seqs), or an id given twice, is
-  BAD_ROW; so is a negative count.
+- A row id of -1 takes no part. One of -2 is STALE_ROW: `rows_of` gives it for a handle whose row
+  was released since. Any other id outside [0, max_seqs), or an id given twice, is BAD_ROW; so is a
+  negative count.
 - All or nothing: if any row fails, the table comes back unchanged. The status of every other row
   says what it would have got. Free pages are handed out in the order of `rows`, and no row that
   needs one overtakes a row that got POOL_FULL. So the call that keeps only the OK rows, with the
@@ -23,6 +24,7 @@ see to it (`PageCopies`). The slots at and behind a row's length are its own, so
 shared page.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -30,9 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_paged._page_forks import fork, truncate
+from jax_paged._page_handles import handles, next_generation, rows_of
 from jax_paged._page_holds import adopt, hold, unhold
 from jax_paged._page_table import (
     INT32_MAX,
+    STALE,
     Integers,
     PageCopies,
     PageTable,
@@ -62,6 +66,7 @@ from jax_paged.validation import as_index, check_shape
 
 __all__ = [
     "NO_TREE",
+    "STALE",
     "Integers",
     "PageCopies",
     "PageTable",
@@ -73,6 +78,7 @@ __all__ = [
     "commit_tree",
     "fork",
     "free_rows",
+    "handles",
     "hold",
     "is_empty",
     "num_free_pages",
@@ -81,6 +87,7 @@ __all__ = [
     "release",
     "reserve",
     "reset",
+    "rows_of",
     "set_window",
     "step_batch",
     "total_tokens",
@@ -127,6 +134,7 @@ def _reserve(table, rows, num_tokens, max_new):
         stored = stored - slides.count * table.page_size
     too_many = (num_tokens > table.row_capacity - stored) | (num_tokens >= INT32_MAX - seq_lens)
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (takes_part & (bad | (num_tokens < 0)), Status.BAD_ROW),
         (takes_part & too_many, Status.ROW_FULL),
     )
@@ -211,6 +219,7 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
     too_long = q_lens > table.pages_held[safe] * page_size - stored
     too_long |= q_lens >= INT32_MAX - old_lens
     status = first_status(
+        (rows == STALE, Status.STALE_ROW),
         (takes_part & (bad | (q_lens < 0)), Status.BAD_ROW),
         (takes_part & ~table.is_live[safe], Status.STALE_ROW),
         (takes_part & wrong, Status.BAD_ROW),
@@ -289,7 +298,9 @@ def release(table: PageTable, rows: Integers) -> tuple[PageTable, jax.Array]:
 def _release(table, rows):
     takes_part, bad, safe = look_up(rows, table.max_seqs)
     status = first_status(
-        (bad, Status.BAD_ROW), (takes_part & ~table.is_live[safe], Status.STALE_ROW)
+        (rows == STALE, Status.STALE_ROW),
+        (bad, Status.BAD_ROW),
+        (takes_part & ~table.is_live[safe], Status.STALE_ROW),
     )
     live = takes_part & all_ok(status)
     index = jnp.where(live, rows, table.max_seqs)
@@ -304,6 +315,9 @@ def _release(table, rows):
         seq_lens=table.seq_lens.at[index].set(jnp.int32(0), mode="drop"),
         pages_held=table.pages_held.at[index].set(jnp.int32(0), mode="drop"),
         is_live=table.is_live.at[index].set(False, mode="drop"),
+        generations=table.generations.at[index].set(
+            next_generation(table.generations[safe], table.max_seqs), mode="drop"
+        ),
         ref_counts=ref_counts,
         free_stack=free_stack,
         num_free=num_free,
@@ -314,9 +328,15 @@ def _release(table, rows):
 
 
 def reset(table: PageTable) -> PageTable:
-    """The table as `PageTable.create` made it: all rows and pages free, the peak 0."""
+    """The table as `PageTable.create` made it: all rows and pages free, the peak 0.
+
+    Handles of rows that were live go stale.
+    """
     sizes = (table.num_pages, table.max_seqs, table.pages_per_seq, table.page_size)
-    return make_table(*sizes, table.max_tree, table.windows is not None)
+    empty = make_table(*sizes, table.max_tree, table.windows is not None)
+    later = next_generation(table.generations, table.max_seqs)
+    generations = jnp.where(table.is_live, later, table.generations)
+    return dataclasses.replace(empty, generations=generations)
 
 
 def free_rows(table: PageTable) -> jax.Array:

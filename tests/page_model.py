@@ -7,7 +7,7 @@ handles the rows of a call one after the other, in loops.
 from dataclasses import dataclass, field
 
 from jax_paged.layout import Layout
-from jax_paged.pages import NO_TREE, Status
+from jax_paged.pages import NO_TREE, STALE, Status
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,14 @@ class Model:
     def __init__(self, config: Config):
         self.config = config
         self.rows: dict[int, Row] = {}
-        self.free = list(range(config.num_pages))[::-1]
+        self.releases = [0] * config.max_seqs
+        self.reset()
+
+    def reset(self) -> None:
+        for row in self.rows:
+            self.releases[row] += 1
+        self.rows = {}
+        self.free = list(range(self.config.num_pages))[::-1]
         self.peak = 0
 
     def holders(self, page: int) -> int:
@@ -119,6 +126,8 @@ class Model:
             missing = self.pages_for(max(0, count - self.room(has)))
             if row == -1:
                 status = Status.OK
+            elif row == STALE:
+                status = Status.STALE_ROW
             elif self.is_bad(row, rows) or count < 0:
                 status = Status.BAD_ROW
             elif len(has.pages) - len(slid) + missing > self.config.pages_per_seq:
@@ -164,6 +173,8 @@ class Model:
             grows = any(parent != NO_TREE for parent in nodes)
             if row == -1:
                 status = Status.OK
+            elif row == STALE:
+                status = Status.STALE_ROW
             elif self.is_bad(row, rows) or q_len < 0:
                 status = Status.BAD_ROW
             elif has is None:
@@ -194,6 +205,8 @@ class Model:
             most = max(first, has.pinned) if has else first
             if row == -1:
                 status = Status.OK
+            elif row == STALE:
+                status = Status.STALE_ROW
             elif self.is_bad(row, rows):
                 status = Status.BAD_ROW
             elif has is None:
@@ -214,6 +227,8 @@ class Model:
         for row, leaf in zip(rows, leaves, strict=True):
             if row == -1:
                 status = Status.OK
+            elif row == STALE:
+                status = Status.STALE_ROW
             elif self.is_bad(row, rows):
                 status = Status.BAD_ROW
             elif row not in self.rows:
@@ -236,6 +251,8 @@ class Model:
         for row in rows:
             if row == -1:
                 statuses.append(Status.OK)
+            elif row == STALE:
+                statuses.append(Status.STALE_ROW)
             elif self.is_bad(row, rows):
                 statuses.append(Status.BAD_ROW)
             else:
@@ -246,6 +263,7 @@ class Model:
                     for page in list(self.rows[row].pages):
                         self.let_go(self.rows[row], page)
                     del self.rows[row]
+                    self.releases[row] += 1
         return statuses
 
     def most_to_fork(self, row: Row) -> int:
@@ -273,7 +291,9 @@ class Model:
         for parent, child, length in pairs:
             status, need = Status.OK, 0
             if -1 not in (parent, child):
-                if (
+                if STALE in (parent, child):
+                    status = Status.STALE_ROW
+                elif (
                     self.is_bad(child, all_children)
                     or self.is_bad(parent, [parent])
                     or child in self.rows
@@ -313,6 +333,8 @@ class Model:
             has, need = self.rows.get(row), 0
             if row == -1:
                 status = Status.OK
+            elif row == STALE:
+                status = Status.STALE_ROW
             elif self.is_bad(row, rows) or count < 0:
                 status = Status.BAD_ROW
             elif has is None:

@@ -1,5 +1,7 @@
 """Page tables for the tests: how they are made, and what must hold of each."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -32,6 +34,14 @@ def assert_same(a, b) -> None:
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
+
+
+def assert_reset(table: PageTable, fresh: PageTable) -> None:
+    """Reset gives a fresh table, but for the generations of rows that were live."""
+    again = pages.reset(table)
+    went = again.generations - table.generations
+    np.testing.assert_array_equal(went, table.is_live)
+    assert_same(dataclasses.replace(again, generations=fresh.generations), fresh)
 
 
 def assert_sound(table: PageTable) -> None:

@@ -51,7 +51,7 @@ def test_fork_statuses():
     assert statuses([3, 0], [4, 5], 4) == [STALE_ROW, OK]
     assert statuses([0, 1, 0], [2, 3, 4], [5, 4, 1]) == [POOL_FULL, OK, POOL_FULL]
     assert statuses([0, 1], [2, 6], 4) == [OK, BAD_ROW]
-    assert statuses([-2, 6], [2, 3], 4) == [BAD_ROW, BAD_ROW]
+    assert statuses([-3, 6], [2, 3], 4) == [BAD_ROW, BAD_ROW]
 
 
 def test_the_last_holder_frees_a_shared_page():

@@ -198,6 +198,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert table.pages_held.tolist() == (table.page_table >= 0).sum(axis=1).tolist()
 
         # The table against the model.
+        assert table.generations.tolist() == model.releases
         assert free == model.free
         assert table.is_live.tolist() == [r in model.rows for r in range(config.max_seqs)]
         for r in range(config.max_seqs):
@@ -524,7 +525,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     def reset(self):
         self.kv = _reset(self.kv)
-        self.model = Model(self.config)
+        self.model.reset()
         self.agree("reset", [0], [Status.OK])
 
     def retry(self, statuses, rows, call):
@@ -557,7 +558,7 @@ def test_random_operations_agree_with_a_plain_model():
     seen = PagesMachine.outcomes
     common = {Status.OK, Status.BAD_ROW}
     reports = {
-        "reserve": common | {Status.ROW_FULL, Status.POOL_FULL},
+        "reserve": common | {Status.ROW_FULL, Status.POOL_FULL, Status.STALE_ROW},
         "step": common | {Status.ROW_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
         "grow": common | {Status.ROW_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
         "commit": common | {Status.STALE_ROW},
