@@ -1,6 +1,6 @@
 """Decode and prefill attention on the CPU, against the jnp/XLA gather reference and torch SDPA.
 
-    python benchmarks/bench_attention.py [--quick] [--save NAME]
+    python benchmarks/bench_attention.py [--quick] [--save FILE]
 
 For each shape the contenders take turns (harness.paired). Decode is bound by reading the KV cache:
 GB/s counts each K and V byte once, and % is of the read bandwidth. Prefill is bound by arithmetic:
@@ -10,15 +10,10 @@ torch SDPA (where torch is installed) reads contiguous K and V without pages, ea
 once (q folded to [batch, num_kv_heads, group, head_dim] in decode): the best that torch offers.
 """
 
-import argparse
-import functools
-import importlib.util
-
-import harness
-import jax
 import jax.numpy as jnp
 import limits
 import numpy as np
+from harness import Bench, blocking
 
 import jax_paged
 from jax_paged.testing import CASES, Case, make_batch
@@ -55,14 +50,7 @@ def torch_prefill(case: Case, tokens: int, dtype: str):
     return lambda: attend(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def blocking(function, *arguments, **options):
-    """A jitted call that returns when the device has finished."""
-    traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], jax.Array)}
-    jitted = jax.jit(functools.partial(function, **options))
-    return lambda: jax.block_until_ready(jitted(*arguments, **traced))
-
-
-def measure(case: Case, q_lens, seq_lens, dtype: str, torch_call, implementations):
+def measure(bench: Bench, case: Case, q_lens, seq_lens, dtype: str, torch_call, implementations):
     """Times the contenders on one batch."""
     batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens)
     arguments, options = batch.ragged()
@@ -77,60 +65,37 @@ def measure(case: Case, q_lens, seq_lens, dtype: str, torch_call, implementation
     }
     if torch_call is not None:
         contenders["torch_sdpa"] = torch_call
-    return harness.paired(contenders)
+    return bench.paired(contenders)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Paged attention on this machine, against peers.")
-    parser.add_argument("--quick", action="store_true", help="only the first three decode shapes")
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
-    args = parser.parse_args()
-    has_torch = importlib.util.find_spec("torch") is not None
-    if not has_torch:
-        print("torch_sdpa: skipped, torch is not installed (pip install torch)")
-    isa = jax_paged.build_info()["cpu"]["isa"]
-    print(f"{harness.cpu_model()}, {limits.NUM_THREADS} threads, isa {isa}")
-    rows = []
+    bench = Bench("Paged attention on this machine, against peers.")
+    has_torch = bench.has_peer("torch", "pip install torch")
 
-    def report(kind, name, size, dtype, amount, unit, limit, times):
-        native, case = times["native"], CASES[name]
-        heads = f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}"
-        rate = amount / native.median / 1e9
-        row = {
-            "kind": kind, "case": name, "heads": heads, "size": size, "dtype": dtype,
-            "ms": {k: [1e3 * t.median, 1e3 * t.p10, 1e3 * t.p90] for k, t in times.items()},
-            unit: rate, "percent_of_limit": 100 * rate / limit, "limit": limit,
-            "ratio": {k: t.median / native.median for k, t in times.items() if k != "native"},
-        }  # fmt: skip
-        rows.append(row)
-        ratios = ", ".join(f"{k} {r:.2f}x" for k, r in row["ratio"].items())
-        print(
-            f"{kind:8}{name:15}{size:>11} {dtype:9} {1e3 * native.median:9.3f} ms "
-            f"[{1e3 * native.p10:.3f}, {1e3 * native.p90:.3f}] {rate:7.1f} {unit} "
-            f"{row['percent_of_limit']:5.1f} % of {limit:.1f} | slower: {ratios}",
-            flush=True,
-        )
+    def heads(case: Case) -> str:
+        return f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}"
 
-    for name, batch, context in DECODE[:3] if args.quick else DECODE:
+    decode = bench.pick(DECODE, quick=DECODE[:3], dry=[("smollm2_135m", 2, 40)])
+    prefill = bench.pick(PREFILL, quick=PREFILL[:1], dry=[("smollm2_135m", 40)])
+    for name, batch, context in decode:
         for dtype in ("bfloat16", "float32"):
             case = CASES[name]
             torch_call = torch_decode(case, batch, context, dtype) if has_torch else None
-            times = measure(case, [1] * batch, [context] * batch, dtype, torch_call,
+            times = measure(bench, case, [1] * batch, [context] * batch, dtype, torch_call,
                             ("native", "reference"))  # fmt: skip
             item = jnp.dtype(dtype).itemsize
             kv_bytes = 2 * batch * context * case.num_kv_heads * case.head_dim * item
-            report("decode", name, f"{batch}x{context}", dtype, kv_bytes, "GB/s",
-                   limits.read_gb_per_s(), times)  # fmt: skip
-    for name, tokens in [] if args.quick else PREFILL:
+            bench.add("decode", name, f"{batch} × {context}", dtype, times, amount=kv_bytes,
+                      unit="GB/s", limit=bench.read_limit(), heads=heads(case))  # fmt: skip
+    for name, tokens in prefill:
         for dtype in ("bfloat16", "float32"):
             case = CASES[name]
             torch_call = torch_prefill(case, tokens, dtype) if has_torch else None
-            times = measure(case, [tokens], [tokens], dtype, torch_call, ("native",))
+            times = measure(bench, case, [tokens], [tokens], dtype, torch_call, ("native",))
             flops = 2 * np.float64(tokens) ** 2 * case.num_q_heads * case.head_dim
-            report("prefill", name, str(tokens), dtype, flops, "GFLOP/s",
-                   limits.fma_gflop_per_s(), times)  # fmt: skip
-    if args.save:
-        print("saved", harness.save(args.save, rows))
+            bench.add("prefill", name, tokens, dtype, times, amount=float(flops), unit="GFLOP/s",
+                      limit=bench.fma_limit(), heads=heads(case))  # fmt: skip
+    bench.finish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a decode step costs beyond its device operations, on a 2-layer toy model at batch 1.
 
-    python benchmarks/bench_decode_overhead.py [--steps N] [--rounds N] [--save NAME]
+    python benchmarks/bench_decode_overhead.py [--steps N] [--rounds N] [--save FILE]
 
 The compiled decode loop of `generate` runs N steps under jax's profiler, without its Python tracer.
 The operations are the trace's events that name an HLO op of that program and contain no other event
@@ -14,18 +14,17 @@ A round is one profiled run; the medians over rounds are printed, since a single
 process counts as milliseconds. The wall time per step without the profiler is printed beside them.
 """
 
-import argparse
 import itertools
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from harness import Bench, Timing
 
 from jax_paged.models import Decoder
 from jax_paged.models.generate import state_for
@@ -99,35 +98,31 @@ class Toy:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Overhead of a decode step on a toy model.")
-    parser.add_argument("--steps", type=int, default=128, help="per run (default 128)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--save", metavar="NAME", help="write results/NAME.json")
-    options = parser.parse_args()
-    rows = []
-    names = ("wall µs", "profiled", "ops", "overhead")
-    print(f"{'model':<10} {'steps/call':>10} " + " ".join(f"{name:>8}" for name in names))
-    for model_type in ("qwen3", "qwen3_moe"):
-        toy = Toy(model_type, options.steps)
-        for steps_per_call in (options.steps, 1):
+    bench = Bench(
+        "Overhead of a decode step on a toy model.",
+        steps={"type": int, "default": 128, "help": "per run (default 128)"},
+        rounds={"type": int, "default": 7},
+    )
+    steps, rounds = bench.pick((bench.args.steps, bench.args.rounds), dry=(4, 1))
+    for model_type in bench.pick(("qwen3", "qwen3_moe"), dry=("qwen3",)):
+        toy = Toy(model_type, steps)
+        for steps_per_call in (steps, 1):
             toy.run(steps_per_call)  # compiles
-            plain = [1e6 * toy.run(steps_per_call) / toy.steps for _ in range(options.rounds)]
-            pairs = [toy.profiled(steps_per_call) for _ in range(options.rounds)]
-            row = {
-                "model": model_type,
-                "steps_per_call": steps_per_call,
-                "wall_us": statistics.median(plain),
-                "profiled_us": statistics.median(wall for wall, _ in pairs),
-                "ops_us": statistics.median(ops for _, ops in pairs),
-                "overhead_us": statistics.median(wall - ops for wall, ops in pairs),
-            }
-            rows.append(row)
-            numbers = (row[name] for name in ("wall_us", "profiled_us", "ops_us", "overhead_us"))
+            plain = [toy.run(steps_per_call) / steps for _ in range(rounds)]
+            pairs = [toy.profiled(steps_per_call) for _ in range(rounds)]
+            row = bench.add(
+                "step", model_type, f"{steps_per_call} a call", "float32",
+                {"native": Timing(*(float(np.percentile(plain, p)) for p in (50, 10, 90)))},
+                profiled_us=statistics.median(wall for wall, _ in pairs),
+                ops_us=statistics.median(ops for _, ops in pairs),
+                overhead_us=statistics.median(wall - ops for wall, ops in pairs),
+            )  # fmt: skip
             print(
-                f"{model_type:<10} {steps_per_call:>10} " + " ".join(f"{x:8.1f}" for x in numbers)
+                f"         under the profiler {row['profiled_us']:.1f} µs, operations "
+                f"{row['ops_us']:.1f} µs, overhead {row['overhead_us']:.1f} µs",
+                flush=True,
             )
-    if options.save:
-        print(harness.save(options.save, rows))
+    bench.finish()
 
 
 if __name__ == "__main__":

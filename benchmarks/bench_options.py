@@ -1,19 +1,16 @@
 """What the options of attention cost in decode: each against the plain call, in the same run.
 
-    python benchmarks/bench_options.py [--batch 32] [--context 4096] [--save NAME]
+    python benchmarks/bench_options.py [--batch 32] [--context 4096] [--save FILE]
 
 32 query heads over 4 KV heads of 128, pages of 16 tokens in random order. The calls of one dtype of
-q take turns (harness.paired); the ratio is of medians, below 1 where the option is faster. A window
-sees a quarter of the context.
+q take turns (harness.paired); `of_plain` is the ratio of medians, below 1 where the option is
+faster. A window sees a quarter of the context.
 """
 
-import argparse
-
-import harness
 import jax
 import jax.numpy as jnp
-import limits
 import numpy as np
+from harness import Bench
 
 import jax_paged
 
@@ -76,33 +73,22 @@ def contenders(batch: int, context: int, dtype: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost of attention's options in decode.")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds for each dtype of q")
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
-    args = parser.parse_args()
-    isa = jax_paged.build_info()["cpu"]["isa"]
-    print(f"{harness.cpu_model()}, {limits.NUM_THREADS} threads, isa {isa}")
-    rows = []
-    for dtype in ("bfloat16", "float32"):
-        times = harness.paired(
-            contenders(args.batch, args.context, dtype), budget_s=args.budget, min_rounds=3
-        )
-        for name, t in times.items():
-            row = {
-                "dtype": dtype, "size": f"{args.batch}x{args.context}", "option": name,
-                "ms": [1e3 * t.median, 1e3 * t.p10, 1e3 * t.p90],
-                "ratio": t.median / times["plain"].median,
-            }  # fmt: skip
-            rows.append(row)
-            print(
-                f"{dtype:9} {row['size']:>9} {name:26} {1e3 * t.median:9.3f} ms "
-                f"[{1e3 * t.p10:.3f}, {1e3 * t.p90:.3f}] {row['ratio']:6.2f} of plain",
-                flush=True,
-            )
-    if args.save:
-        print("saved", harness.save(args.save, rows))
+    bench = Bench(
+        "The cost of attention's options in decode.",
+        batch={"type": int, "default": 32},
+        context={"type": int, "default": 4096},
+        budget={"type": float, "default": 30.0, "help": "seconds for each dtype of q"},
+    )
+    args = bench.args
+    batch, context = bench.pick((args.batch, args.context), dry=(2, 64))
+    for dtype in bench.pick(("bfloat16", "float32"), dry=("float32",)):
+        calls = contenders(batch, context, dtype)
+        times = bench.paired(calls, budget_s=args.budget, min_rounds=3)
+        for name, timing in times.items():
+            of_plain = timing.median / times["plain"].median
+            both = {"native": timing, "plain": times["plain"]}
+            bench.add("option", name, f"{batch} × {context}", dtype, both, of_plain=of_plain)
+    bench.finish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """qkv_norm_rope_write on this machine, against the same steps as separate JAX operations.
 
-    python benchmarks/bench_qkv_write.py [--quick] [--save NAME]
+    python benchmarks/bench_qkv_write.py [--quick] [--save FILE]
 
 The contenders take turns (harness.paired), each on donated pools of its own. Bound by memory: GB/s
 counts each element of qkv once as read and once as written, and % is of the read bandwidth measured
@@ -8,13 +8,10 @@ beside the row. The reference is the op in jax.numpy as XLA compiles it; `write_
 and RoPE is what a model without the fused op would run.
 """
 
-import argparse
-
-import harness
 import jax
 import jax.numpy as jnp
-import limits
 import numpy as np
+from harness import Bench
 
 import jax_paged
 from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
@@ -55,7 +52,7 @@ def separate(case: Case, qkv, k_pages, v_pages, positions, slots, cos, sin, q_no
     return norm_and_turn(q, q_norm), *pages
 
 
-def measure(case: Case, tokens: int, dtype: str):
+def measure(bench: Bench, case: Case, tokens: int, dtype: str):
     """Times the contenders on one batch."""
     qkv, positions, slots, cos, sin, q_norm, k_norm = make_operands(case, tokens, dtype)
     shape = (-(-tokens // case.page_size), case.num_kv_heads, case.page_size, case.head_dim)
@@ -79,7 +76,7 @@ def measure(case: Case, tokens: int, dtype: str):
 
         return call
 
-    return harness.paired(
+    return bench.paired(
         {
             "native": contender(fused("native")),
             "reference": contender(fused("reference")),
@@ -89,40 +86,16 @@ def measure(case: Case, tokens: int, dtype: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="qkv_norm_rope_write against separate steps.")
-    parser.add_argument("--quick", action="store_true", help="only the first two shapes")
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
-    args = parser.parse_args()
-    isa = jax_paged.build_info()["cpu"]["isa"]
-    print(f"{harness.cpu_model()}, {limits.NUM_THREADS} threads, isa {isa}")
-    rows = []
-    for name, tokens in SHAPES[:2] if args.quick else SHAPES:
+    bench = Bench("qkv_norm_rope_write against separate steps.")
+    for name, tokens in bench.pick(SHAPES, quick=SHAPES[:2], dry=[("smollm2_135m", 3)]):
         for dtype in ("bfloat16", "float32"):
-            case, limit = CASES[name], limits.read_gb_per_s()
-            times = measure(case, tokens, dtype)
-            native = times["native"]
+            case, limit = CASES[name], bench.read_limit()
+            times = measure(bench, case, tokens, dtype)
             heads = case.num_q_heads + 2 * case.num_kv_heads
             moved = 2 * tokens * heads * case.head_dim * jnp.dtype(dtype).itemsize
-            rate = moved / native.median / 1e9
-            ratio = {k: t.median / native.median for k, t in times.items() if k != "native"}
-            rows.append(
-                {
-                    "kind": "qkv_write", "case": name, "size": tokens, "dtype": dtype,
-                    "heads": f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}",
-                    "ms": {k: [1e3 * t.median, 1e3 * t.p10, 1e3 * t.p90] for k, t in times.items()},
-                    "GB/s": rate, "percent_of_limit": 100 * rate / limit, "limit": limit,
-                    "ratio": ratio,
-                }
-            )  # fmt: skip
-            ratios = ", ".join(f"{k} {r:.2f}x" for k, r in ratio.items())
-            print(
-                f"{name:15}{tokens:>6} {dtype:9} {1e3 * native.median:9.3f} ms "
-                f"[{1e3 * native.p10:.3f}, {1e3 * native.p90:.3f}] {rate:7.1f} GB/s "
-                f"{100 * rate / limit:5.1f} % of {limit:.1f} | slower: {ratios}",
-                flush=True,
-            )
-    if args.save:
-        print("saved", harness.save(args.save, rows))
+            bench.add("qkv_write", name, tokens, dtype, times, amount=moved, unit="GB/s",
+                      limit=limit)  # fmt: skip
+    bench.finish()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,38 @@
-"""Paired timing: the contenders take turns on one set of inputs, so that noise hits them alike."""
+"""What the CPU benchmarks share: paired timing, limits, one command line, one form of result files.
 
+A result file is {"environment": where it was measured, "rows": [...], "skipped": {peer: reason}}.
+Each row is made by `Bench.add`:
+
+    kind, case, size, dtype     what was measured
+    ms                          contender → [median, 10th, 90th percentile], ours first
+    ratio                       contender → its median over ours; above 1, ours is faster
+    rate, unit                  work per second, where the bench counts work
+    limit, percent_of_limit     in the same unit, measured just beside the row
+
+`run_all.py` runs every benchmark and `documents.py` makes tables and plots of the files.
+"""
+
+import argparse
 import dataclasses
+import functools
+import importlib.util
 import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
+import limits
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
 # Before each call: the last contender's idle threads (OpenMP's spin for milliseconds) go to sleep.
 PAUSE_S = 0.02
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +43,13 @@ class Timing:
     p10: float
     p90: float
 
+    def over(self, calls: int) -> "Timing":
+        """The same for one of `calls` equal parts of a call."""
+        return Timing(*(x / calls for x in dataclasses.astuple(self)))
+
 
 def paired(
-    contenders: dict[str, Callable[[], object]], *, min_rounds: int = 5, budget_s: float = 4.0
+    contenders: Mapping[str, Callable[[], object]], *, min_rounds: int = 5, budget_s: float = 4.0
 ) -> dict[str, Timing]:
     """Times zero-argument calls that return when their work is done, one after another, in rounds.
 
@@ -48,6 +71,16 @@ def paired(
     }
 
 
+def blocking(function: Callable[..., Any], *arguments, **options) -> Callable[[], object]:
+    """A jitted call that returns when the device has finished; options that are arrays are traced.
+
+    The others are static.
+    """
+    traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], jax.Array)}
+    jitted = jax.jit(functools.partial(function, **options))
+    return lambda: jax.block_until_ready(jitted(*arguments, **traced))
+
+
 def cpu_model() -> str:
     """The processor's name, as the kernel gives it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -67,6 +100,7 @@ def environment() -> dict[str, object]:
     return {
         "device": jax.devices()[0].device_kind,
         "cpu": cpu_model(),
+        "threads": limits.NUM_THREADS,
         "isa": jax_paged.build_info()["cpu"].get("isa"),
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -75,9 +109,124 @@ def environment() -> dict[str, object]:
     }
 
 
-def save(name: str, rows: list[dict]) -> Path:
-    """Writes benchmarks/results/<name>.json with the environment."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-    return path
+class Bench:
+    """One benchmark script: its command line, its rows, its result file.
+
+    With --dry all sizes are tiny and a contender is called once or twice: the figures mean nothing,
+    and the script is tested.
+
+    Args:
+      description: of --help.
+      options: more options of the command line, name → arguments of `add_argument`.
+    """
+
+    def __init__(self, description: str, **options: dict[str, Any]):
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--quick", action="store_true", help="fewer shapes")
+        parser.add_argument("--dry", action="store_true", help="tiny shapes, once: a test")
+        parser.add_argument("--no-peers", action="store_true", help="only ours and the reference")
+        parser.add_argument("--save", metavar="FILE", type=Path, help="write a result file")
+        for name, arguments in options.items():
+            parser.add_argument(f"--{name}", **arguments)
+        self.args = parser.parse_args()
+        self.dry: bool = self.args.dry
+        self.rows: list[dict[str, Any]] = []
+        self.skipped: dict[str, str] = {}
+        where = environment()
+        print(f"{where['cpu']}, {where['threads']} threads, isa {where['isa']}", flush=True)
+
+    def pick(self, full: T, *, quick: T | None = None, dry: T) -> T:
+        """What goes with the options."""
+        if self.dry:
+            return dry
+        return quick if self.args.quick and quick is not None else full
+
+    def has_peer(self, package: str, remedy: str) -> bool:
+        """Whether to measure against a package; says why not."""
+        reason = None
+        if self.args.no_peers:
+            reason = "--no-peers"
+        elif importlib.util.find_spec(package) is None:
+            reason = f"not installed: {remedy}"
+        if reason is not None and package not in self.skipped:
+            self.skipped[package] = reason
+            print(f"{package}: skipped, {reason}", flush=True)
+        return reason is None
+
+    def paired(
+        self, contenders: Mapping[str, Callable[[], object]], *, min_rounds=5, budget_s=4.0
+    ) -> dict[str, Timing]:
+        """`harness.paired`, in a dry run once."""
+        if self.dry:
+            min_rounds, budget_s = 1, 0.0
+        return paired(contenders, min_rounds=min_rounds, budget_s=budget_s)
+
+    def read_limit(self) -> float:
+        """Read bandwidth now, GB/s."""
+        return limits.read_gb_per_s(2**20, 1) if self.dry else limits.read_gb_per_s()
+
+    def fma_limit(self) -> float:
+        """Rate of f32 fused multiply-adds now, GFLOP/s."""
+        return limits.fma_gflop_per_s(10_000, 1) if self.dry else limits.fma_gflop_per_s()
+
+    def add(
+        self,
+        kind: str,
+        case: str,
+        size: object,
+        dtype: str,
+        times: Mapping[str, Timing],
+        *,
+        amount: float | None = None,
+        unit: str | None = None,
+        limit: float | None = None,
+        **more: object,
+    ) -> dict[str, Any]:
+        """Adds a row and prints it.
+
+        Args:
+          times: the first contender is ours.
+          amount: work of a call: bytes for GB/s, operations for GFLOP/s, tokens for tok/s.
+          limit: in `unit`.
+          more: further entries of the row.
+        """
+        ours, *peers = times
+        row: dict[str, Any] = {
+            "kind": kind, "case": case, "size": str(size), "dtype": dtype,
+            "ms": {k: [1e3 * t.median, 1e3 * t.p10, 1e3 * t.p90] for k, t in times.items()},
+            "ratio": {name: times[name].median / times[ours].median for name in peers},
+        }  # fmt: skip
+        if amount is not None:
+            scale = {"GB/s": 1e9, "GFLOP/s": 1e9, "tok/s": 1.0}[str(unit)]
+            row |= {"rate": amount / times[ours].median / scale, "unit": unit}
+        if limit is not None:
+            row |= {"limit": limit, "percent_of_limit": 100 * row["rate"] / limit}
+        row |= more
+        self.rows.append(row)
+        print(line(row), flush=True)
+        return row
+
+    def finish(self) -> None:
+        """Writes the result file, if one is asked for."""
+        if self.args.save is None:
+            return
+        record = {"environment": environment(), "rows": self.rows, "skipped": self.skipped}
+        self.args.save.parent.mkdir(parents=True, exist_ok=True)
+        self.args.save.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print("saved", self.args.save)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row as people read it."""
+    median, p10, p90 = next(iter(row["ms"].values()))
+    text = (
+        f"{row['kind']:8} {row['case']:26} {row['size']:>12} {row['dtype']:9} {median:9.3f} ms "
+        f"[{p10:.3f}, {p90:.3f}]"
+    )
+    if "rate" in row:
+        text += f" {row['rate']:7.1f} {row['unit']}"
+    if "limit" in row:
+        text += f" {row['percent_of_limit']:5.1f} % of {row['limit']:.1f}"
+    if row["ratio"]:
+        text += " | slower: " + ", ".join(f"{k} {r:.2f}x" for k, r in row["ratio"].items())
+    return text
