@@ -1,0 +1,64 @@
+"""Runs every CPU benchmark, one after another, and makes the documents' tables and plots.
+
+    python benchmarks/run_all.py [--only NAME ...] [--quick] [--no-peers]
+    python benchmarks/run_all.py --dry     (tiny sizes, into a temporary folder: a test)
+
+Each is a process of its own, on a machine that should have nothing else to do, and leaves
+benchmarks/results/NAME.json; one that fails leaves its old file, and the exit status is 1. Then
+`documents.py` rewrites README.md, docs/performance.md and docs/plots from the files.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import documents
+import harness
+
+NAMES = (*documents.IN_README, *documents.IN_DOCS)
+
+
+def run(name: str, results: Path, flags: list[str]) -> bool:
+    """Runs one benchmark; whether it went well."""
+    script = Path(__file__).with_name(f"bench_{name}.py")
+    target = results / f"{name}.json"
+    print(f"\n=== {name}", flush=True)
+    began = time.perf_counter()
+    status = subprocess.run([sys.executable, script, *flags, "--save", target]).returncode
+    seconds = time.perf_counter() - began
+    print(f"=== {name}: {'done' if not status else f'FAILED ({status})'}, {seconds:.0f} s")
+    return status == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every CPU benchmark, then tables and plots.")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes, once: a test")
+    parser.add_argument("--no-peers", action="store_true", help="only ours and the reference")
+    parser.add_argument(
+        "--out", type=Path, help="where a dry run writes (default: a temporary folder)"
+    )
+    args = parser.parse_args()
+    flags = [f"--{name}" for name in ("quick", "dry") if getattr(args, name)]
+    flags += ["--no-peers"] if args.no_peers else []
+    with tempfile.TemporaryDirectory() as temporary:
+        results, root = harness.RESULTS, documents.ROOT
+        if args.dry:  # its figures mean nothing: copies of the documents get them
+            root = args.out or Path(temporary)
+            results = root / "results"
+            (root / "docs").mkdir(parents=True, exist_ok=True)
+            for file in ("README.md", "docs/performance.md"):
+                shutil.copy(documents.ROOT / file, root / file)
+        failed = [name for name in args.only if not run(name, results, flags)]
+        documents.write(results, root)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
