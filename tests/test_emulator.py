@@ -90,8 +90,8 @@ BUGS = {
         "plan.cuh", "if (prim::Load(empties + i)) {", "if (false) {", "not finite",
     ),
     "length not clamped": (
-        "plan.cuh", "? ClampTo(prim::LoadConst(args.seq_lens + row), 0, args.capacity)",
-        "? prim::LoadConst(args.seq_lens + row)", "page_table out of bounds",
+        "logits.cuh", "stored > args.capacity ? args.capacity : stored", "stored",
+        "page_table out of bounds",
     ),
     "barrier in one warp only": (
         "segment.cuh", "  prim::Store(tops + thread, top);\n  prim::SyncThreads();",
@@ -162,10 +162,11 @@ BUGS = {
         "logits.cuh", "position - window + 1", "position - window", "outside of the windows",
     ),
     "work begins at token 0": (
-        "segment.cuh", "segment->first_key / kTileTokens + ", "", f"not read|{DIFFERS}",
+        "segment.cuh", "segment->first_tile += left;", "", f"not read|{DIFFERS}",
     ),
     "tokens left of the window read": (
-        "decode.cuh", "token >= segment_.first_key && ", "", "outside of the windows",
+        "segment.cuh", "return token >= segment.first_key ||", "return true ||",
+        "outside of the windows",
     ),
     "values of vllm5d left of the window read": (
         "decode.cuh", "(token | 7) >= segment_.first_key", "true", "outside of the windows",
