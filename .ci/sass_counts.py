@@ -30,10 +30,13 @@ def expected_counts(kernel):
     # A warp's tile: 32 rows x 64 tokens, or 16 x 32 above head_dim 128.
     row_tiles, token_tiles = (2, 4) if steps <= 8 else (1, 2)
     mma = 4 * row_tiles * token_tiles * steps  # S and O, half each
+    v_loads = token_tiles * steps
+    transposed = v_loads if match[3] == "1" else 0
+    loads = (row_tiles + token_tiles) * steps + transposed  # Q and K
     return [
         ("HMMA.16816.F32", mma, mma),
-        ("LDSM.*\\.M88\\.4", (row_tiles + token_tiles) * steps, (row_tiles + token_tiles) * steps),
-        ("LDSM.*\\.MT88\\.4", token_tiles * steps, token_tiles * steps),  # V
+        ("LDSM.*\\.M88\\.4", loads, loads),
+        ("LDSM.*\\.MT88\\.4", v_loads - transposed, v_loads - transposed),  # V
         ("LDGSTS.*\\.128", token_tiles * steps, token_tiles * steps),  # K and V, at two places
     ]
 

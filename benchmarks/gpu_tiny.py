@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 # (case, dtype, q_lens, seq_lens, options): the tensor-core kernel with whole pages and with pages
 # that a warp's tokens cross, queries in shared memory, wide groups, splits, vllm5d pages; prefill
-# rows; the kernel for f32 and for vllm5d pages of odd sizes; the options in each kernel.
+# rows of both; the kernel for f32 and for vllm5d pages of odd sizes; the options in each kernel.
 CASES: tuple[tuple[Case, Any, Any, Any, Any], ...] = (
     (Case("d64", 8, 2, 64), "bfloat16", [1, 0, 3, 1], [70, 5, 33, 0], {}),
     (Case("d128_page5", 4, 1, 128, page_size=5), "float16", [1, 2], [131, 64], {}),
@@ -39,6 +39,7 @@ CASES: tuple[tuple[Case, Any, Any, Any, Any], ...] = (
     (Case("vllm5d", 4, 2, 64, layout="vllm5d"), "bfloat16", [1, 2], [70, 21], {}),
     (Case("vllm5d_page5", 4, 2, 64, page_size=5, layout="vllm5d"), "float16", [1, 2], [70, 21], {}),
     (Case("prefill", 8, 2, 128), "bfloat16", [40, 1, 7], [90, 33, 7], {}),
+    (Case("prefill_vllm5d", 8, 2, 128, layout="vllm5d"), "float16", [40, 1, 7], [90, 33, 7], {}),
     (Case("wide", 20, 1, 64), "bfloat16", [1, 9], [100, 9], {"split_tokens": 64}),
     (Case("f32", 4, 2, 40, v_head_dim=24), "float32", [1, 5], [90, 20], {"num_kv_splits": 3}),
     (Case("options", 8, 2, 128), "bfloat16", [30, 1, 2, 0], [130, 90, 70, 5], OPTIONS),

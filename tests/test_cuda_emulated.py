@@ -152,7 +152,7 @@ def test_kernels_that_do_not_fit_leave_their_rows_to_others(
     chosen = {}
     check(batch, Device(**limits(kib)), buffers=chosen)
     assert (chosen["chosen_stages"] > 0) == decodes
-    assert (chosen["chosen_prefill_rows"] > 0) == (prefills and layout != "vllm5d")
+    assert (chosen["chosen_prefill_rows"] > 0) == prefills
 
 
 @pytest.mark.parametrize(
@@ -363,9 +363,10 @@ def test_every_edge_of_tiles_and_diagonal_matches_in_one_mixed_batch(group, caus
     check(batch, Device(num_workers=6))
 
 
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (192, "bfloat16")])
-def test_prefill_bits_do_not_depend_on_workers_or_order(head_dim, dtype):
-    case = Case("order", 8, 2, head_dim)
+def test_prefill_bits_do_not_depend_on_workers_or_order(head_dim, dtype, layout):
+    case = Case("order", 8, 2, head_dim, layout=layout)
     batch = make_batch(case, jnp.dtype(dtype), [50, 7, 33], [170, 7, 40], seed=16)
     first = check(batch, Device(num_workers=1, seed=0))
     for seed in range(1, 9):
@@ -395,9 +396,11 @@ def test_any_scale_serves_long_rows(scale, head_dim):
 
 
 @pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
-@pytest.mark.parametrize("page_size", [5, 16, 544])
-def test_long_rows_leave_out_tokens_of_a_page_out_of_range(page_size, page_id):
-    case = dataclasses.replace(SMALL, page_size=page_size)
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("HND", 5), ("HND", 16), ("HND", 544), ("vllm5d", 8), ("vllm5d", 544)]
+)
+def test_long_rows_leave_out_tokens_of_a_page_out_of_range(layout, page_size, page_id):
+    case = dataclasses.replace(SMALL, page_size=page_size, layout=layout)
     batch = make_batch(case, jnp.bfloat16, [60, 1, 33], [150, 20, 33], seed=19)
     page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
     for row, page in [(0, 3), (0, 9), (2, 1)] if page_size < 544 else [(2, 0)]:

@@ -5,6 +5,8 @@ import dataclasses
 import mmap
 import shutil
 import subprocess
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,7 @@ from emulation import (
 )
 from test_attention_options import eight_bit
 
-from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
 
 # file, what stands there, what the bug makes of it, what must be said about it
 DIFFERS = "error|not finite|lse"  # the comparison with the oracle
@@ -111,7 +113,7 @@ BUGS = {
         "shared memory out of bounds|race|error",
     ),
     "prefill: invalid rows not zeroed": (
-        "prefill.cuh", "prim::CpAsync16(v_tile", "if (valid) prim::CpAsync16(v_tile",
+        "prefill.cuh", "prim::CpAsync16(v_tile + Row", "if (valid) prim::CpAsync16(v_tile + Row",
         "nobody has|not finite",
     ),
     "prefill: waits too late": (
@@ -123,7 +125,8 @@ BUGS = {
         "cp.async|race|nobody has",
     ),
     "prefill: no barrier between tiles": (
-        "prefill.cuh", "prim::CpAsyncWait(0);", "prim::CpAsyncWait(0); if (tile == 0)", "race",
+        "prefill.cuh", "the tile before have been read.\n    prim::SyncThreads();",
+        "the tile before have been read.\n    if (tile == 0) prim::SyncThreads();", "race",
     ),
     "prefill: mask overwritten while it is read": (
         "prefill.cuh", "kMaskSlots = 4", "kMaskSlots = 2", "race",
@@ -157,6 +160,37 @@ BUGS = {
     ),
     "prefill: ticket not cleared": (
         "plan.cuh", "prim::Store(args.ticket, 0u);", "", "nobody has initialised",
+    ),
+    "prefill: values of vllm5d tokens that do not exist": (
+        "prefill.cuh", "if (mask == 0xffu) return;", "return;", "not finite",
+    ),
+    "prefill: values of vllm5d cleared by another thread": (
+        "prefill.cuh", "const int32_t eight = thread % kEights;\n    const uint32_t mask",
+        "const int32_t eight = (thread + 1) % kEights;\n    const uint32_t mask",
+        "cp.async|race|nobody has",
+    ),
+    "prefill: values of vllm5d cleared before they are there": (
+        "prefill.cuh", "prim::CpAsyncWait(0);\n    if constexpr (Loader::kIsVllm5d)",
+        "if (!Loader::kIsVllm5d) prim::CpAsyncWait(0);\n    if constexpr (Loader::kIsVllm5d)",
+        "cp.async",
+    ),
+    "prefill: values of vllm5d read from other chunks": (
+        "prefill.cuh", "2 * k + lane / 8 % 2", "k + lane / 8 % 2", DIFFERS,
+    ),
+    "prefill: 8 values of vllm5d for the first alone": (
+        "prefill.cuh", "(token | 7) < unit.first_key", "token < unit.first_key",
+        f"not read|{DIFFERS}",
+    ),
+    "prefill: values of vllm5d left of the window read": (
+        "prefill.cuh", "(token | 7) < unit.first_key || ", "", "outside of the windows",
+    ),
+    "prefill: keys of vllm5d left of the window read": (
+        "prefill.cuh", "has_token = token >= LoadUnit<HEAD_DIM>().first_key && ", "has_token = ",
+        "outside of the windows",
+    ),
+    "prefill: 32-bit page address of vllm5d": (
+        "prefill.cuh", "LayerOffset(args, args.v_strides) + args",
+        "LayerOffset(args, args.v_strides) + (int32_t)args", DIFFERS,
     ),
     "window one token too long": (
         "logits.cuh", "position - window + 1", "position - window", "outside of the windows",
@@ -220,7 +254,10 @@ AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
                ? cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kVllm5d>
                : cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kRows>,
            cuda::DecodeTraits<64>::SharedBytes(args.stages)},
-          {cuda::PrefillCta<BFloat16, 64>, cuda::PrefillTraits<64>::kSharedBytes}};
+          {args.layout == Layout::kVllm5d
+               ? cuda::PrefillCta<BFloat16, 64, cuda::PageKind::kVllm5d>
+               : cuda::PrefillCta<BFloat16, 64, cuda::PageKind::kRows>,
+           cuda::PrefillTraits<64>::kSharedBytes}};
 }
 AttentionKernels Float16Kernels(const cuda::AttentionArgs&, const cuda::DeviceLimits&) {
   return {};
@@ -231,12 +268,15 @@ AttentionKernels Float32Kernels(const cuda::AttentionArgs&) { return {}; }
 """
 
 
-def far_batch(layout):
-    """A row whose page lies more than 2^31 bytes into a pool of which little is ever touched."""
+def far_batch(layout, q_len=1) -> tuple[Batch, dict[str, Any]]:
+    """A batch, and as the kernels get it, with its pages more than 2^31 bytes into a pool.
+
+    Little of the pool is ever touched. `stored`: see `check`.
+    """
     num_pages = 2**20  # of 4 KiB
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    batch = make_batch(Case("far", 4, 2, 64, layout=layout), jnp.bfloat16, [1], [40])
+    batch = make_batch(Case("far", 4, 2, 64, layout=layout), jnp.bfloat16, [q_len], [40])
     pools = []
     for pages in (batch.k_pages, batch.v_pages):
         memory = mmap.mmap(-1, num_pages * 4096, flags=flags)
@@ -244,12 +284,13 @@ def far_batch(layout):
         pool[num_pages - len(pages) :] = pages
         pools.append(pool)
     table = batch.page_table + (num_pages - len(batch.k_pages))
-    return dataclasses.replace(
+    far = dataclasses.replace(
         batch, k_pages=pools[0], v_pages=pools[1], page_table=table.astype(np.int32)
     )
+    return batch, {"stored": far}
 
 
-def bf16_batches():
+def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
     """(batch, options) for the bf16 kernels of head_dim 64: between them they meet every bug."""
     case = Case("battery", 8, 2, 64)
     plain = {}
@@ -269,12 +310,16 @@ def bf16_batches():
         pages[np.isnan(pages)] = 1
     longer.page_table[:] = [[0, 1], [2, 3]]
     yield longer, plain
-    yield far_batch("HND"), plain
+    yield far_batch("HND")
     five = Case("vllm5d", 8, 2, 64, page_size=8, layout="vllm5d")
     batch = make_batch(five, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
     batch.page_table[0, 1] = 2_147_480_000
     yield batch, plain
-    yield far_batch("vllm5d"), plain
+    yield far_batch("vllm5d")
+    yield far_batch("vllm5d", q_len=20)
+    batch = make_batch(five, jnp.bfloat16, [30, 1, 40], [150, 9, 77])
+    batch.page_table[0, 2] = 2_147_480_000
+    yield batch, plain
     edits = {
         "soft_cap": 0.7,
         "alibi_slopes": np.float32(2.0 ** -np.arange(1, 9)),
@@ -286,6 +331,7 @@ def bf16_batches():
     small = Case("windows", 8, 2, 64, page_size=8)
     yield make_batch(small, jnp.bfloat16, [1, 2, 70], [300, 73, 150], num_tokens=75), window
     yield make_batch(five, jnp.bfloat16, [1, 2], [145, 73]), window
+    yield make_batch(five, jnp.bfloat16, [1, 30], [145, 131]), window
     longer_than_a_tile = {"sliding_window": 150}
     yield make_batch(Case("edge", 4, 1, 64), jnp.bfloat16, [70], [300]), longer_than_a_tile
 
@@ -299,7 +345,7 @@ def check_all(loaded):
 def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, scales=(), **options):
     """Runs a batch under several seeds against the oracle, and looks at what a window left out.
 
-    With `stored`, the same batch in 8 bits, and its scales, the kernels get that.
+    With `stored`, the same batch in 8 bits with its scales, or far away, the kernels get that.
     """
     expected = dense_oracle(batch, **options)
     window = options.get("sliding_window")

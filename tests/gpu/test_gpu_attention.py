@@ -57,7 +57,7 @@ def test_decode_matches_float64_softmax(name, dtype):
     assert_attention_close(out, lse, *dense_oracle(batch))
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("layout", ["HND", "NHD", "vllm5d"])
 @pytest.mark.parametrize("page_size", [16, 48, 5, 1])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims_page_sizes_and_layouts_match(head_dim, page_size, layout):
@@ -66,10 +66,11 @@ def test_head_dims_page_sizes_and_layouts_match(head_dim, page_size, layout):
     assert_attention_close(*run(batch), *dense_oracle(batch))
 
 
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_long_prompts_match(dtype, causal):
-    case = Case("prompts", 8, 2, 128, causal=causal)
+def test_long_prompts_match(dtype, causal, layout):
+    case = Case("prompts", 8, 2, 128, causal=causal, layout=layout)
     batch = make_batch(case, dtype, [1000, 129, 1, 64], [1000, 2000, 900, 300], seed=3)
     assert_attention_close(*run(batch), *dense_oracle(batch))
 

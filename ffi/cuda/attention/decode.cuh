@@ -328,12 +328,6 @@ class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
   Shared<char> tile_;
 };
 
-// The bits of two 16-bit elements that stand for tokens `token` and `token` + 1: all, of those in
-// the mask.
-JAX_PAGED_DEVICE uint32_t PairMask(uint32_t token_mask, int32_t token) {
-  return (token_mask >> token & 1) * 0xffffu | (token_mask >> (token + 1) & 1) * 0xffff0000u;
-}
-
 inline constexpr float kSmallestScale = 1.17549435e-38f;  // to begin with: no division by 0
 
 // The scale of a unit's K or V where it is one per head.

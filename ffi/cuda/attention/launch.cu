@@ -27,10 +27,12 @@ cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionA
       error = choice.decode.stages == 0
                   ? LaunchSimt<T>(stream, limits, args)
                   : LaunchDecode<T, head_dim.value, pages.value>(stream, limits, args);
+      if constexpr (pages.value != PageKind::kEightBit) {
+        if (error == cudaSuccess && args.prefill_rows > 0) {
+          error = LaunchPrefill<T, head_dim.value, pages.value>(stream, limits, args);
+        }
+      }
     });
-    if (error == cudaSuccess && args.prefill_rows > 0) {
-      error = LaunchPrefill<T, head_dim.value>(stream, limits, args);
-    }
   };
   if (!WithDecodeHeadDim(args.head_dim, args.v_head_dim, launch)) {
     error = LaunchSimt<T>(stream, limits, args);

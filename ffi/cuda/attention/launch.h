@@ -25,7 +25,7 @@ cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const At
 template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 // After LaunchDecode or LaunchSimt of the same args, whose planner has listed the prefill units.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 template <typename T>
 cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);

@@ -58,24 +58,24 @@ cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, Attent
 }
 
 // Two CTAs per multiprocessor: at most 255 registers, of which O and S take 192 at head_dim 128.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     PrefillKernel(__grid_constant__ const AttentionArgs args) {
-  PrefillCta<T, HEAD_DIM>(args);
+  PrefillCta<T, HEAD_DIM, PAGES>(args);
 }
 
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   static std::atomic<uint64_t> allowed{0};
   constexpr int32_t kSharedBytes = PrefillTraits<HEAD_DIM>::kSharedBytes;
   const int32_t ctas = PrefillCtasPerMultiprocessor(limits, kSharedBytes);
   if (ctas == 0) return cudaErrorInvalidConfiguration;
-  const cudaError_t error = AllowSharedMemory(PrefillKernel<T, HEAD_DIM>, limits, &allowed);
+  const cudaError_t error = AllowSharedMemory(PrefillKernel<T, HEAD_DIM, PAGES>, limits, &allowed);
   if (error != cudaSuccess) return error;
   const int64_t most = MaxPrefillUnits(args);
   const int64_t resident = int64_t{limits.multiprocessors} * ctas;
-  PrefillKernel<T, HEAD_DIM><<<static_cast<unsigned>(most < resident ? most : resident),
-                               kAttentionThreads, kSharedBytes, stream>>>(args);
+  PrefillKernel<T, HEAD_DIM, PAGES><<<static_cast<unsigned>(most < resident ? most : resident),
+                                      kAttentionThreads, kSharedBytes, stream>>>(args);
   return cudaGetLastError();
 }
 

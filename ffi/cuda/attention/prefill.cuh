@@ -24,6 +24,12 @@
 // (as 0 x NaN) if a query of the same warp sees a key of that KV tile: less far than in decode.cuh,
 // which reads all of the row's tokens for each unit.
 //
+// Pages of layout vllm5d (template argument PAGES; page_size a multiple of 8): 16 bytes of a page
+// are 8 dimensions of a token of K, which go to the same place in the stage, or 8 tokens of a
+// dimension of V, which is kept transposed and read by ldmatrix without .trans. Of such 8 tokens
+// some may not exist, at the two ends of what the unit sees: the thread that copied them sets those
+// to zero between its wait and the barrier, so that the products cost no mask.
+//
 // Shared memory: (rows + 4 x tokens) x head_dim x 2 bytes + 1 KiB: 97 KiB for head_dim 128 and 256,
 // so two CTAs per multiprocessor of 228 KiB, and one of 100 KiB. Bound by the tensor cores' rate
 // for mma.sync, above head_dim 128 by shared memory; docs/kernels/prefill.md has the arithmetic.
@@ -66,6 +72,7 @@ struct PrefillShared {
   int64_t offsets[kPrefillStages * TOKENS];  // in the pool, bytes; -1: no such token
   uint32_t token_masks[kMaskSlots * TOKENS / kWarpLanes];
   uint32_t ticket;
+  int64_t v_offsets[kPrefillStages * TOKENS / 8];  // vllm5d: of V, by 8 tokens; offsets are of K
 };
 
 template <int HEAD_DIM>
@@ -94,6 +101,12 @@ struct PrefillTraits {
                                                             int32_t half) {
     if (!Row::kSwizzled) return row * Row::kRowBytes + half * 16 + step * 32;
     return row * Row::kRowBytes + ((half ^ (row & 7)) ^ step % 4 * 2) * 16 + step / 4 * 128;
+  }
+
+  // Where V is stored transposed (vllm5d): a row is one dimension of a tile's tokens, 128 or 64
+  // bytes. The chunks of 8 rows that ldmatrix reads at once lie in different bank groups.
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t TransposedOffset(int32_t dim, int32_t chunk) {
+    return dim * kTokens * 2 + (chunk ^ (kTokens == 64 ? dim & 7 : dim >> 1 & 3)) * 16;
   }
 
   template <typename T>
@@ -159,11 +172,12 @@ JAX_PAGED_DEVICE int32_t OpaqueThread() {
 
 // Brings a unit's K and V into the stages, with all threads. Keeps little, since registers are
 // short: what is needed once per tile is worked out once per tile.
-template <int HEAD_DIM>
+template <int HEAD_DIM, PageKind PAGES>
 class PrefillLoader {
  public:
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
+  static constexpr bool kIsVllm5d = PAGES == PageKind::kVllm5d;
 
   // `num_keys`: tokens that the unit's last row sees.
   JAX_PAGED_DEVICE explicit PrefillLoader(int32_t num_keys) : num_keys_(num_keys) {}
@@ -172,13 +186,18 @@ class PrefillLoader {
     return tile < (num_keys_ + Traits::kTokens - 1) / Traits::kTokens;
   }
 
-  // Thread t reads the page id of token t of `tile`.
+  // Thread t reads the page id of token t of `tile`; kVllm5d: also if only another of the 8 tokens
+  // around it is wanted.
   JAX_PAGED_DEVICE void Find(const AttentionArgs& args, int32_t tile) {
     page_id_ = -1;
     if (prim::ThreadIndex() >= Traits::kTokens || !HasTile(tile)) return;
     const int32_t token = tile * Traits::kTokens + prim::ThreadIndex();
     const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-    if (token < unit.first_key || token >= num_keys_) return;
+    if constexpr (kIsVllm5d) {
+      if ((token | 7) < unit.first_key || token / 8 * 8 >= num_keys_) return;
+    } else {
+      if (token < unit.first_key || token >= num_keys_) return;
+    }
     page_id_ = prim::LoadConst(args.page_table +
                                (unit.row * args.pages_per_seq + args.by_page_size(token)));
   }
@@ -188,38 +207,54 @@ class PrefillLoader {
     const int32_t thread = OpaqueThread();
     if (thread >= Traits::kTokens) return;
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
+    bool has_token = has_page;
     int64_t offset = -1;
+    int64_t v_offset = -1;
     if (has_page) {
       const int32_t token = tile * Traits::kTokens + thread;
       const int32_t slot = token - args.by_page_size(token) * args.page_size;
       const int32_t kv_head = LoadUnit<HEAD_DIM>().rows.kv_head;
       offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head, slot);
+      if constexpr (kIsVllm5d) {
+        v_offset =
+            LayerOffset(args, args.v_strides) + args.v_strides.Offset(page_id_, kv_head, slot);
+        has_token = token >= LoadUnit<HEAD_DIM>().first_key && token < num_keys_;
+        if (!has_token) offset = -1;
+      }
     }
     prim::Store(Offsets(tile) + thread, offset);
-    const uint32_t mask = prim::Ballot(has_page);
+    if (kIsVllm5d && thread % 8 == 0) prim::Store(ValueOffsets(tile) + thread / 8, v_offset);
+    const uint32_t mask = prim::Ballot(has_token);
     if (thread % kWarpLanes == 0) prim::Store(TokenMasks(tile) + thread / kWarpLanes, mask);
   }
 
   // Starts the copies of `tile`, which was published before the last barrier.
   JAX_PAGED_DEVICE static void Issue(const AttentionArgs& args, int32_t tile) {
-    const int32_t thread = OpaqueThread();
     const Shared<char> k_tile = KTile(tile);
     const Shared<char> v_tile = VTile(tile);
-    int64_t offsets[Traits::kLoads];
-    JAX_PAGED_UNROLL
-    for (int32_t i = 0; i < Traits::kLoads; ++i) {
-      offsets[i] = prim::Load(Offsets(tile) + CopiedRow(thread, i));
-    }
-    JAX_PAGED_UNROLL
-    for (int32_t i = 0; i < Traits::kLoads; ++i) {
-      const int32_t row = CopiedRow(thread, i);
-      const int32_t chunk = (i * kAttentionThreads + thread) % Row::kRowChunks;
-      const bool valid = offsets[i] >= 0;
-      const int64_t source = (valid ? offsets[i] : 0) + chunk * 16;
-      prim::CpAsync16(k_tile + Row::Offset(row, chunk), args.k_pages + source, valid);
-      prim::CpAsync16(v_tile + Row::Offset(row, chunk), args.v_pages + source, valid);
+    if constexpr (kIsVllm5d) {
+      CopyAtoms(args, tile, k_tile, v_tile);
+    } else {
+      CopyRows(args, tile, k_tile, v_tile);
     }
     prim::CpAsyncCommit();
+  }
+
+  // kVllm5d. Between the wait for the copies of `tile` and the barrier: of V that this thread has
+  // copied, sets tokens to zero that do not exist, since 0 x NaN is NaN.
+  JAX_PAGED_DEVICE static void ClearMissing(int32_t tile) {
+    const int32_t thread = OpaqueThread();
+    const int32_t eight = thread % kEights;
+    const uint32_t mask = prim::Load(TokenMasks(tile) + eight / 4) >> eight % 4 * 8 & 0xffu;
+    if (mask == 0xffu) return;
+    JAX_PAGED_NO_UNROLL
+    for (int32_t dim = thread / kEights; dim < HEAD_DIM; dim += kDimStep) {
+      const Shared<Word4> atom =
+          (VTile(tile) + Traits::TransposedOffset(dim, eight)).template As<Word4>();
+      const Word4 x = prim::Load(atom);
+      prim::Store(atom, Word4{x.x & PairMask(mask, 0), x.y & PairMask(mask, 2),
+                              x.z & PairMask(mask, 4), x.w & PairMask(mask, 6)});
+    }
   }
 
   JAX_PAGED_DEVICE static Shared<char> KTile(int32_t tile) {
@@ -236,6 +271,61 @@ class PrefillLoader {
   }
 
  private:
+  // kVllm5d, where all threads together copy so many chunks of a tile's tokens at a time, or so
+  // many dimensions.
+  static constexpr int32_t kEights = Traits::kTokens / 8;  // 16 bytes of V are 8 tokens
+  static constexpr int32_t kChunkStep = kAttentionThreads / Traits::kTokens;
+  static constexpr int32_t kDimStep = kAttentionThreads / kEights;
+
+  JAX_PAGED_DEVICE static void CopyRows(const AttentionArgs& args, int32_t tile,
+                                        Shared<char> k_tile, Shared<char> v_tile) {
+    const int32_t thread = OpaqueThread();
+    int64_t offsets[Traits::kLoads];
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      offsets[i] = prim::Load(Offsets(tile) + CopiedRow(thread, i));
+    }
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      const int32_t row = CopiedRow(thread, i);
+      const int32_t chunk = (i * kAttentionThreads + thread) % Row::kRowChunks;
+      const bool valid = offsets[i] >= 0;
+      const int64_t source = (valid ? offsets[i] : 0) + chunk * 16;
+      prim::CpAsync16(k_tile + Row::Offset(row, chunk), args.k_pages + source, valid);
+      prim::CpAsync16(v_tile + Row::Offset(row, chunk), args.v_pages + source, valid);
+    }
+  }
+
+  // kVllm5d. Thread t copies chunks t / kTokens, ... of token t % kTokens of K, and the 8 tokens
+  // from t % kEights * 8 of dimensions t / kEights, ... of V: what lies side by side in a page goes
+  // to lanes side by side.
+  JAX_PAGED_DEVICE static void CopyAtoms(const AttentionArgs& args, int32_t tile,
+                                         Shared<char> k_tile, Shared<char> v_tile) {
+    const int32_t thread = OpaqueThread();
+    const int32_t token = thread % Traits::kTokens;
+    const int32_t chunk = thread / Traits::kTokens;
+    const int32_t eight = thread % kEights;
+    const int32_t dim = thread / kEights;
+    const int64_t k_offset = prim::Load(Offsets(tile) + token);
+    const int64_t v_offset = prim::Load(ValueOffsets(tile) + eight);
+    const bool has_token = k_offset >= 0;
+    const bool has_atom = v_offset >= 0;
+    const Global<const char> k_from =
+        args.k_pages + (has_token ? k_offset + chunk * args.k_strides.atom : 0);
+    const Global<const char> v_from =
+        args.v_pages + (has_atom ? v_offset + dim * args.v_strides.atom : 0);
+    // Within a page and head 32 bits address an atom (MakeArgs checks it).
+    const int32_t k_step = static_cast<int32_t>(args.k_strides.atom) * kChunkStep;
+    const int32_t v_step = static_cast<int32_t>(args.v_strides.atom) * kDimStep;
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      prim::CpAsync16(k_tile + Row::Offset(token, chunk + i * kChunkStep), k_from + i * k_step,
+                      has_token);
+      prim::CpAsync16(v_tile + Traits::TransposedOffset(dim + i * kDimStep, eight),
+                      v_from + i * v_step, has_atom);
+    }
+  }
+
   // Of the i-th chunk that a thread copies; the first form shows the compiler constant distances.
   JAX_PAGED_DEVICE static int32_t CopiedRow(int32_t thread, int32_t i) {
     return kAttentionThreads % Row::kRowChunks == 0
@@ -246,6 +336,10 @@ class PrefillLoader {
   JAX_PAGED_DEVICE static Shared<int64_t> Offsets(int32_t tile) {
     return Traits::template Field<int64_t>(offsetof(typename Traits::State, offsets)) +
            tile % kPrefillStages * Traits::kTokens;
+  }
+  JAX_PAGED_DEVICE static Shared<int64_t> ValueOffsets(int32_t tile) {
+    return Traits::template Field<int64_t>(offsetof(typename Traits::State, v_offsets)) +
+           tile % kPrefillStages * kEights;
   }
 
   int32_t num_keys_;
@@ -452,7 +546,7 @@ JAX_PAGED_DEVICE void PrefillSoftmax(
 
 // O += P V. The C layout of S is the A layout of P. l sums the unrounded weights: rounding is
 // unbiased.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 JAX_PAGED_DEVICE void PrefillValues(
     Shared<char> v_tile,
     const float (&p)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4],
@@ -473,7 +567,13 @@ JAX_PAGED_DEVICE void PrefillValues(
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {
       uint32_t b[4];  // dimensions 0-7 and 8-15 of the step, each tokens 0-7 and 8-15
-      prim::LoadMatrixTransposed(b, v_tile + Traits::StepOffset(k * 16 + lane % 16, n, lane / 16));
+      if constexpr (PAGES == PageKind::kVllm5d) {
+        const int32_t dim = n * 16 + lane % 8 + lane / 16 * 8;
+        prim::LoadMatrix(b, v_tile + Traits::TransposedOffset(dim, 2 * k + lane / 8 % 2));
+      } else {
+        prim::LoadMatrixTransposed(b,
+                                   v_tile + Traits::StepOffset(k * 16 + lane % 16, n, lane / 16));
+      }
       JAX_PAGED_UNROLL
       for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
         prim::Mma<T>(state->o[r][2 * n], a[r], b[0], b[1]);
@@ -608,10 +708,10 @@ JAX_PAGED_DEVICE void FinishPrefill(const AttentionArgs& args,
 
 // The unit in shared memory, and the ticket for the next. Returns with the stages and the look-ups
 // still being read by other warps.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> ticket) {
   using Traits = PrefillTraits<HEAD_DIM>;
-  using Loader = PrefillLoader<HEAD_DIM>;
+  using Loader = PrefillLoader<HEAD_DIM, PAGES>;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
   const Shared<WarpKeys> warp_keys =
       Traits::template Field<WarpKeys>(offsetof(typename Traits::State, warp_keys)) +
@@ -635,6 +735,7 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
   JAX_PAGED_NO_UNROLL
   for (int32_t tile = first_tile; loader.HasTile(tile); ++tile) {
     prim::CpAsyncWait(0);
+    if constexpr (Loader::kIsVllm5d) Loader::ClearMissing(tile);
     // The tile and the look-ups of the next one are there (and the queries); the stage and the
     // look-ups of the tile before have been read.
     prim::SyncThreads();
@@ -656,14 +757,14 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
         PrefillMask<HEAD_DIM>(args, Loader::TokenMasks(tile), first_token, s);
       }
       PrefillSoftmax<HEAD_DIM>(scale.factor, s, &state);
-      PrefillValues<T, HEAD_DIM>(Loader::VTile(tile), s, &state);
+      PrefillValues<T, HEAD_DIM, PAGES>(Loader::VTile(tile), s, &state);
     }
     loader.Publish(args, tile + 2);
   }
   FinishPrefill<T, HEAD_DIM>(args, state);
 }
 
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 JAX_PAGED_DEVICE void PrefillCta(const AttentionArgs& args) {
   using Traits = PrefillTraits<HEAD_DIM>;
   const Shared<PrefillUnit> unit =
@@ -680,7 +781,7 @@ JAX_PAGED_DEVICE void PrefillCta(const AttentionArgs& args) {
       if (prim::LaneIndex() == 0) prim::Store(unit, found);
     }
     prim::SyncThreads();  // the unit; the last ticket has been read
-    PrefillTiles<T, HEAD_DIM>(args, ticket);
+    PrefillTiles<T, HEAD_DIM, PAGES>(args, ticket);
     prim::SyncThreads();  // the ticket; unit, stages and look-ups may be overwritten
     index = prim::GridSize() + static_cast<int32_t>(prim::Load(ticket));
   }

@@ -61,11 +61,11 @@ bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
 }
 
 // Whether the shapes of a call leave room for a row with more packed rows than the decode kernel
-// takes at once (plan.cuh). If not, or if the pages are not rows of 16-bit elements, or with pinned
-// tokens, the prefill kernel is not launched.
+// takes at once (plan.cuh). If not, or if the pages are 8-bit, or with pinned tokens, the prefill
+// kernel is not launched.
 inline bool MayPrefill(const AttentionArgs& args) {
-  return args.layout != Layout::kVllm5d && !IsEightBit(args.kv_dtype) && !args.num_pinned &&
-         args.num_tokens > 1 && int64_t{args.num_tokens} * args.group_size > kTileRows;
+  return !IsEightBit(args.kv_dtype) && !args.num_pinned && args.num_tokens > 1 &&
+         int64_t{args.num_tokens} * args.group_size > kTileRows;
 }
 
 // Packed rows of a prefill unit: 32 per warp, or 16 where O of 32 rows would not fit in registers.

@@ -1,4 +1,5 @@
-// Sizes of the decode kernel and the layout of its shared memory.
+// Sizes of the decode kernel and the layout of its shared memory, of which prefill.cuh takes how a
+// row of Q, K or V lies there.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_TRAITS_H_
 #define JAX_PAGED_CUDA_ATTENTION_TRAITS_H_
@@ -69,6 +70,12 @@ struct DecodeTraits {
            (kSharedQueries ? kTileRows * kRowBytes : 0);
   }
 };
+
+// The bits of two 16-bit elements that stand for tokens `token` and `token` + 1: all, of those in
+// the mask.
+JAX_PAGED_DEVICE uint32_t PairMask(uint32_t token_mask, int32_t token) {
+  return (token_mask >> token & 1) * 0xffffu | (token_mask >> (token + 1) & 1) * 0xffff0000u;
+}
 
 }  // namespace jax_paged::cuda
 

@@ -27,8 +27,10 @@ AttentionKernels TensorCoreKernels(const cuda::AttentionArgs& args,
         kernels.decode = {cuda::DecodeCta<T, head_dim.value, pages.value>,
                           Decode::SharedBytes(args.stages)};
       }
+      if constexpr (pages.value != cuda::PageKind::kEightBit) {
+        kernels.prefill = {cuda::PrefillCta<T, head_dim.value, pages.value>, Prefill::kSharedBytes};
+      }
     });
-    kernels.prefill = {cuda::PrefillCta<T, head_dim.value>, Prefill::kSharedBytes};
   });
   return kernels;
 }
