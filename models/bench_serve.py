@@ -16,6 +16,7 @@ from jax_paged.pages import pages_for
 from .engine import Engine
 from .generate import PAGE_SIZE, check_count
 from .request import Request
+from .speculate import RULES
 from .weights import load_checkpoint
 
 DESCRIPTION = (
@@ -33,7 +34,7 @@ _COUNTS = (  # name, default, least, what it is
     ("seed", 0, 0, "of the trace"),
     ("max-seqs", 16, 1, "requests that run at once"),
     ("max-tokens", 256, 1, "tokens of a step"),
-    ("drafts", 0, 0, "guesses per row and step, by n-gram look-up"),
+    ("drafts", 0, 0, "guesses per row and step, by n-gram look-up or --draft-model"),
 )
 
 
@@ -155,6 +156,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"pages of {PAGE_SIZE} tokens in the pool (default: enough for max-seqs requests)",
     )  # fmt: skip
     parser.add_argument(
+        "--draft-model", metavar="PATH", help="a smaller model that makes the --drafts"
+    )
+    parser.add_argument(
+        "--draft-rule", choices=RULES, default=RULES[0],
+        help=f"which of its guesses are kept (default {RULES[0]}: tokens stay the same)",
+    )  # fmt: skip
+    parser.add_argument(
         "--swap-pages", type=int, metavar="N",
         help="host memory for the pages of preempted requests (default: none, they compute anew)",
     )  # fmt: skip
@@ -186,9 +194,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--plot: matplotlib is not installed: pip install 'jax_paged[plot]'")
     if options.one_by_one:
         options.max_seqs, options.no_prefix_cache = 1, True
-    model, config, _ = load_checkpoint(
-        options.model, options.dtype, weight_dtype=options.weight_dtype
-    )
+    weights = {"weight_dtype": options.weight_dtype}
+    model, config, _ = load_checkpoint(options.model, options.dtype, **weights)
+    drafter = None
+    if options.draft_model is not None:
+        drafter, _, _ = load_checkpoint(options.draft_model, options.dtype, **weights)
     if options.new_tokens >= config.context_length:
         most = config.context_length - 1
         raise ValueError(f"new-tokens: expected at most {most}, got {options.new_tokens}")
@@ -209,6 +219,8 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=max(options.max_tokens, options.max_seqs * (1 + options.drafts)),
         prefix_cache=not options.no_prefix_cache,
         max_drafts=options.drafts,
+        draft_model=drafter,
+        draft_rule=options.draft_rule,
         kv_dtype=options.kv_dtype,
         preemption="recompute" if options.swap_pages is None else "swap",
         swap_pages=options.swap_pages,

@@ -30,7 +30,7 @@ from .prefix_cache import CacheCounts, PrefixCache
 from .request import OnTokens, Request, Sampling
 from .sample import Sampler
 from .scheduler import Feed, Scheduler
-from .speculate import look_up
+from .speculate import RULES, look_up
 from .steps import chunk_size
 from .swap import Swapper, chunk_pages
 
@@ -49,8 +49,13 @@ class Engine:
       max_tokens: most tokens of a step, at least max_seqs · (1 + max_drafts): prompts are fed in
         chunks that fill a step up.
       prefix_cache: whether full pages are kept and found again by requests that start alike.
-      max_drafts: guesses per row and step, looked up in the request's own text (`speculate`); the
-        engine then waits for each step, because it guesses from the tokens that came out of it.
+      max_drafts: guesses per row and step (`speculate`), looked up in the request's own text unless
+        there is a draft model; the engine then waits for each step, because it guesses from the
+        tokens that came out of it.
+      draft_model: a smaller `Decoder` with the same vocabulary, which makes the guesses. Its K and
+        V have pages of their own, under the same page ids.
+      draft_rule: which of a draft model's guesses are kept: "same_noise" (tokens are those without
+        drafts) or "rejection" (keeps more; drawn tokens have the same distribution).
       ahead: steps that are dispatched before the oldest is read back; None = 1, without drafts.
       kv_dtype: of K and V, as for `generate`.
       preemption: what becomes of a request that has to make room: "recompute" (it computes its K
@@ -74,6 +79,8 @@ class Engine:
         max_tokens: int = 256,
         prefix_cache: bool = True,
         max_drafts: int = 0,
+        draft_model: Decoder | None = None,
+        draft_rule: str = "same_noise",
         ahead: int | None = None,
         kv_dtype: str = "auto",
         preemption: str = "recompute",
@@ -88,6 +95,11 @@ class Engine:
         ahead = int(max_drafts == 0) if ahead is None else ahead
         check_count("ahead", ahead, 0)
         expect(not (ahead and max_drafts), "ahead", "0 with max_drafts", ahead)
+        check_choice("draft_rule", draft_rule, RULES)
+        if draft_model is not None:
+            expect(max_drafts > 0, "max_drafts", "at least 1 with a draft model", max_drafts)
+            have, want = draft_model.config.vocab_size, model.config.vocab_size
+            expect(have == want, "draft_model", f"a vocab_size of {want}", have)
         check_choice("preemption", preemption, ("recompute", "swap"))
         swaps = preemption == "swap"
         expect(swaps or swap_pages is None, "swap_pages", "None without swapping", swap_pages)
@@ -99,12 +111,17 @@ class Engine:
             pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
         self.config, self.max_drafts, self.ahead = model.config, max_drafts, ahead
         self._graph, self._params = nnx.split(model)
-        state = create_state(
-            model, num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
-            page_size=page_size, kv_dtype=kv_dtype,
-        )  # fmt: skip
+        sizes = {
+            "num_pages": num_pages, "max_seqs": max_seqs, "pages_per_seq": pages_per_seq,
+            "page_size": page_size, "kv_dtype": kv_dtype,
+        }  # fmt: skip
+        state, drafter = create_state(model, **sizes), None
+        self._drafter, self._drafter_params, self._draft_rule = None, None, draft_rule
+        if draft_model is not None:
+            drafter = create_state(draft_model, **sizes)
+            self._drafter, self._drafter_params = nnx.split(draft_model)
         table = state.table
-        self._device = Device.create(state)
+        self._device = Device.create(state, drafter)
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         salt = repr((model.config, *dtypes, state.layout))
         self._cache = PrefixCache(num_pages, page_size, salt) if prefix_cache else None
@@ -305,12 +322,15 @@ class Engine:
             for size in self._sizes:
                 plan = StepPlan.create(max_seqs, size)
                 self._steps[size] = step.lower(
-                    self._graph, self._params, self._device, plan, max_drafts=self.max_drafts
-                ).compile()
+                    self._graph, self._params, self._device, plan, self._drafter_params,
+                    max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
+                ).compile()  # fmt: skip
                 bar.update()
         self.compile_seconds = time.perf_counter() - start
 
     def _draft(self, request: Request, most: int) -> list[int]:
+        if self._drafter is not None:
+            return [0] * most  # the device will tell which
         return look_up(request.known(0, request.num_known), most)
 
     def _keep(self) -> None:
@@ -343,7 +363,9 @@ class Engine:
         num_tokens = sum(feed.num_tokens for feed in feeds)
         size = next(size for size in self._sizes if size >= num_tokens)
         plan = _plan(feeds, self._nothing.release_rows.shape[0], size)
-        self._device, out = self._steps[size](self._params, self._device, plan)
+        self._device, out = self._steps[size](
+            self._params, self._device, plan, self._drafter_params
+        )
         self._scheduler.dispatched(feeds)
         self._flying.append((out, feeds))
         self.num_steps += 1

@@ -21,6 +21,7 @@ from jax_paged.pages import PageTable
 from jax_paged.state import KVState
 
 from .sample import RowSamplers
+from .speculate import propose, reject
 
 FAILED = -2  # in place of a token: a verb refused what the host had planned
 
@@ -34,11 +35,15 @@ class Device:
     last: jax.Array  # i32[max_seqs], the token that each row drew last
     entry_pages: jax.Array  # i32[num_pages], the page of each cache entry
     failed: jax.Array  # bool[]
+    drafter: KVState | None = None  # a draft model's pages, under the page ids of the same table
 
     @staticmethod
-    def create(state: KVState) -> "Device":
-        """Takes an empty state over."""
+    def create(state: KVState, drafter: KVState | None = None) -> "Device":
+        """Takes empty states over; of the draft model's only the pages."""
+        if drafter is not None:
+            drafter = dataclasses.replace(drafter, table=None)
         return Device(
+            drafter=drafter,
             state=state,
             last=jnp.zeros(state.table.max_seqs, jnp.int32),
             entry_pages=jnp.full(state.table.num_pages, -1, jnp.int32),
@@ -149,18 +154,23 @@ class StepPlan:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_drafts"), donate_argnames="device")
+@functools.partial(
+    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule"), donate_argnames="device"
+)
 def step(
-    graph: Any, params: Any, device: Device, plan: StepPlan, *, max_drafts: int
-) -> tuple[Device, jax.Array]:
+    graph: Any, params: Any, device: Device, plan: StepPlan, drafter_params: Any = None, *,
+    max_drafts: int, drafter: Any = None, rule: str = "same_noise",
+) -> tuple[Device, jax.Array]:  # fmt: skip
     """Feeds the tokens of a plan to the model and draws the next ones.
 
-    A row with drafts draws at the token before them and at each of them, and keeps its draws up to
-    the first that differs from the draft behind it; the drafts from there on are cut off again. A
-    draw never depends on the drafts, so the tokens are those that a row without drafts gets. For a
-    guess that is certain (probability 1) this is the rejection rule of speculative sampling: the
-    draft is kept with the probability that the model gives it, else the token comes from what the
-    model leaves for the others.
+    A row with drafts draws at the token before them and at each of them. With "same_noise" it keeps
+    its draws up to the first that differs from the draft behind it: a draw never depends on the
+    drafts, so the tokens are those that a row without drafts gets. "rejection" is
+    `speculate.reject`. The drafts that are not kept are cut off again.
+
+    Args:
+      drafter, drafter_params: a draft model, which makes the drafts (the plan then has their number
+        only) and is fed all that the model is fed; None = the drafts are in the plan.
 
     Returns:
       (device, tokens i32[max_seqs, max_drafts + 1]): the new tokens of each row, then -1; all
@@ -170,28 +180,50 @@ def step(
     num_rows, size = device.last.shape[0], plan.tokens.shape[0]
     rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
     as_planned = (rows == -1) | (state.table.seq_lens == plan.lengths)
-    table, reserved = pages.reserve(state.table, rows, plan.q_lens)
-    table, batch, stepped = pages.step_batch(table, rows, plan.q_lens, num_tokens=size)
+    roomy, reserved = pages.reserve(state.table, rows, plan.q_lens)
+    table, batch, stepped = pages.step_batch(roomy, rows, plan.q_lens, num_tokens=size)
+    statuses = [reserved, stepped]
     first = jnp.where(plan.feeds_last, batch.cu_q_lens[:-1], size)
     tokens = jnp.asarray(plan.tokens).at[first].set(device.last, mode="drop")
 
     column = jnp.arange(max_drafts + 1, dtype=jnp.int32)[None, :]
     number = (batch.cu_q_lens[1:] - 1 - plan.num_drafts)[:, None] + column
     number = jnp.clip(number, 0, size - 1)  # flat, of the tokens whose successors are drawn
+    is_draft = column[:, 1:] <= plan.num_drafts[:, None]
+    num_drafts, made = jnp.asarray(plan.num_drafts), jnp.asarray(plan.made)
+    pool, drafts, refused = device.drafter, None, jnp.zeros((), jnp.bool_)
+    if pool is not None:
+        pool, drafts, refused = propose(
+            drafter, drafter_params, dataclasses.replace(pool, table=roomy), tokens[number[:, 0]],
+            num_drafts, made, plan.samplers, max_drafts=max_drafts, rule=rule,
+        )  # fmt: skip
+        at = jnp.where(is_draft, number[:, 1:], size)
+        tokens = tokens.at[at].set(drafts.tokens, mode="drop")
+        nothing = jnp.zeros(1, jnp.int32)
+        _, pool = nnx.merge(drafter, drafter_params)(tokens, batch, pool, logit_rows=nothing)
+        pool = dataclasses.replace(pool, table=None)
+
     state = dataclasses.replace(state, table=table)
     logits, state = nnx.merge(graph, params)(tokens, batch, state, logit_rows=number.ravel())
     samplers = jax.tree.map(lambda x: jnp.repeat(x, max_drafts + 1), plan.samplers)
     drawn = samplers(logits, (plan.made[:, None] + column).ravel()).reshape(number.shape)
-
-    agrees = (drawn[:, :-1] == tokens[number[:, 1:]]) & (column[:, 1:] <= plan.num_drafts[:, None])
+    agrees = (drawn[:, :-1] == tokens[number[:, 1:]]) & is_draft
     kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    table, statuses = state.table, [reserved, stepped]
+    if drafts is not None and rule == "rejection":
+        p = samplers.probabilities(logits).reshape(*number.shape, -1)
+        kept, instead = reject(p, drafts, num_drafts, made, plan.samplers)
+        behind = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
+        instead = jnp.where(kept < num_drafts, instead, behind)[:, None]
+        proposed = jnp.concatenate([drafts.tokens, instead], axis=1)
+        drawn = jnp.where(column < kept[:, None], proposed, instead)
+
+    table = state.table
     if max_drafts > 0:
         wrong = plan.num_drafts - kept
         # The pages of drafts are the row's own, so there is nothing to copy.
         table, _, status = pages.truncate(table, jnp.where(wrong > 0, rows, -1), wrong)
         statuses.append(status)
-    failed = device.failed | jnp.any(jnp.stack(statuses) != 0) | ~jnp.all(as_planned)
+    failed = device.failed | jnp.any(jnp.stack(statuses) != 0) | ~jnp.all(as_planned) | refused
     new = jnp.where((column <= kept[:, None]) & plan.draws[:, None], drawn, -1)
     newest = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
     device = dataclasses.replace(
@@ -199,5 +231,6 @@ def step(
         state=dataclasses.replace(state, table=table),
         last=jnp.where(plan.draws, newest, device.last),
         failed=failed,
+        drafter=pool,
     )
     return device, jnp.where(failed, jnp.int32(FAILED), new)

@@ -135,20 +135,55 @@ class RowSamplers:
         )
         return jnp.where(greedy, likeliest, drawn)
 
-    def _draw(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
-        tiny = jnp.finfo(jnp.float32).tiny
-        logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-        logits = logits / jnp.maximum(self.temperature, tiny)[:, None]
-        keys = jax.vmap(lambda *row: _fold(jax.random.key(row[0]), *row[1:]))(
+    def keys(self, positions: Int[Array, "rows"]) -> jax.Array:
+        """The typed PRNG key of each row's draw: that of its seed, place and position."""
+        return jax.vmap(lambda *row: _fold(jax.random.key(row[0]), *row[1:]))(
             self.seed, self.place, positions
         )
-        cut = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
+
+    def probabilities(
+        self, logits: Float[Array, "rows vocab_size"]
+    ) -> Float[Array, "rows vocab_size"]:
+        """What each row draws from, f32: all on the first of the largest where it is greedy."""
+        size = logits.shape[-1]
+        chosen = jax.nn.one_hot(jnp.argmax(logits, axis=-1), size, dtype=jnp.float32)
+        logits = self._scaled(logits.astype(jnp.float32))
+
+        def cut_off(logits):
+            kept, ids = self._kept(logits)
+            rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+            return jnp.full_like(logits, -jnp.inf).at[rows, ids].set(kept)
+
+        cut = self._is_cut()
+        left = jax.lax.cond(jnp.any(cut), cut_off, lambda logits: logits, logits)
+        left = jnp.where(cut[:, None], left, logits)
+        greedy = jnp.asarray(self.temperature)[:, None] <= 0
+        return jnp.where(greedy, chosen, jax.nn.softmax(left, axis=-1))
+
+    def _scaled(self, logits: jax.Array) -> jax.Array:
+        tiny = jnp.finfo(jnp.float32).tiny
+        logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+        return logits / jnp.maximum(self.temperature, tiny)[:, None]
+
+    def _is_cut(self) -> jax.Array:
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
+
+    def _draw(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
+        logits, keys, cut = self._scaled(logits), self.keys(positions), self._is_cut()
         free = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
         return jax.lax.cond(jnp.any(cut), self._draw_cut, lambda *_: free, logits, keys, cut, free)
 
     def _draw_cut(
         self, logits: jax.Array, keys: jax.Array, cut: jax.Array, free: jax.Array
     ) -> jax.Array:
+        logits, ids = self._kept(logits)
+        # The noise of a candidate depends on its place in the order, not on how many there are.
+        choice = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        drawn = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
+        return jnp.where(cut, drawn, free)
+
+    def _kept(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Scaled logits in descending order, −inf where cut off, and their tokens."""
         size = logits.shape[-1]
         logits, ids = jax.lax.top_k(logits, size)
         order = jnp.arange(size, dtype=jnp.int32)[None, :]
@@ -157,11 +192,7 @@ class RowSamplers:
         weights = jax.nn.softmax(logits, axis=-1)
         before = jnp.cumsum(weights, axis=-1, dtype=jnp.float32) - weights
         nucleus = (before < self.top_p[:, None]) | (order == 0) | (self.top_p >= 1)[:, None]
-        logits = jnp.where(nucleus, logits, -jnp.inf)
-        # The noise of a candidate depends on its place in the order, not on how many there are.
-        choice = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-        drawn = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
-        return jnp.where(cut, drawn, free)
+        return jnp.where(nucleus, logits, -jnp.inf), ids
 
 
 def _fold(key: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:

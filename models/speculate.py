@@ -1,16 +1,41 @@
-"""Drafts for speculative decoding: what followed the last time, by n-gram look-up.
+"""Drafts for speculative decoding: by n-gram look-up or a draft model, and which are kept.
 
 Text often repeats itself: code, summaries, answers that quote the question. The tokens that
-followed the present n-gram where it stood before are a guess that costs nothing; the engine feeds
-it together with the last token and keeps what the model agrees with (`engine_step.step`). The idea
-is prompt look-up decoding (Saxena, 2023).
+followed the present n-gram where it stood before are a guess that costs nothing (`look_up`; prompt
+look-up decoding, Saxena, 2023). A smaller model guesses better, for its price (`propose`). The
+engine feeds drafts together with the last token and keeps what its rule accepts.
+
+Two rules leave the distribution of the tokens as it is:
+
+- "same_noise": the model draws at every place as it would without drafts; draws are kept up to the
+  first that differs from the draft. So the tokens *are* those without drafts. A draft model draws
+  with the noise that the model will use there, so that both tend to agree (drafter-invariant
+  speculative decoding, Daliri et al., 2024). For a guess that is certain, which is what look-up
+  makes, this is the rejection rule below with q = 1.
+- "rejection": a draft d that was drawn from q is kept with probability min(1, p(d) / q(d)); the
+  first that is not is replaced by a draw from what is left, max(p − q, 0) over its sum (Leviathan
+  et al., Chen et al., 2023). It keeps the most that any rule can; which tokens are drawn depends on
+  where drafts begin.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
+from jax_paged import pages
+from jax_paged.state import KVState
+
+from .sample import RowSamplers
+
+RULES = ("same_noise", "rejection")
 LONGEST, SHORTEST = 3, 1  # n-grams that are looked up
+_ACCEPT, _REPLACE, _DRAFT = 1, 2, 3  # folded into a place's key: independent noise for each
 
 
 def look_up(tokens: Sequence[int], most: int) -> list[int]:
@@ -29,3 +54,113 @@ def look_up(tokens: Sequence[int], most: int) -> list[int]:
             start = int(places[-1]) + size
             return text[start : start + most].tolist()
     return []
+
+
+class Drafts(NamedTuple):
+    """What a draft model has proposed for each row."""
+
+    tokens: jax.Array  # i32[rows, max_drafts]
+    probabilities: jax.Array | None  # f32[rows, max_drafts, vocab_size] with "rejection"
+
+
+def propose(
+    graph: Any,
+    params: Any,
+    state: KVState,
+    first: jax.Array,
+    num_drafts: jax.Array,
+    made: jax.Array,
+    samplers: RowSamplers,
+    *,
+    max_drafts: int,
+    rule: str,
+) -> tuple[KVState, Drafts, jax.Array]:
+    """Continues each row by num_drafts[i] tokens of a draft model, behind the token first[i].
+
+    Args:
+      graph, params: the draft model.
+      state: its pages and the rows, which have room for the tokens; the table that comes back is
+        this one: rows are as long as before.
+      made: i32[rows], the position of the first draw.
+
+    Returns:
+      (state, drafts, bool[]: a verb refused).
+    """
+    model, table = nnx.merge(graph, params), state.table
+    size, vocab_size = first.shape[0], model.config.vocab_size
+    number = jnp.arange(size, dtype=jnp.int32)
+    rejects = rule == "rejection"
+
+    def one(carry):
+        place, state, token, drafts, failed = carry
+        live = num_drafts > place
+        table, batch, status = pages.step_batch(state.table, jnp.where(live, number, -1), 1)
+        at = jnp.where(live, batch.cu_q_lens[:-1], size)
+        flat = jnp.zeros(size, jnp.int32).at[at].set(token, mode="drop")
+        state = dataclasses.replace(state, table=table)
+        logits, state = model(flat, batch, state, logit_rows=batch.cu_q_lens[:-1])
+        probabilities = drafts.probabilities
+        if rejects:
+            given = samplers.probabilities(logits)
+            token = _draw(_keys(samplers, made + place, _DRAFT), given)
+            probabilities = probabilities.at[:, place].set(given)
+        else:
+            token = samplers(logits, made + place)
+        drafts = Drafts(drafts.tokens.at[:, place].set(token), probabilities)
+        return place + 1, state, token, drafts, failed | jnp.any(status != 0)
+
+    none = Drafts(
+        jnp.zeros((size, max_drafts), jnp.int32),
+        jnp.zeros((size, max_drafts, vocab_size), jnp.float32) if rejects else None,
+    )
+    start = (jnp.int32(0), state, first, none, jnp.zeros((), jnp.bool_))
+    most = jnp.max(num_drafts)
+    _, state, _, drafts, failed = jax.lax.while_loop(lambda carry: carry[0] < most, one, start)
+    return dataclasses.replace(state, table=table), drafts, failed
+
+
+def reject(
+    p: Float[Array, "rows columns vocab_size"],
+    drafts: Drafts,
+    num_drafts: Int[Array, "rows"],
+    made: Int[Array, "rows"],
+    samplers: RowSamplers,
+) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
+    """The rejection rule.
+
+    Args:
+      p: what the model gives at each draft's place and behind the last, columns = max_drafts + 1.
+      made: the position of the first draw.
+
+    Returns:
+      (kept i32[rows]: how many drafts stay, replacement i32[rows]: the token in the place of the
+      first that does not; of no meaning where all stay).
+    """
+    q = drafts.probabilities
+    assert q is not None
+    rows, columns = drafts.tokens.shape
+    column = jnp.arange(columns, dtype=jnp.int32)[None]
+    spread = jax.tree.map(lambda x: jnp.repeat(x, columns), samplers)
+    keys = _keys(spread, (made[:, None] + column).ravel(), _ACCEPT)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
+    uniform = uniform.reshape(rows, columns)
+    chosen = drafts.tokens[..., None]
+    p_draft = jnp.take_along_axis(p[:, :-1], chosen, axis=-1)[..., 0]
+    q_draft = jnp.take_along_axis(q, chosen, axis=-1)[..., 0]
+    accepts = (uniform * q_draft < p_draft) & (column < num_drafts[:, None])
+    kept = jnp.sum(jnp.cumprod(accepts.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    at = jnp.minimum(kept, columns - 1)[:, None, None]
+    p_at, q_at = (jnp.take_along_axis(x, at, axis=1)[:, 0] for x in (p, q))
+    left = jnp.maximum(p_at - q_at, 0)
+    # Rounding may leave nothing of two that are equal; then p is as good.
+    left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p_at)
+    return kept, _draw(_keys(samplers, made + kept, _REPLACE), left)
+
+
+def _keys(samplers: RowSamplers, positions: jax.Array, use: int) -> jax.Array:
+    return jax.vmap(lambda key: jax.random.fold_in(key, use))(samplers.keys(positions))
+
+
+def _draw(keys: jax.Array, weights: jax.Array) -> jax.Array:
+    """A token per row, as likely as its weight."""
+    return jax.vmap(jax.random.categorical)(keys, jnp.log(weights)).astype(jnp.int32)

@@ -3,9 +3,10 @@
 A row is copied in chunks of a fixed number of pages, so that one program serves rows of any length.
 Out: a gather of the chunk's pages in all layers, then a copy to page-locked host memory that nobody
 waits for. In: a copy to the device and a scatter in place. Stored values travel as they are, 8-bit
-ones with their scales per token.
+ones with their scales per token, and a draft model's with them.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged.pages import PageTable
 from jax_paged.state import KVState
 from jax_paged.validation import is_per_token
 
@@ -28,10 +30,19 @@ def chunk_pages(pages_per_seq: int) -> int:
     return min(MOST_CHUNK_PAGES, pages_per_seq)
 
 
-def _pools(state: KVState) -> tuple[Any, ...]:
+def _pools(state: KVState | None) -> tuple[Any, ...]:
+    """All that lies by layer and page."""
+    if state is None:
+        return ()
     per_token = is_per_token(state.k_scale, state.k_pages)
     scales = (state.k_scale, state.v_scale) if per_token else ()
     return (state.k_pages, state.v_pages, *scales)
+
+
+def _with_pools(state: KVState, pools: tuple[Any, ...]) -> KVState:
+    """The state with what `_pools` gave changed."""
+    names = ("k_pages", "v_pages", "k_scale", "v_scale")[: len(pools)]
+    return dataclasses.replace(state, **dict(zip(names, pools, strict=True)))
 
 
 def _flat(pool: jax.Array) -> jax.Array:
@@ -39,21 +50,25 @@ def _flat(pool: jax.Array) -> jax.Array:
     return pool.reshape(pool.shape[0] * pool.shape[1], *pool.shape[2:])
 
 
-def _places(state: KVState, row, first, count: int) -> tuple[jax.Array, jax.Array]:
-    """Where the pages in columns first … of a row lie in the flat pools, and which there are."""
-    table, num_layers = state.table, state.k_pages.shape[0]
+def _pages(table: PageTable, row, first, count: int) -> tuple[jax.Array, jax.Array]:
+    """The pages in columns first … of a row, 0 where there is none; and whether there is one."""
     column = first + jnp.arange(count, dtype=jnp.int32)
     page = table.page_table[row, jnp.minimum(column, table.pages_per_seq - 1)]
     exists = (column < table.pages_per_seq) & (page >= 0)
-    layer = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
-    return layer * table.num_pages + jnp.where(exists, page, 0)[None], exists
+    return jnp.where(exists, page, 0), exists
+
+
+def _places(pool: jax.Array, page: jax.Array) -> jax.Array:
+    """Where pages lie in a flat pool: [num_layers, pages]."""
+    return jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None] * pool.shape[1] + page[None]
 
 
 @functools.partial(jax.jit, static_argnames="count")
 def copy_out(device: Device, row: jax.Array, first: jax.Array, *, count: int) -> Chunk:
-    """The pages in columns first … first + count − 1 of a row."""
-    places, _ = _places(device.state, row, first, count)
-    return tuple(_flat(pool)[places] for pool in _pools(device.state))
+    """The pages in columns first … first + count − 1 of a row, of both models."""
+    page, _ = _pages(device.state.table, row, first, count)
+    pools = (*_pools(device.state), *_pools(device.drafter))
+    return tuple(_flat(pool)[_places(pool, page)] for pool in pools)
 
 
 @functools.partial(jax.jit, donate_argnames="device")
@@ -61,18 +76,22 @@ def copy_in(
     device: Device, row: jax.Array, first: jax.Array, begin: jax.Array, chunk: Chunk
 ) -> Device:
     """Sets the pages of a row that `copy_out` gave, but for columns before `begin`."""
-    state, count = device.state, chunk[0].shape[1]
-    places, exists = _places(state, row, first, count)
+    count = chunk[0].shape[1]
+    page, exists = _pages(device.state.table, row, first, count)
     exists &= first + jnp.arange(count, dtype=jnp.int32) >= begin
-    nowhere = state.k_pages.shape[0] * state.table.num_pages
-    places = jnp.where(exists[None], places, nowhere)
-    pools = tuple(
-        _flat(pool).at[places].set(pages, mode="drop").reshape(pool.shape)
-        for pool, pages in zip(_pools(state), chunk, strict=True)
-    )
-    scales = pools[2:] or (state.k_scale, state.v_scale)
-    state = KVState(pools[0], pools[1], state.table, state.layout, *scales)
-    return Device(state, device.last, device.entry_pages, device.failed)
+
+    def put(pool, stored):
+        nowhere = pool.shape[0] * pool.shape[1]
+        places = jnp.where(exists[None], _places(pool, page), nowhere)
+        return _flat(pool).at[places].set(stored, mode="drop").reshape(pool.shape)
+
+    own, drafters = _pools(device.state), _pools(device.drafter)
+    pools = tuple(put(*pair) for pair in zip((*own, *drafters), chunk, strict=True))
+    drafter = device.drafter
+    if drafter is not None:
+        drafter = _with_pools(drafter, pools[len(own) :])
+    state = _with_pools(device.state, pools[: len(own)])
+    return dataclasses.replace(device, state=state, drafter=drafter)
 
 
 class Swapper:

@@ -138,6 +138,12 @@ def test_kv_dtype_and_swapping(run):
     assert figures["preemptions"] >= figures["swaps"] > 0
 
 
+def test_a_draft_model_that_is_the_model_is_always_right(run):
+    _, out, _ = run(*SMALL, "--drafts", "2", "--draft-model", "the same", "--json")
+    figures = json.loads(out)
+    assert figures["drafted"] == figures["accepted"] > 0
+
+
 def test_drafts_and_plot(run, tmp_path):
     pytest.importorskip("matplotlib")
     target = tmp_path / "load.png"
@@ -152,6 +158,7 @@ def test_drafts_and_plot(run, tmp_path):
         (["--requests", "0"], "requests: expected an integer >= 1, got 0"),
         (["--rate", "-1"], "rate: expected a finite number >= 0, got -1.0"),
         (["--pages", "0"], "pages: expected an integer >= 1, got 0"),
+        (["--draft-model", "x"], "max_drafts: expected at least 1 with a draft model, got 0"),
         (["--swap-pages", "0"], "swap-pages: expected an integer >= 1, got 0"),
         (["--drafts", "-1"], "drafts: expected an integer >= 0, got -1"),
         (["--new-tokens", "64"], "new-tokens: expected at most 63, got 64"),
