@@ -34,6 +34,7 @@ _COUNTS = (  # name, default, least, what it is
     ("seed", 0, 0, "of the trace"),
     ("max-seqs", 16, 1, "requests that run at once"),
     ("max-tokens", 256, 1, "tokens of a step"),
+    ("draft-branches", 1, 1, "earlier places that a look-up guesses from, as a tree"),
     ("drafts", 0, 0, "guesses per row and step, by n-gram look-up or --draft-model"),
 )
 
@@ -219,6 +220,7 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=max(options.max_tokens, options.max_seqs * (1 + options.drafts)),
         prefix_cache=not options.no_prefix_cache,
         max_drafts=options.drafts,
+        draft_branches=options.draft_branches,
         draft_model=drafter,
         draft_rule=options.draft_rule,
         kv_dtype=options.kv_dtype,

@@ -30,7 +30,7 @@ from .prefix_cache import CacheCounts, PrefixCache
 from .request import OnTokens, Request, Sampling
 from .sample import Sampler
 from .scheduler import Feed, Scheduler
-from .speculate import RULES, look_up
+from .speculate import RULES, look_up, look_up_tree
 from .steps import chunk_size
 from .swap import Swapper, chunk_pages
 
@@ -52,6 +52,8 @@ class Engine:
       max_drafts: guesses per row and step (`speculate`), looked up in the request's own text unless
         there is a draft model; the engine then waits for each step, because it guesses from the
         tokens that came out of it.
+      draft_branches: how many earlier places a look-up takes its guesses from; with more than 1 the
+        guesses make a token tree.
       draft_model: a smaller `Decoder` with the same vocabulary, which makes the guesses. Its K and
         V have pages of their own, under the same page ids.
       draft_rule: which of a draft model's guesses are kept: "same_noise" (tokens are those without
@@ -79,6 +81,7 @@ class Engine:
         max_tokens: int = 256,
         prefix_cache: bool = True,
         max_drafts: int = 0,
+        draft_branches: int = 1,
         draft_model: Decoder | None = None,
         draft_rule: str = "same_noise",
         ahead: int | None = None,
@@ -95,6 +98,9 @@ class Engine:
         ahead = int(max_drafts == 0) if ahead is None else ahead
         check_count("ahead", ahead, 0)
         expect(not (ahead and max_drafts), "ahead", "0 with max_drafts", ahead)
+        check_count("draft_branches", draft_branches, 1)
+        alone = draft_branches == 1 or (max_drafts > 0 and draft_model is None)
+        expect(alone, "draft_branches", "1 but for drafts by look-up", draft_branches)
         check_choice("draft_rule", draft_rule, RULES)
         if draft_model is not None:
             expect(max_drafts > 0, "max_drafts", "at least 1 with a draft model", max_drafts)
@@ -113,10 +119,11 @@ class Engine:
         self._graph, self._params = nnx.split(model)
         sizes = {
             "num_pages": num_pages, "max_seqs": max_seqs, "pages_per_seq": pages_per_seq,
-            "page_size": page_size, "kv_dtype": kv_dtype,
+            "page_size": page_size, "kv_dtype": kv_dtype, "max_tree": max_drafts + 1,
         }  # fmt: skip
         state, drafter = create_state(model, **sizes), None
         self._drafter, self._drafter_params, self._draft_rule = None, None, draft_rule
+        self._branches = draft_branches
         if draft_model is not None:
             drafter = create_state(draft_model, **sizes)
             self._drafter, self._drafter_params = nnx.split(draft_model)
@@ -324,14 +331,18 @@ class Engine:
                 self._steps[size] = step.lower(
                     self._graph, self._params, self._device, plan, self._drafter_params,
                     max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
+                    trees=self._branches > 1,
                 ).compile()  # fmt: skip
                 bar.update()
         self.compile_seconds = time.perf_counter() - start
 
-    def _draft(self, request: Request, most: int) -> list[int]:
+    def _draft(self, request: Request, most: int) -> tuple[list[int], list[int]]:
         if self._drafter is not None:
-            return [0] * most  # the device will tell which
-        return look_up(request.known(0, request.num_known), most)
+            return [0] * most, []  # the device will tell which
+        text = request.known(0, request.num_known)
+        if self._branches > 1:
+            return look_up_tree(text, most, self._branches)
+        return look_up(text, most), []
 
     def _keep(self) -> None:
         """Sends the scheduler's orders to the device, in as many calls as they fill."""
@@ -432,6 +443,9 @@ def _plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
         plan.feeds_last[row] = len(known) < feed.count
         ids = [*known, *[0] * (feed.count - len(known)), *feed.drafts]
         plan.tokens[end : end + len(ids)] = ids
+        if feed.parents:  # node 0 is the token that exists
+            nodes = [-1, *(parent + 1 for parent in feed.parents)]
+            plan.parents[end : end + len(ids)] = nodes
         end += len(ids)
         plan.q_lens[row], plan.num_drafts[row] = len(ids), len(feed.drafts)
         plan.lengths[row], plan.draws[row] = request.fed, feed.draws

@@ -18,10 +18,10 @@ from flax import nnx
 
 from jax_paged import pages
 from jax_paged.pages import PageTable
-from jax_paged.state import KVState
+from jax_paged.state import KVState, commit_tree
 
 from .sample import RowSamplers
-from .speculate import propose, reject
+from .speculate import propose, reject, walk_tree
 
 FAILED = -2  # in place of a token: a verb refused what the host had planned
 
@@ -129,6 +129,7 @@ class StepPlan:
     feeds_last: np.ndarray  # bool[max_seqs]: the row's first token is the one that it drew last
     draws: np.ndarray  # bool[max_seqs]: the row draws a token behind its last one
     num_drafts: np.ndarray  # i32[max_seqs], how many of its tokens are guesses, at its end
+    parents: np.ndarray  # i32[T], of the nodes of draft trees (`step_batch`), else NO_TREE
     made: np.ndarray  # i32[max_seqs], new tokens so far: the position of the draw
     samplers: RowSamplers
 
@@ -143,6 +144,7 @@ class StepPlan:
             feeds_last=np.zeros(max_seqs, np.bool_),
             draws=np.zeros(max_seqs, np.bool_),
             num_drafts=zeros.copy(),
+            parents=np.full(num_tokens, pages.NO_TREE, np.int32),
             made=zeros.copy(),
             samplers=RowSamplers(
                 seed=np.zeros(max_seqs, np.uint32),
@@ -155,11 +157,12 @@ class StepPlan:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule"), donate_argnames="device"
-)
+    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule", "trees"),
+    donate_argnames="device",
+)  # fmt: skip
 def step(
     graph: Any, params: Any, device: Device, plan: StepPlan, drafter_params: Any = None, *,
-    max_drafts: int, drafter: Any = None, rule: str = "same_noise",
+    max_drafts: int, drafter: Any = None, rule: str = "same_noise", trees: bool = False,
 ) -> tuple[Device, jax.Array]:  # fmt: skip
     """Feeds the tokens of a plan to the model and draws the next ones.
 
@@ -171,6 +174,8 @@ def step(
     Args:
       drafter, drafter_params: a draft model, which makes the drafts (the plan then has their number
         only) and is fed all that the model is fed; None = the drafts are in the plan.
+      trees: whether drafts are the nodes of trees, of which the row's last token is the root; the
+        rule is then "same_noise" and the draws choose a way through the tree.
 
     Returns:
       (device, tokens i32[max_seqs, max_drafts + 1]): the new tokens of each row, then -1; all
@@ -181,7 +186,9 @@ def step(
     rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
     as_planned = (rows == -1) | (state.table.seq_lens == plan.lengths)
     roomy, reserved = pages.reserve(state.table, rows, plan.q_lens)
-    table, batch, stepped = pages.step_batch(roomy, rows, plan.q_lens, num_tokens=size)
+    table, batch, stepped = pages.step_batch(
+        roomy, rows, plan.q_lens, num_tokens=size, tree_parents=plan.parents if trees else None
+    )
     statuses = [reserved, stepped]
     first = jnp.where(plan.feeds_last, batch.cu_q_lens[:-1], size)
     tokens = jnp.asarray(plan.tokens).at[first].set(device.last, mode="drop")
@@ -206,7 +213,8 @@ def step(
     state = dataclasses.replace(state, table=table)
     logits, state = nnx.merge(graph, params)(tokens, batch, state, logit_rows=number.ravel())
     samplers = jax.tree.map(lambda x: jnp.repeat(x, max_drafts + 1), plan.samplers)
-    drawn = samplers(logits, (plan.made[:, None] + column).ravel()).reshape(number.shape)
+    depth = batch.positions[number] - batch.positions[number[:, :1]] if trees else column
+    drawn = samplers(logits, (made[:, None] + depth).ravel()).reshape(number.shape)
     agrees = (drawn[:, :-1] == tokens[number[:, 1:]]) & is_draft
     kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     if drafts is not None and rule == "rejection":
@@ -217,8 +225,15 @@ def step(
         proposed = jnp.concatenate([drafts.tokens, instead], axis=1)
         drawn = jnp.where(column < kept[:, None], proposed, instead)
 
-    table = state.table
-    if max_drafts > 0:
+    grown = jnp.where(num_drafts > 0, rows, -1)
+    if trees:
+        parents = jnp.asarray(plan.parents)[number]
+        leaf, drawn, kept = walk_tree(drawn, tokens[number], parents, num_drafts + 1)
+        state, status = commit_tree(state, grown, leaf)
+        statuses.append(status)
+        table, _, status = pages.truncate(state.table, grown, 0)  # pages that it needs no more
+        statuses.append(status)
+    elif max_drafts > 0:
         wrong = plan.num_drafts - kept
         # The pages of drafts are the row's own, so there is nothing to copy.
         table, _, status = pages.truncate(table, jnp.where(wrong > 0, rows, -1), wrong)

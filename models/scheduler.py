@@ -26,7 +26,7 @@ from jax_paged.pages import pages_for
 from .prefix_cache import PrefixCache
 from .request import Request
 
-Draft = Callable[[Request, int], list[int]]
+Draft = Callable[[Request, int], tuple[list[int], list[int]]]  # tokens, parents in a tree or []
 
 
 @dataclasses.dataclass
@@ -38,6 +38,7 @@ class Feed:
     count: int
     drafts: list[int]
     draws: bool  # whether a token is drawn behind them
+    parents: list[int] = dataclasses.field(default_factory=list)  # of guesses that make a tree
 
     @property
     def num_tokens(self) -> int:
@@ -127,10 +128,11 @@ class Scheduler:
                 continue  # preempted just now, or with nothing to do
             if not self._grow(request, request.fed + 1):
                 continue
-            drafts = []
+            drafts, parents = [], []
             if draft is not None and request.in_flight == 0:
-                drafts = self._drafts(request, draft, min(max_drafts, request.num_left - 1))
-            feeds.append(Feed(request, row, 1, drafts, draws=True))
+                most = min(max_drafts, request.num_left - 1)
+                drafts, parents = self._drafts(request, draft, most)
+            feeds.append(Feed(request, row, 1, drafts, True, parents))
             room -= feeds[-1].num_tokens
         prefill = sum(r.num_to_feed for r in self.running if r.num_to_feed > 1)
         while room > prefill and self._start_one():
@@ -180,14 +182,14 @@ class Scheduler:
         if self.cache is not None:
             self._evict(self.cache.num_idle)
 
-    def _drafts(self, request: Request, draft: Draft, most: int) -> list[int]:
+    def _drafts(self, request: Request, draft: Draft, most: int) -> tuple[list[int], list[int]]:
         """Guesses, in pages that are free after every running request has got one."""
         spare = max(self.num_available - len(self.running), 0) + len(request.columns)
         most = min(most, spare * self.page_size - request.fed - 1)
-        drafts = draft(request, most) if most > 0 else []
+        drafts, parents = draft(request, most) if most > 0 else ([], [])
         if drafts:
             self._grow(request, request.fed + 1 + len(drafts))
-        return drafts
+        return drafts, parents
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Finds the pages for a row of so many tokens; False if the row had to go instead."""

@@ -3,7 +3,8 @@
 Text often repeats itself: code, summaries, answers that quote the question. The tokens that
 followed the present n-gram where it stood before are a guess that costs nothing (`look_up`; prompt
 look-up decoding, Saxena, 2023). A smaller model guesses better, for its price (`propose`). The
-engine feeds drafts together with the last token and keeps what its rule accepts.
+engine feeds drafts together with the last token and keeps what its rule accepts. Several guesses
+of what comes next make a tree (`look_up_tree`); the draws choose a way through it (`walk_tree`).
 
 Two rules leave the distribution of the tokens as it is:
 
@@ -54,6 +55,39 @@ def look_up(tokens: Sequence[int], most: int) -> list[int]:
             start = int(places[-1]) + size
             return text[start : start + most].tolist()
     return []
+
+
+def look_up_tree(tokens: Sequence[int], most: int, branches: int) -> tuple[list[int], list[int]]:
+    """What followed the last `branches` places where the end of `tokens` stood before, as a tree.
+
+    Longer ends go first, then later places; each continuation has up to most / branches tokens, and
+    beginnings that are alike are one.
+
+    Returns:
+      (tokens, parents) of up to `most` nodes, each behind its parent; -1 = a child of the end.
+
+    >>> look_up_tree([1, 2, 5, 6, 1, 2, 5, 7, 1, 2], 6, 2)
+    ([5, 7, 1, 6, 1], [-1, 0, 1, 0, 3])
+    """
+    text = np.asarray(tokens, np.int32)
+    ids, parents, children, seen = [], [], {}, set()
+    depth = -(-most // branches)
+    for size in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(text[:-1], size)
+        for place in np.flatnonzero((windows == text[-size:]).all(axis=1))[::-1].tolist():
+            start, node = place + size, -1
+            if start in seen or len(seen) == branches:
+                continue
+            seen.add(start)
+            for token in text[start : start + depth].tolist():
+                if (node, token) not in children:
+                    if len(ids) == most:
+                        break
+                    children[node, token] = len(ids)
+                    ids.append(token)
+                    parents.append(node)
+                node = children[node, token]
+    return ids, parents
 
 
 class Drafts(NamedTuple):
@@ -155,6 +189,41 @@ def reject(
     # Rounding may leave nothing of two that are equal; then p is as good.
     left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p_at)
     return kept, _draw(_keys(samplers, made + kept, _REPLACE), left)
+
+
+def walk_tree(
+    drawn: Int[Array, "rows nodes"],
+    tokens: Int[Array, "rows nodes"],
+    parents: Int[Array, "rows nodes"],
+    num_nodes: Int[Array, "rows"],
+) -> tuple[Int[Array, "rows"], Int[Array, "rows nodes"], Int[Array, "rows"]]:
+    """Follows the draws through trees of guesses, from node 0 on, as far as a child is the draw.
+
+    Args:
+      drawn: the draw behind each node. tokens, parents: of the nodes; those from num_nodes on are
+        none, and node 0 is no guess.
+
+    Returns:
+      (leaf i32[rows]: the last node reached, new i32[rows, nodes]: the draws on the way, then
+      anything, kept i32[rows]: how many guesses were right).
+    """
+    nodes = drawn.shape[1]
+    number = jnp.arange(nodes, dtype=jnp.int32)[None]
+    is_guess = (number > 0) & (number < num_nodes[:, None])
+
+    def one(depth, carry):
+        leaf, new, kept, goes_on = carry
+        draw = jnp.take_along_axis(drawn, leaf[:, None], axis=1)
+        new = new.at[:, depth].set(draw[:, 0])
+        right = is_guess & (parents == leaf[:, None]) & (tokens == draw)
+        goes_on &= jnp.any(right, axis=1)
+        leaf = jnp.where(goes_on, jnp.argmax(right, axis=1).astype(jnp.int32), leaf)
+        return leaf, new, kept + goes_on.astype(jnp.int32), goes_on
+
+    zeros = jnp.zeros(drawn.shape[0], jnp.int32)
+    start = (zeros, jnp.zeros_like(drawn), zeros, zeros == 0)
+    leaf, new, kept, _ = jax.lax.fori_loop(jnp.int32(0), jnp.int32(nodes), one, start)
+    return leaf, new, kept
 
 
 def _keys(samplers: RowSamplers, positions: jax.Array, use: int) -> jax.Array:

@@ -147,7 +147,9 @@ def test_a_draft_model_that_is_the_model_is_always_right(run):
 def test_drafts_and_plot(run, tmp_path):
     pytest.importorskip("matplotlib")
     target = tmp_path / "load.png"
-    _, out, _ = run(*SMALL, "--drafts", "2", "--repeat", "3", "--plot", target)
+    _, out, _ = run(
+        *SMALL, "--drafts", "4", "--draft-branches", "2", "--repeat", "3", "--plot", target
+    )
     assert re.search(r"drafts: \d+ of \d+ accepted", out)
     assert target.read_bytes().startswith(b"\x89PNG")
 

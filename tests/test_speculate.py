@@ -11,7 +11,7 @@ from jax_paged.models.engine import Engine
 from jax_paged.models.engine_step import Device, StepPlan, step
 from jax_paged.models.generate import create_state
 from jax_paged.models.parameters import random_source
-from jax_paged.models.speculate import look_up
+from jax_paged.models.speculate import look_up, look_up_tree, walk_tree
 from jax_paged.models.testing import small_config
 
 CONFIG = small_config("qwen3", vocab_size=16, head_dim=8, max_position_embeddings=64)
@@ -134,3 +134,80 @@ def test_text_that_repeats_takes_fewer_steps_and_is_the_same(model):
     assert tokens[0] == tokens[1]
     assert steps[1] < steps[0]
     assert 0 < engine.num_accepted <= engine.num_drafted
+
+
+def test_a_tree_holds_the_continuations_of_the_last_places_and_no_others():
+    rng = np.random.default_rng(1)
+    branched = 0
+    for _ in range(200):
+        text = rng.integers(0, 4, int(rng.integers(1, 30))).tolist()
+        most, branches = int(rng.integers(1, 9)), int(rng.integers(1, 4))
+        ids, parents = look_up_tree(text, most, branches)
+        assert len(ids) == len(parents) <= most
+        assert all(-1 <= parent < node for node, parent in enumerate(parents))
+        assert len(set(zip(parents, ids, strict=True))) == len(ids)  # siblings differ
+        starts = [
+            i + size
+            for size in (3, 2, 1)
+            for i in range(len(text) - size - 1, -1, -1)
+            if len(text) > size and text[i : i + size] == text[-size:]
+        ]
+        starts = list(dict.fromkeys(starts))[:branches]
+        depth = -(-most // branches)
+        wanted = {
+            tuple(text[i:e]) for i in starts for e in range(i + 1, min(i + depth, len(text)) + 1)
+        }
+        paths = []
+        for node, token in enumerate(ids):
+            before = paths[parents[node]] if parents[node] >= 0 else ()
+            paths.append((*before, token))
+        assert set(paths) <= wanted
+        assert set(paths) == wanted or len(ids) == most
+        branched += len(set(parents)) < len(parents)
+    assert branched > 20
+
+
+def test_look_up_tree_with_one_branch_is_look_up():
+    text = [1, 2, 3, 4, 1, 2, 3]
+    assert look_up_tree(text, 3, 1) == (look_up(text, 3), [-1, 0, 1])
+
+
+def test_a_walk_goes_as_far_as_a_child_is_the_draw():
+    tokens = jnp.asarray([[9, 1, 2, 3, 4, 7]] * 4, jnp.int32)
+    parents = jnp.asarray([[-1, 0, 0, 2, 3, 0]] * 4, jnp.int32)
+    drawn = jnp.asarray(
+        [[2, 0, 3, 4, 5, 0], [1, 6, 0, 0, 0, 0], [8, 1, 1, 1, 1, 1], [7, 0, 0, 0, 0, 0]], jnp.int32
+    )
+    leaf, new, kept = walk_tree(drawn, tokens, parents, jnp.asarray([6, 6, 6, 5], jnp.int32))
+    assert leaf.tolist() == [4, 1, 0, 0]  # the last row has no node 5
+    assert kept.tolist() == [3, 1, 0, 0]
+    assert [row[: n + 1] for row, n in zip(new.tolist(), kept.tolist(), strict=True)] == [
+        [2, 3, 4, 5], [1, 6], [8], [7],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_trees_change_the_number_of_steps_and_nothing_else(model, kv_dtype):
+    """In a tight pool, with preemption: greedy and drawn, beside rows without drafts."""
+    prompts, new = [[3, 1, 4, 1, 5] * 3, [2, 7, 2, 8, 2], [9] * 6, [4]], 30
+    sizes = {"num_pages": 20, "max_seqs": 3, "page_size": 4, "max_tokens": 24}
+    tokens, steps = [], []
+    for options in ({}, {"max_drafts": 6, "draft_branches": 3}):
+        engine = Engine(model, kv_dtype=kv_dtype, **sizes, **options)
+        requests = [engine.submit(p, max_new_tokens=new) for p in prompts]
+        requests += [engine.submit(p, max_new_tokens=new, temperature=0.4, seed=2) for p in prompts]
+        engine.run()
+        tokens.append([r.tokens for r in requests])
+        steps.append(engine.num_steps)
+        engine.clear_cache()
+        assert engine.num_free_pages == int(engine.state.table.num_free) == 20
+    assert engine.num_preemptions > 0
+    assert tokens[0] == tokens[1]
+    assert steps[1] < steps[0]
+    assert 0 < engine.num_accepted < engine.num_drafted
+
+
+def test_trees_need_drafts_by_look_up(model):
+    for options in ({}, {"max_drafts": 2, "draft_model": model}):
+        with pytest.raises(ValueError, match=r"^draft_branches: expected 1 but for drafts by look"):
+            Engine(model, num_pages=8, max_seqs=2, draft_branches=2, **options)
