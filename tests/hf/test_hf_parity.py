@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 import warnings
 import zlib
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -286,3 +289,14 @@ def test_length_dependent_rope_tables_match_transformers(transformers, length):
     )  # fmt: skip
     np.testing.assert_allclose(ours, tables, rtol=1e-5)
     assert rope.longrope_attention_factor(4.0, 64) == pytest.approx(scale)
+
+
+def test_the_model_benchmark_runs_beside_transformers(transformers, tmp_path):
+    script = Path(__file__).parents[2] / "benchmarks" / "bench_model.py"
+    target = tmp_path / "model.json"
+    command = [sys.executable, script, "--dry", "--save", target]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = json.loads(target.read_text())["rows"]
+    assert rows
+    assert all("transformers" in row["ratio"] for row in rows)
