@@ -24,6 +24,7 @@ from jax_paged.state import KVState
 from jax_paged.validation import check_choice, expect
 
 from .decoder import Decoder
+from .engine_plan import as_keeping, fill_plan, step_sizes
 from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
 from .generate import PAGE_SIZE, as_tokens, check_count, create_state, uninterrupted
 from .prefix_cache import CacheCounts, PrefixCache
@@ -31,7 +32,6 @@ from .request import OnTokens, Request, Sampling
 from .sample import Sampler
 from .scheduler import Feed, Scheduler
 from .speculate import RULES, look_up, look_up_tree
-from .steps import chunk_size
 from .swap import Swapper, chunk_pages
 
 __all__ = ["Engine", "Request"]
@@ -138,7 +138,7 @@ class Engine:
             chunk_pages=chunk_pages(pages_per_seq),
         )  # fmt: skip
         self._swapper: Swapper | None = None
-        self._sizes = _step_sizes(max_seqs * (1 + max_drafts), max_tokens)
+        self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._num_holds = max_seqs + -(-max_tokens // page_size)
         self._nothing = Keeping.create(table, self._num_holds)
         self._flying: deque[tuple[jax.Array, list[Feed]]] = deque()
@@ -354,14 +354,14 @@ class Engine:
         holds, evictions = orders.holds, orders.evictions
         size = self._num_holds
         while len(holds) > size:
-            self._send_keeping(_keeping(self._nothing, holds[:size], [], [], []))
+            self._send_keeping(as_keeping(self._nothing, holds[:size], [], [], []))
             holds = holds[size:]
         releases, adoptions = orders.releases, orders.adoptions
         while len(evictions) > size:
-            self._send_keeping(_keeping(self._nothing, holds, releases, evictions[:size], []))
+            self._send_keeping(as_keeping(self._nothing, holds, releases, evictions[:size], []))
             holds, releases, evictions = [], [], evictions[size:]
         if holds or releases or evictions or adoptions:
-            self._send_keeping(_keeping(self._nothing, holds, releases, evictions, adoptions))
+            self._send_keeping(as_keeping(self._nothing, holds, releases, evictions, adoptions))
         for row, begin, chunks in orders.swap_ins:
             assert self._swapper is not None
             self._device = self._swapper.back(self._device, row, begin, chunks)
@@ -373,7 +373,7 @@ class Engine:
         feeds.sort(key=lambda feed: feed.row)
         num_tokens = sum(feed.num_tokens for feed in feeds)
         size = next(size for size in self._sizes if size >= num_tokens)
-        plan = _plan(feeds, self._nothing.release_rows.shape[0], size)
+        plan = fill_plan(feeds, self._nothing.release_rows.shape[0], size)
         self._device, out = self._steps[size](
             self._params, self._device, plan, self._drafter_params
         )
@@ -409,50 +409,3 @@ class Engine:
         self._scheduler.offer(request)
         if request.is_done:
             self._scheduler.remove(request)
-
-
-def _step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
-    """The compiled sizes: all rows decoding, then by factors of 4 to 8 up to a full step."""
-    sizes = [min(chunk_size(decode_tokens), max_tokens)]
-    while sizes[-1] < max_tokens:
-        larger = 4 * sizes[-1]
-        sizes.append(larger if 2 * larger < max_tokens else max_tokens)
-    return sizes
-
-
-def _keeping(nothing: Keeping, holds, releases, evictions, adoptions) -> Keeping:
-    filled = jax.tree.map(np.copy, nothing)
-    for i, (row, column, entry) in enumerate(holds):
-        filled.hold_rows[i], filled.hold_columns[i] = row, column
-        filled.hold_entries[i] = entry
-    filled.release_rows[: len(releases)] = releases
-    filled.evict_entries[: len(evictions)] = evictions
-    for i, (row, entries, tokens, swapped) in enumerate(adoptions):
-        filled.adopt_rows[i], filled.adopt_tokens[i] = row, tokens
-        filled.swap_tokens[i] = swapped
-        filled.adopt_entries[i, : len(entries)] = entries
-    return filled
-
-
-def _plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
-    plan = StepPlan.create(max_seqs, size)
-    samplers, end = plan.samplers, 0
-    for feed in feeds:
-        request, row = feed.request, feed.row
-        known = request.known(request.fed, min(request.fed + feed.count, request.num_known))
-        plan.feeds_last[row] = len(known) < feed.count
-        ids = [*known, *[0] * (feed.count - len(known)), *feed.drafts]
-        plan.tokens[end : end + len(ids)] = ids
-        if feed.parents:  # node 0 is the token that exists
-            nodes = [-1, *(parent + 1 for parent in feed.parents)]
-            plan.parents[end : end + len(ids)] = nodes
-        end += len(ids)
-        plan.q_lens[row], plan.num_drafts[row] = len(ids), len(feed.drafts)
-        plan.lengths[row], plan.draws[row] = request.fed, feed.draws
-        plan.made[row] = len(request.tokens) + request.in_flight
-        sampling = request.sampling
-        samplers.seed[row], samplers.place[row] = sampling.seed, sampling.place
-        samplers.temperature[row] = sampling.temperature
-        samplers.top_k[row] = sampling.top_k or 0
-        samplers.top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
-    return plan
