@@ -192,8 +192,8 @@ def step_batch(
       (table, batch, status i32[S]). ROW_FULL: the row has not reserved enough pages, or its tree
       would have more than max_tree nodes. UNCOMMITTED_TREE: plain tokens for a row with a tree.
       BAD_ROW also for a row whose tokens do not all fit into the T of the batch, that mixes nodes
-      and plain tokens, or that has a wrong parent. If any row fails, the batch is all padding:
-      num_seqs 0, slots -1.
+      and plain tokens, has a wrong parent, or a window and a tree before all its pinned tokens. If
+      any row fails, the batch is all padding: num_seqs 0, slots -1.
 
     Raises:
       ValueError: a shape or dtype is wrong, or num_tokens is no integer of at least 1.
@@ -215,6 +215,10 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
     if tree_parents is not None:
         grows, wrong = read_parents(table, safe, jnp.where(takes_part, q_lens, 0), tree_parents)
         overgrown = grows & (q_lens > table.max_tree - old_nodes)
+        if table.windows is not None:
+            # Attention tells pinned tokens by their slots, which in a tree are not their positions.
+            has_window = table.windows.window[safe] > 0
+            wrong |= grows & has_window & (old_lens - old_nodes < table.windows.num_pinned[safe])
     stored = stored_lens(table, safe, old_lens)
     too_long = q_lens > table.pages_held[safe] * page_size - stored
     too_long |= q_lens >= INT32_MAX - old_lens

@@ -179,7 +179,10 @@ class Model:
                 status = Status.BAD_ROW
             elif has is None:
                 status = Status.STALE_ROW
-            elif grows and any(not -1 <= p < len(has.tree) + i for i, p in enumerate(nodes)):
+            elif grows and (
+                any(not -1 <= p < len(has.tree) + i for i, p in enumerate(nodes))
+                or (has.window and has.root < has.pinned)
+            ):
                 status = Status.BAD_ROW
             elif q_len > 0 and has.tree and not grows:
                 status = Status.UNCOMMITTED_TREE

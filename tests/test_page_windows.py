@@ -213,6 +213,17 @@ def test_a_tree_keeps_the_window_of_its_roots():
     assert table.seq_lens.tolist() == [14, 0, 0, 0]
 
 
+def test_a_tree_begins_behind_the_pinned_tokens():
+    table = windowed(make(), 0, window=6, num_pinned=3, tokens=2)
+    table, _ = pages.reserve(table, [0], 4)
+    tree = {"num_tokens": 2, "tree_parents": [-1, -1]}
+    after, _, status = pages.step_batch(table, [0], [2], **tree)
+    assert status.tolist() == [BAD_ROW]
+    assert_same(after, table)
+    table, _, _ = pages.step_batch(table, [0], [1])
+    assert pages.step_batch(table, [0], [2], **tree)[2].tolist() == [OK]
+
+
 def test_lengths_near_the_end_of_int32_do_not_wrap():
     table = windowed(make(page_size=1, pages_per_seq=4), 0, window=3, num_pinned=1, tokens=5)
     windows = dataclasses.replace(table.windows, slot_offset=jnp.full(4, 2**31 - 7, jnp.int32))
