@@ -68,7 +68,20 @@ BUGS = {
         DIFFERS,
     ),
     "mask one token too long": (
-        "decode.cuh", "(token_mask >> token & 1) && ", "", DIFFERS,
+        "decode.cuh", "(token_mask >> token & 1) &&", "", DIFFERS,
+    ),
+    "pinned tokens not read": (
+        "segment.cuh", "token < NumPinned(args, segment.row)", "token < 0", DIFFERS,
+    ),
+    "pinned tokens masked": (
+        "segment.cuh", "key < NumPinned(args, segment.row)", "key < 0", DIFFERS,
+    ),
+    "one tile of the gap": (
+        "segment.cuh", "if (tile >= gap.begin) tile += gap.size;",
+        "if (tile > gap.begin) tile += gap.size;", DIFFERS,
+    ),
+    "slid rows as if they had not": (
+        "logits.cuh", "slot < NumPinned(args, row)) return 0;", "slot >= 0) return 0;", DIFFERS,
     ),
     "wrong partial slot": (
         "segment.cuh", "begin >= range.begin ? 1 : 0", "begin > range.begin ? 1 : 0",
@@ -332,6 +345,15 @@ def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
     yield make_batch(small, jnp.bfloat16, [1, 2, 70], [300, 73, 150], num_tokens=75), window
     yield make_batch(five, jnp.bfloat16, [1, 2], [145, 73]), window
     yield make_batch(five, jnp.bfloat16, [1, 30], [145, 131]), window
+    pinned = {
+        "sliding_window": np.int32([40, 100, 30]),
+        "num_pinned": np.int32([20, 70, 0]),
+        "slot_offset": np.int32([128, 0, 16]),
+        "alibi_slopes": edits["alibi_slopes"],
+    }
+    batch = make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 150], num_tokens=35)
+    batch.seq_lens[:] += pinned["slot_offset"]
+    yield batch, pinned
     longer_than_a_tile = {"sliding_window": 150}
     yield make_batch(Case("edge", 4, 1, 64), jnp.bfloat16, [70], [300]), longer_than_a_tile
 
@@ -348,7 +370,7 @@ def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, sc
     With `stored`, the same batch in 8 bits with its scales, or far away, the kernels get that.
     """
     expected = dense_oracle(batch, **options)
-    window = options.get("sliding_window")
+    window = options.get("sliding_window") if "num_pinned" not in options else None
     options |= dict(scales)
     for seed in seeds:
         device, buffers = Device(num_workers=num_workers, seed=seed), {} if window else None

@@ -74,7 +74,7 @@ class DecodeLoader {
       CopyTile(args, stage);
       if (++tile_ == segment_.num_tiles) {
         tile_ = 0;
-        has_tile_ = NextSegment<Traits::kTakesTrees>(args, range, &segment_);
+        has_tile_ = NextSegment<Traits::kTakesSpecialRows>(args, range, &segment_);
         kv_head_ = RowsOf(args, segment_).kv_head;
       }
       FindPage(args);
@@ -84,7 +84,8 @@ class DecodeLoader {
 
  private:
   JAX_PAGED_DEVICE int32_t FirstToken(const AttentionArgs& args) const {
-    return TileToken(args, segment_, tile_) + prim::WarpIndex() * kWarpTokens;
+    return TileToken<Traits::kTakesSpecialRows>(args, segment_, tile_) +
+           prim::WarpIndex() * kWarpTokens;
   }
 
   // Reads the page id for the tile that is loaded next. Lane l looks for token l % 16; where pages
@@ -106,13 +107,11 @@ class DecodeLoader {
     const int32_t lane = prim::Opaque(prim::LaneIndex());
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
     const int32_t token = FirstToken(args) + lane % kWarpTokens;
-    const bool has_token = has_page && IsRead(args, segment_, token);
+    const bool has_token = has_page && IsRead<Traits::kTakesSpecialRows>(args, segment_, token);
     const uint32_t mask = prim::Ballot(has_token) & 0xffffu;
     if constexpr (PAGES == PageKind::kVllm5d) {
       if (lane == 0) prim::Store(token_masks_ + stage, mask);
-      // The first of the 8, which is pinned if one of them is, or the last.
-      const bool has_atom = IsRead(args, segment_, token & ~7) || (token | 7) >= segment_.first_key;
-      CopyAtoms(args, stage, lane, has_page && has_atom, has_token);
+      CopyAtoms(args, stage, lane, has_page && (token | 7) >= segment_.first_key, has_token);
       return;
     }
     const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
@@ -433,20 +432,23 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
   if (IsEdited(args)) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
-      EditLogits(args, segment, rows, lane / 4 + 8 * half, half, first_token + column, s);
+      EditLogits<Traits::kTakesSpecialRows>(args, segment, rows, lane / 4 + 8 * half, half,
+                                            first_token + column, s);
     }
   }
   if (token_mask != 0xffffu || !sees_all) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
-      const KeyRange keys = VisibleKeys(args, segment, rows, lane / 4 + 8 * half);
+      const KeyRange keys =
+          VisibleKeys<Traits::kTakesSpecialRows>(args, segment, rows, lane / 4 + 8 * half);
       JAX_PAGED_UNROLL
       for (int32_t n = 0; n < 2; ++n) {
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < 2; ++i) {
           const int32_t token = n * 8 + column + i;
           const bool is_seen =
-              (token_mask >> token & 1) && Sees(args, segment, keys, first_token + token);
+              (token_mask >> token & 1) &&
+              Sees<Traits::kTakesSpecialRows>(args, segment, keys, first_token + token);
           if (!is_seen) s[n][2 * half + i] = kNegativeInfinity;
         }
       }
@@ -619,10 +621,11 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
 }
 
 // Keys that every row of the unit sees.
+template <bool SPECIAL>
 JAX_PAGED_DEVICE KeyRange SeenByAll(const AttentionArgs& args, const Segment& segment,
                                     const UnitRows& rows) {
-  KeyRange keys = {VisibleKeys(args, segment, rows, rows.count - 1).first,
-                   VisibleKeys(args, segment, rows, 0).end};
+  KeyRange keys = {VisibleKeys<SPECIAL>(args, segment, rows, rows.count - 1).first,
+                   VisibleKeys<SPECIAL>(args, segment, rows, 0).end};
   if (segment.tree_size > 0) {  // what rows see does not ascend there
     if (keys.end > segment.Tree().root) keys.end = segment.Tree().root;
     if (args.sliding_window) keys.first = keys.end;
@@ -646,7 +649,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
                                                         warp * Traits::kExpandedBytes);
   const LogitScale scale = LoadScale(args);
 
-  Segment segment = FirstSegment<Traits::kTakesTrees>(args, range);
+  Segment segment = FirstSegment<Traits::kTakesSpecialRows>(args, range);
   DecodeLoader<HEAD_DIM, PAGES> loader(args, range, segment, ring, token_masks);
   for (int32_t s = 0; s < stages - 1; ++s) loader.Issue(args, range, s);
 
@@ -663,9 +666,10 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       state.v_scale =
           args.v_scale.per_token ? kSmallestScale : HeadScale(args.v_scale, rows.kv_head);
     }
-    const KeyRange by_all = SeenByAll(args, segment, rows);
+    const KeyRange by_all = SeenByAll<Traits::kTakesSpecialRows>(args, segment, rows);
     for (int32_t tile = 0; tile < segment.num_tiles; ++tile) {
-      const int32_t first_token = TileToken(args, segment, tile) + warp * kWarpTokens;
+      const int32_t first_token =
+          TileToken<Traits::kTakesSpecialRows>(args, segment, tile) + warp * kWarpTokens;
       prim::CpAsyncWait(stages - 2);
       // Every lane's copies into this stage are done, and every lane has read the stage before it.
       prim::SyncWarp();
@@ -683,7 +687,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);
-    has_segment = NextSegment<Traits::kTakesTrees>(args, range, &segment);
+    has_segment = NextSegment<Traits::kTakesSpecialRows>(args, range, &segment);
   }
 }
 

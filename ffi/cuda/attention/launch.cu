@@ -22,7 +22,7 @@ cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionA
       using Decode = DecodeTraits<head_dim.value, pages.value>;
       const KernelChoice choice =
           ChooseKernels(args, limits, Decode::SharedBytes,
-                        PrefillTraits<head_dim.value>::kSharedBytes, Decode::kTakesTrees);
+                        PrefillTraits<head_dim.value>::kSharedBytes, Decode::kTakesSpecialRows);
       args.prefill_rows = choice.prefill_rows;
       error = choice.decode.stages == 0
                   ? LaunchSimt<T>(stream, limits, args)

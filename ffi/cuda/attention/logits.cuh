@@ -47,14 +47,14 @@ JAX_PAGED_DEVICE int32_t StoredTokens(const AttentionArgs& args, int32_t row) {
   return stored < 0 ? 0 : (stored > args.capacity ? args.capacity : stored);
 }
 
-// First key in the window of the query at `position` of a row, pinned ones aside. PINNED: whether
-// the kernel takes pinned tokens.
-template <bool PINNED = true>
+// First key in the window of the query at `position` of a row, pinned ones aside. SPECIAL: whether
+// the kernel takes rows with a tree or pinned tokens.
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE int32_t FirstKey(const AttentionArgs& args, int32_t row, int32_t position) {
   if (!args.sliding_window) return 0;
   int32_t window = prim::LoadConst(args.sliding_window + row * args.window_step);
   if (window <= 0) return 0;
-  const int32_t pinned = PINNED ? NumPinned(args, row) : 0;
+  const int32_t pinned = SPECIAL ? NumPinned(args, row) : 0;
   window = window > pinned ? window - pinned : 1;
   const int32_t first = window > position ? 0 : position - window + 1;
   return first < pinned ? pinned : first;

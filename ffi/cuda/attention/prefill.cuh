@@ -134,7 +134,7 @@ JAX_PAGED_DEVICE Segment PrefillSegment(const PrefillUnit& unit) {
 // for which it would have no register.
 JAX_PAGED_DEVICE KeyRange UnitKeys(const AttentionArgs& args, const PrefillUnit& unit,
                                    int32_t row) {
-  return VisibleKeys</*PINNED=*/false>(args, PrefillSegment(unit), unit.rows, row);
+  return VisibleKeys</*SPECIAL=*/false>(args, PrefillSegment(unit), unit.rows, row);
 }
 
 // A warp finds the unit's row by a 32-way search.
@@ -454,9 +454,9 @@ JAX_PAGED_DEVICE void PrefillEdit(
   for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
-      EditLogits</*PINNED=*/false>(args, segment, unit.rows,
-                                   first_row + r * 16 + half * 8 + lane / 4, half,
-                                   first_token + lane % 4 * 2, s[r]);
+      EditLogits</*SPECIAL=*/false>(args, segment, unit.rows,
+                                    first_row + r * 16 + half * 8 + lane / 4, half,
+                                    first_token + lane % 4 * 2, s[r]);
     }
   }
 }

@@ -56,21 +56,23 @@ struct Segment {
   JAX_PAGED_DEVICE RowTree Tree() const { return {row, lengths.seq_len - tree_size, tree_size}; }
 };
 
-// TREES: whether the kernel takes trees (DecodeTraits).
-template <bool TREES>
+// SPECIAL: whether the kernel takes rows with a tree or pinned tokens (DecodeTraits).
+template <bool SPECIAL>
 JAX_PAGED_DEVICE void LoadRow(const AttentionArgs& args, Segment* segment) {
   segment->lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment->row);
   segment->splits = prim::LoadConst<RowSplits>(args.row_splits + segment->row);
   segment->tree_size =
-      TREES && args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + segment->row) : 0;
-  segment->first_key = RowFirstKey(args, segment->row, segment->lengths, segment->tree_size);
+      SPECIAL && args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + segment->row) : 0;
+  segment->first_key =
+      RowFirstKey<SPECIAL>(args, segment->row, segment->lengths, segment->tree_size);
 }
 
 // The first token of a segment's tile.
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE int32_t TileToken(const AttentionArgs& args, const Segment& segment,
                                    int32_t tile) {
   tile += segment.first_tile;
-  if (args.num_pinned) {
+  if (SPECIAL && args.num_pinned) {
     const TileGap gap = FindGap(args, segment.row, segment.first_key);
     if (tile >= gap.begin) tile += gap.size;
   }
@@ -78,11 +80,14 @@ JAX_PAGED_DEVICE int32_t TileToken(const AttentionArgs& args, const Segment& seg
 }
 
 // Whether some query of a segment may see the stored token at `token`.
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE bool IsRead(const AttentionArgs& args, const Segment& segment, int32_t token) {
   if (token >= segment.lengths.seq_len) return false;
-  return token >= segment.first_key || (args.num_pinned && token < NumPinned(args, segment.row));
+  return token >= segment.first_key ||
+         (SPECIAL && args.num_pinned && token < NumPinned(args, segment.row));
 }
 
+template <bool SPECIAL>
 JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& range,
                                    Segment* segment) {
   const int64_t here = range.end - segment->position;
@@ -93,7 +98,7 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
   const int32_t unit_tiles = (segment->lengths.seq_len + kTileTokens - 1) / kTileTokens;
   segment->first_tile = segment->piece * piece_tiles;
   int32_t rest_tiles = unit_tiles - segment->first_tile;
-  if (args.num_pinned) {
+  if (SPECIAL && args.num_pinned) {
     rest_tiles -= FindGap(args, segment->row, segment->first_key).size;
   } else {
     const int32_t left = segment->first_key / kTileTokens;
@@ -105,7 +110,7 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
 }
 
 // The first segment of a range that is not empty. Each warp finds its row by a 32-way search.
-template <bool TREES = true>
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange& range) {
   int32_t low = 0;
   int32_t high = args.max_seqs;
@@ -120,16 +125,16 @@ JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange
   Segment segment;
   segment.position = range.begin;
   segment.row = low;
-  LoadRow<TREES>(args, &segment);
+  LoadRow<SPECIAL>(args, &segment);
   const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_piece + low);
   segment.unit = static_cast<int32_t>(within / segment.splits.num_pieces);
   segment.piece = static_cast<int32_t>(within - int64_t{segment.unit} * segment.splits.num_pieces);
-  ShapeSegment(args, range, &segment);
+  ShapeSegment<SPECIAL>(args, range, &segment);
   return segment;
 }
 
 // Moves on; false at the end of the range.
-template <bool TREES = true>
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& range,
                                   Segment* segment) {
   segment->position += segment->num_pieces;
@@ -141,11 +146,11 @@ JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& ra
       segment->unit = 0;
       do {
         ++segment->row;
-        LoadRow<TREES>(args, segment);
+        LoadRow<SPECIAL>(args, segment);
       } while (segment->lengths.num_units == 0);
     }
   }
-  ShapeSegment(args, range, segment);
+  ShapeSegment<SPECIAL>(args, range, segment);
   return true;
 }
 
@@ -194,7 +199,7 @@ struct KeyRange {
 
 // The keys that a packed row sees beside pinned ones, of those of its tree at least what it sees
 // (SeesKey tells); none for rows beyond the unit's. Without a tree both ends ascend with the row.
-template <bool PINNED = true>
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& segment,
                                       const UnitRows& rows, int32_t row) {
   if (row >= rows.count) return {0, 0};
@@ -205,17 +210,18 @@ JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& 
     keys.first = FirstKey(args, segment.row, PositionOf(args, tree, position));
     if (tree.NodeOf(position) >= 0 && keys.first > tree.root) keys.first = tree.root;
   } else {
-    keys.first = FirstKey<PINNED>(args, segment.row, position);
+    keys.first = FirstKey<SPECIAL>(args, segment.row, position);
   }
   if (args.causal) keys.end = position < 0 ? 0 : position + 1;
   return keys;
 }
 
 // Whether a packed row that sees `keys` beside pinned ones sees a key.
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE bool Sees(const AttentionArgs& args, const Segment& segment, const KeyRange& keys,
                            int32_t key) {
   return keys.Contains(key) ||
-         (args.num_pinned && key < keys.end && key < NumPinned(args, segment.row));
+         (SPECIAL && args.num_pinned && key < keys.end && key < NumPinned(args, segment.row));
 }
 
 // Where the stored token at `token` stands in the sequence.
@@ -224,13 +230,13 @@ JAX_PAGED_DEVICE int32_t TokenAt(const AttentionArgs& args, const Segment& segme
 }
 
 // s[n][2 half + i], the products of a packed row with keys `first_key` + 8 n + i, become logits.
-template <bool PINNED = true, int N>
+template <bool SPECIAL = true, int N>
 JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segment,
                                  const UnitRows& rows, int32_t row, int32_t half, int32_t first_key,
                                  float (&s)[N][4]) {
   const LogitEdit edit = LoadEdit(args, row < rows.count ? QueryHead(args, rows, row) : 0);
   int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
-  if (args.alibi_slopes && (segment.tree_size > 0 || (PINNED && args.num_pinned))) {
+  if (args.alibi_slopes && (segment.tree_size > 0 || (SPECIAL && args.num_pinned))) {
     position = TokenAt(args, segment, position);
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < N; ++n) {

@@ -15,6 +15,9 @@ inline bool HasTensorCorePages(const AttentionArgs& args) {
   return args.layout != Layout::kVllm5d || args.page_size % 8 == 0;
 }
 
+// Whether rows of a call may have a tree or pinned tokens.
+inline bool IsSpecial(const AttentionArgs& args) { return args.max_tree > 0 || args.num_pinned; }
+
 // Calls f(std::integral_constant<PageKind, PAGES>) for what the pages are. There are no 8-bit ones
 // of layout vllm5d (common/ffi_checks.h).
 template <typename F>
@@ -124,14 +127,15 @@ struct KernelChoice {
 };
 
 // For a head_dim with tensor-core kernels, given the shared memory that they need and whether
-// decode knows trees: both, or what of them the pages and the device allow; neither turns keys
-// (rope inside attention). Of 99 KiB (sm_86, 89
-// and 120) the decode kernel does not get enough above head_dim 128.
+// decode takes special rows: both, or what of them the pages and the device allow; neither turns
+// keys (rope inside attention). Of 99 KiB (sm_86, 89 and 120) the decode kernel does not get enough
+// above head_dim 128.
 inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
                                   int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
-                                  bool takes_trees) {
+                                  bool takes_special_rows) {
   KernelChoice choice = {};
-  if (!HasTensorCorePages(args) || args.cos || (args.max_tree > 0 && !takes_trees)) return choice;
+  if (!HasTensorCorePages(args) || args.cos || (IsSpecial(args) && !takes_special_rows))
+    return choice;
   choice.decode = ShapeDecode(limits, decode_bytes);
   if (MayPrefill(args) && PrefillCtasPerMultiprocessor(limits, prefill_bytes) > 0) {
     choice.prefill_rows = PrefillRows(args.head_dim);

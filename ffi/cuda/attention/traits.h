@@ -38,11 +38,12 @@ struct DecodeTraits {
   static constexpr bool kSwizzled = kRowChunks % 8 == 0;
   static constexpr int32_t kRowBytes = (kSwizzled ? kRowChunks : kRowChunks | 1) * 16;
   static constexpr int32_t kWarpTileBytes = kWarpTokens * kRowBytes;
+  // Whether rows may be special: have a tree or pinned tokens. The others have no register left for
+  // them: simt.cuh takes their place.
+  static constexpr bool kTakesSpecialRows =
+      PAGES == PageKind::kRows || (PAGES == PageKind::kEightBit && HEAD_DIM <= 192);
   // 8-bit pages: a stage holds their bytes as they are, K, then V, then the scales of the tokens' K
   // and V; a warp turns a stage into 16-bit elements, in a tile of its own behind its stages.
-  // The others have no register left for them: simt.cuh takes their place.
-  static constexpr bool kTakesTrees =
-      PAGES == PageKind::kRows || (PAGES == PageKind::kEightBit && HEAD_DIM <= 192);
   static constexpr bool kIsEightBit = PAGES == PageKind::kEightBit;
   static constexpr int32_t kStoredTileBytes = kWarpTokens * HEAD_DIM;
   static constexpr int32_t kStoredChunks = kStoredTileBytes / 16;  // of K or V

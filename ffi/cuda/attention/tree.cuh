@@ -53,11 +53,12 @@ JAX_PAGED_DEVICE int32_t PositionOf(const AttentionArgs& args, const RowTree& tr
 }
 
 // First key in the window of any query of a row: of its first one, or of a root of its tree.
+template <bool SPECIAL = true>
 JAX_PAGED_DEVICE int32_t RowFirstKey(const AttentionArgs& args, int32_t row,
                                      const RowLengths& lengths, int32_t tree_size) {
   const int32_t first = QueryPosition(lengths, /*query=*/0);
   const int32_t root = lengths.seq_len - tree_size;
-  return FirstKey(args, row, tree_size > 0 && first > root ? root : first);
+  return FirstKey<SPECIAL>(args, row, tree_size > 0 && first > root ? root : first);
 }
 
 // Tiles of a row that hold pinned tokens and lie before those of its windows; between the two are

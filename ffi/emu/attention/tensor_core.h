@@ -22,7 +22,7 @@ AttentionKernels TensorCoreKernels(const cuda::AttentionArgs& args,
     cuda::WithPageKind(args, [&](auto pages) {
       using Decode = cuda::DecodeTraits<head_dim.value, pages.value>;
       kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes,
-                                           Decode::kTakesTrees);
+                                           Decode::kTakesSpecialRows);
       if (kernels.choice.decode.stages > 0) {
         kernels.decode = {cuda::DecodeCta<T, head_dim.value, pages.value>,
                           Decode::SharedBytes(args.stages)};
