@@ -68,12 +68,14 @@ class Stepper:
 
     Args:
       model: the decoder.
-      max_seqs, pages_per_seq, page_size: of the state, which has as many pages as all rows need.
+      max_seqs, pages_per_seq, page_size, windows: of the state, which has as many pages as all rows
+        need.
     """
 
     def __init__(
-        self, model: Decoder, *, max_seqs: int = 4, pages_per_seq: int = 8, page_size: int = 8
-    ):
+        self, model: Decoder, *, max_seqs: int = 4, pages_per_seq: int = 8, page_size: int = 8,
+        windows: bool = False,
+    ):  # fmt: skip
         config = model.config
         self.max_seqs = max_seqs
         self.state = KVState.create(
@@ -85,6 +87,7 @@ class Stepper:
             max_seqs=max_seqs,
             pages_per_seq=pages_per_seq,
             dtype=model.dtype,
+            windows=windows,
         )
         self._graph, self._weights = nnx.split(model)
 

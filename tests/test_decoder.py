@@ -10,7 +10,7 @@ from jax_paged.models.decoder import Decoder, rms_norm
 from jax_paged.models.parameters import abstract_source, expected_tensors, random_source
 from jax_paged.models.testing import Stepper, small_config
 from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
-from jax_paged.state import reserve, step_batch
+from jax_paged.state import reserve, set_window, step_batch
 
 NUM_TOKENS = 20  # of every flat batch but the decode steps, so that programs are shared
 TYPES = ["qwen3_moe", "qwen3", "llama"]
@@ -159,6 +159,23 @@ def test_a_mixed_batch_equals_its_rows_alone(model_type):
         alone = make_stepper(model_type).step({0: prompt}, padded_to=NUM_TOKENS)[0]
         assert got.shape == (len(prompt), 97)
         np.testing.assert_allclose(got, alone, atol=1e-4)
+
+
+def test_rows_with_a_window_slide_and_give_the_logits_of_a_whole_prefill():
+    """A prefill in one chunk frees nothing, so each token has its window whatever has slid."""
+    config, tokens = small_config(), ids(60)
+    model = Decoder(config, random_source(config, 3))
+    whole, each, full = (Stepper(model, page_size=4, pages_per_seq=16, windows=True) for _ in "123")
+    for stepper in (whole, each):
+        stepper.state, status = reserve(stepper.state, [1], 0)
+        stepper.state, status = set_window(stepper.state, [1], 14, 3)
+        assert not np.asarray(status).any()
+    expected = whole.step({1: tokens})[1]
+    got = [each.step({1: tokens[:9]})[1], each.step({1: tokens[9:15]})[1]]
+    got += [each.step({1: [token]})[1] for token in tokens[15:]]
+    assert each.state.table.windows.slot_offset[1] == 44
+    np.testing.assert_allclose(np.concatenate(got), expected, rtol=1e-4, atol=1e-4)
+    assert np.abs(full.step({1: tokens})[1] - expected).max() > 0.01
 
 
 def test_bf16_weights_give_logits_near_f32():
