@@ -259,9 +259,9 @@ def test_pages_left_of_the_window_may_hold_anything_or_be_gone(window, causal, i
     batch = small_batch(causal=causal)
     out, lse = attend(batch, {"sliding_window": window}, implementation=implementation)
     assert_attention_close(out, lse, *dense_oracle(batch, sliding_window=window))
-    gone = left_of_window(batch, window)
+    gone = hidden_pages(batch, {"sliding_window": window})
     assert gone.any()
-    poisoned = poison(batch, window)
+    poisoned = poison(batch, {"sliding_window": window})
     wild = dataclasses.replace(batch, page_table=np.where(gone, WILD_PAGE, batch.page_table))
     for changed in (poisoned, wild):
         got = attend(changed, {"sliding_window": window}, implementation=implementation)
