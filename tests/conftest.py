@@ -1,8 +1,13 @@
 """Test-wide settings: CPU by default, strict dtype and rank promotion."""
 
 import os
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# What a shell runs in the background ignores SIGINT, and so would the children of these tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import pytest
