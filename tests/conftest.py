@@ -23,6 +23,13 @@ def pytest_report_header(config):
     return f"jax {jax.__version__}, jax_paged cpu={info['cpu']}, cuda={info['cuda']['status']}"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_the_file():
+    """Drops what a file has compiled: a process can map only so many pieces of memory (jax 0.7)."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(params=["native", "reference"])
 def implementation(request):
     """Both implementations of an op: one suite serves them."""
