@@ -123,16 +123,12 @@ def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
     )
 
 
-def contract_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype) -> jax.Array:
-    """The same with int8 weights, which every float dtype holds exactly."""
+def contract(out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """The same, where weights may be int8, which every float dtype holds exactly."""
+    if weight.dtype != jnp.int8 or scale is None:
+        return contract_last(x, weight, out_dtype)
     sums = contract_last(x, weight.astype(x.dtype), jnp.float32)
     return (sums * scale[None, :]).astype(out_dtype)
-
-
-def _reference(dtype, x, weight, scale):
-    if weight.dtype != jnp.int8:
-        return contract_last(x, weight, dtype)
-    return contract_int8(x, weight, scale, dtype)
 
 
 @functools.cache
@@ -146,7 +142,7 @@ def _batched(dtype: jnp.dtype, implementation: Implementation):
             {},
             heads=HeadAxes(dict.fromkeys(names), results=(None,)),
             implementation=implementation,
-            reference=lambda *operands: (_reference(dtype, *operands),),
+            reference=lambda *operands: (contract(dtype, *operands),),
         )
         return out
 
@@ -179,7 +175,7 @@ def _forward(dtype, implementation, *operands):
 
 
 def _backward(dtype, implementation, operands, cotangent):
-    _, pullback = jax.vjp(functools.partial(_reference, dtype), *operands)
+    _, pullback = jax.vjp(functools.partial(contract, dtype), *operands)
     return pullback(cotangent)
 
 

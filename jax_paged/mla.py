@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
@@ -16,15 +15,14 @@ from jax_paged.attention import _cuda_workspace_words
 from jax_paged.reference import layer_scale
 from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
-    EIGHT_BIT_DTYPES,
-    FLOAT_DTYPES,
     as_index,
+    as_scale_of,
     check_choice,
     check_float,
+    check_kv_dtype,
     check_scale,
     check_shape,
     expect,
-    is_eight_bit,
 )
 
 TARGET = "jax_paged.mla_attention.v1"
@@ -131,9 +129,7 @@ def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
         f"{'None' if layer is None else 'a value'} for kv_pages of rank {rank}",
     )
     expect(kv_pages.shape[-2] >= 1, "kv_pages", "page_size >= 1", kv_pages.shape[-2])
-    allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
-    names = " or ".join(d.name for d in allowed)
-    expect(kv_pages.dtype in allowed, "kv_pages", f"dtype {names}", kv_pages.dtype.name)
+    check_kv_dtype("kv_pages", kv_pages)
     layer = as_index("layer", 0 if layer is None else layer)
     check_shape("layer", layer, "", ())
     return layer
@@ -143,12 +139,7 @@ def check_latent_scale(kv_scale: Any, kv_pages: jax.Array) -> jax.Array | None:
     """Checks a scale of 8-bit latent rows; returns it as f32, a scalar or [num_layers]."""
     if kv_scale is None:
         return None
-    expect(
-        is_eight_bit(kv_pages), "kv_scale", f"None for pages of {kv_pages.dtype.name}", "a scale"
-    )
-    if not hasattr(kv_scale, "dtype"):
-        kv_scale = np.asarray(kv_scale, np.float32)
-    check_float("kv_scale", kv_scale)
+    kv_scale = as_scale_of(kv_pages, "kv_scale", kv_scale)
     layers = kv_pages.shape[:-3]
     expect(
         kv_scale.shape in ((), layers),
@@ -156,7 +147,7 @@ def check_latent_scale(kv_scale: Any, kv_pages: jax.Array) -> jax.Array | None:
         "a scalar" + (f" or [num_layers={layers[0]}]" if layers else ""),
         list(kv_scale.shape),
     )
-    return kv_scale.astype(np.float32)
+    return kv_scale
 
 
 def _check(
@@ -169,10 +160,7 @@ def _check(
     check_float("q", q)
     check_shape("q", q, "tokens num_q_heads latent+rope", (None, None, width))
     expect(q.shape[1] >= 1, "q", "at least one head", 0)
-    expect(
-        kv_pages.dtype == q.dtype or is_eight_bit(kv_pages), "kv_pages",
-        f"dtype {q.dtype.name} or 8-bit", kv_pages.dtype.name,
-    )  # fmt: skip
+    check_kv_dtype("kv_pages", kv_pages, q.dtype)
     page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
     check_shape("seq_lens", seq_lens, "num_seqs", (None,))
     rows = seq_lens.shape[0]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jax_paged import _ffi
 from jax_paged._ffi import Implementation
-from jax_paged.linear import contract_int8, contract_last
+from jax_paged.linear import contract
 from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
     as_index,
@@ -135,13 +135,8 @@ def _block_size(num_pairs: int, num_experts: int) -> int:
 
 
 def _gated_mlp(x, gate_up, down, scales):
-    def contract(x, weight, scale):
-        if scale is None:
-            return contract_last(x, weight, jnp.float32)
-        return contract_int8(x, weight, scale, jnp.float32)
-
-    gate, up = jnp.split(contract(x, gate_up, scales[0]), 2, axis=-1)
-    return contract((jax.nn.silu(gate) * up).astype(x.dtype), down, scales[1])
+    gate, up = jnp.split(contract(jnp.float32, x, gate_up, scales[0]), 2, axis=-1)
+    return contract(jnp.float32, (jax.nn.silu(gate) * up).astype(x.dtype), down, scales[1])
 
 
 def _reference(

@@ -134,14 +134,30 @@ def is_eight_bit(pages: jax.Array) -> bool:
     return pages.dtype in EIGHT_BIT_DTYPES
 
 
-def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -> Any:
-    """Checks a scale of 8-bit pages; returns it as f32, or None."""
-    if scale is None:
-        return None
+def check_kv_dtype(name: str, pages: jax.Array, q_dtype: jnp.dtype | None = None) -> None:
+    """Checks pages for a float dtype, that of q where it is known, or an 8-bit one."""
+    allowed, expected = (q_dtype,), f"{q_dtype} or 8-bit"
+    if q_dtype is None:
+        allowed = FLOAT_DTYPES
+        expected = " or ".join(d.name for d in FLOAT_DTYPES + EIGHT_BIT_DTYPES)
+    ok = pages.dtype in allowed or is_eight_bit(pages)
+    expect(ok, name, f"dtype {expected}", pages.dtype.name)
+
+
+def as_scale_of(pages: jax.Array, name: str, scale: Any) -> jax.Array:
+    """A scale of 8-bit pages as an f32 array, its shape unchecked."""
     expect(is_eight_bit(pages), name, f"None for pages of {pages.dtype.name}", "a scale")
     if not hasattr(scale, "dtype"):
         scale = np.asarray(scale, np.float32)
     check_float(name, scale)
+    return scale if scale.dtype == np.float32 else scale.astype(np.float32)
+
+
+def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -> Any:
+    """Checks a scale of 8-bit pages; returns it as f32, or None."""
+    if scale is None:
+        return None
+    scale = as_scale_of(pages, name, scale)
     layers = () if shape.num_layers is None else (shape.num_layers,)
     per_token = (*layers, shape.num_pages, shape.num_kv_heads, shape.page_size)
     allowed = list(dict.fromkeys(((), layers, (*layers, shape.num_kv_heads), per_token)))
@@ -151,7 +167,7 @@ def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -
         "shape " + " or ".join(map(_shape_text, allowed)),
         _shape_text(scale.shape),
     )
-    return scale if scale.dtype == np.float32 else scale.astype(np.float32)
+    return scale
 
 
 def is_per_token(scale: jax.Array | None, pages: jax.Array) -> bool:
@@ -191,10 +207,8 @@ def check_pages(
     check_choice("layout", layout, LAYOUTS)
     check_axes("k_pages", k_pages, layout, "k")
     check_axes("v_pages", v_pages, layout, "v")
-    allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
-    names = " or ".join(d.name for d in allowed)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        expect(pages.dtype in allowed, name, f"dtype {names}", pages.dtype.name)
+    check_kv_dtype("k_pages", k_pages)
+    check_kv_dtype("v_pages", v_pages)
     if layout == "vllm5d" and k_pages.dtype in EIGHT_BIT_DTYPES:
         raise NotImplementedError(
             f"layout: expected 'HND' or 'NHD' for pages of {k_pages.dtype.name}, got 'vllm5d'"
@@ -348,12 +362,7 @@ def check_attention(
         "q", q, f"{'num_seqs' if tokens is not None else 'tokens'} num_q_heads head_dim",
         (tokens, None, k_shape.head_dim),
     )  # fmt: skip
-    expect(
-        k_pages.dtype == q.dtype or is_eight_bit(k_pages),
-        "k_pages",
-        f"dtype {q.dtype.name} or 8-bit",
-        k_pages.dtype.name,
-    )
+    check_kv_dtype("k_pages", k_pages, q.dtype)
     num_q_heads = q.shape[1]
     expect(
         0 < k_shape.num_kv_heads <= num_q_heads and num_q_heads % k_shape.num_kv_heads == 0,

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged import ragged_paged_attention
 from jax_paged.layout import (
     LAYOUTS,  # in the order of the C++ Layout
     pages_shape,
@@ -279,6 +280,18 @@ def emulate(
         buffers.update(arrays)
         buffers.update((name, getattr(call, name)) for name in CHOICE)
     return arrays["out"], arrays["lse"]
+
+
+IMPLEMENTATIONS = ("native", "reference", "emulated")
+
+
+def attend(batch, implementation: str, **options):
+    """(out, lse) of `ragged_paged_attention` or of the emulated CUDA kernels."""
+    if implementation == "emulated":
+        return emulate(batch, Device(seed=4), **options)
+    arguments, defaults = batch.ragged()
+    call = defaults | options | {"return_lse": True, "implementation": implementation}
+    return ragged_paged_attention(*arguments, **call)
 
 
 def windows_begin(batch, window: int) -> np.ndarray:

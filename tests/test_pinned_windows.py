@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import Device, emulate
+from emulation import IMPLEMENTATIONS, Device, attend, emulate
 
-from jax_paged import explain, ragged_paged_attention
+from jax_paged import explain
 from jax_paged.layout import LAYOUTS, from_slots_first, slots_first
 from jax_paged.testing import (
     WILD_PAGE,
@@ -23,18 +23,9 @@ from jax_paged.testing import (
 
 PAGE = 16
 SMALL = Case("small", 8, 2, 64, page_size=PAGE)
-IMPLEMENTATIONS = ("native", "reference", "emulated")
 Q_LENS, SEQ_LENS = [1, 4, 30, 1, 1], [300, 210, 150, 5, 0]
 WINDOW, PINNED = np.int32([90, 40, 33, 20, 20]), np.int32([20, 16, 1, 9, 3])
 SLOPES = np.float32(2.0 ** -np.linspace(1, 8, 8))
-
-
-def attend(batch: Batch, implementation: str, **options: Any):
-    if implementation == "emulated":
-        return emulate(batch, Device(seed=4), **options)
-    arguments, defaults = batch.ragged()
-    call = defaults | options | {"return_lse": True, "implementation": implementation}
-    return ragged_paged_attention(*arguments, **call)
 
 
 def small_batch(dtype: Any = jnp.float32, **changes: Any) -> Batch:

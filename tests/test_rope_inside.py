@@ -7,28 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import Device, emulate
+from emulation import IMPLEMENTATIONS, attend
 
-from jax_paged import paged_attention, ragged_paged_attention
+from jax_paged import paged_attention
 from jax_paged.rope import Rope, apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
 
 CASE = Case("small", 8, 2, 64, page_size=16)
-IMPLEMENTATIONS = ("native", "reference", "emulated")
 
 
 def tables(max_positions: int, rotary_dim: int = 64, style: Any = "half") -> Rope:
     positions = jnp.arange(max_positions, dtype=jnp.int32)
     cos, sin = rope_tables(positions, inverse_frequencies(rotary_dim, 1e4))
     return Rope(cos, sin, style)
-
-
-def attend(batch: Batch, implementation: str, **options: Any):
-    if implementation == "emulated":
-        return emulate(batch, Device(seed=4), **options)
-    arguments, defaults = batch.ragged()
-    call = defaults | options | {"return_lse": True, "implementation": implementation}
-    return ragged_paged_attention(*arguments, **call)
 
 
 def batch_of(dtype: Any = jnp.float32, **changes: Any) -> Batch:

@@ -75,6 +75,15 @@ inline std::string ReadKvDtype(const char* op, const char* argument, xla::ffi::D
   }
 }
 
+// Pages have the dtype of q, or they are 8-bit.
+inline std::string CheckKvType(const char* op, const char* argument, xla::ffi::DataType pages,
+                               xla::ffi::DataType q) {
+  Dtype dtype = Dtype::kFloat32;
+  const std::string error = ReadKvDtype(op, argument, pages, &dtype);
+  if (!error.empty() || pages == q || IsEightBit(dtype)) return error;
+  return Mismatch(op, argument, TypeText(q) + " or 8-bit", TypeText(pages));
+}
+
 inline std::string CheckType(const char* op, const char* argument, xla::ffi::DataType got,
                              xla::ffi::DataType expected) {
   if (got == expected) return "";
@@ -207,10 +216,7 @@ inline std::string ReadAttention(const xla::ffi::AnyBuffer& q, const xla::ffi::A
       failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout))) {
     return error;
   }
-  if (!IsEightBit(shape->kv_dtype) && shape->kv_dtype != shape->dtype) {
-    return Mismatch(kOp, "k_pages", TypeText(q.element_type()) + " or 8-bit",
-                    TypeText(k_pages.element_type()));
-  }
+  if (failed(CheckKvType(kOp, "k_pages", k_pages.element_type(), q.element_type()))) return error;
   if (IsEightBit(shape->kv_dtype) && layout == Layout::kVllm5d) {
     return Mismatch(kOp, "layout", "\"HND\" or \"NHD\" for 8-bit pages", "\"vllm5d\"");
   }

@@ -44,10 +44,7 @@ inline std::string ReadMlaAttention(const xla::ffi::AnyBuffer& q,
   const int64_t* dims = pages.dims + (pages.rank - 3);
   const int64_t width = dims[2], v_head_dim = Shape(out)[2];
   shape->out_dtype = shape->dtype;
-  if (!IsEightBit(shape->kv_dtype) && shape->kv_dtype != shape->dtype) {
-    return Mismatch(kOp, "kv_pages", TypeText(q.element_type()) + " or 8-bit",
-                    TypeText(kv_pages.element_type()));
-  }
+  if (failed(CheckKvType(kOp, "kv_pages", kv_pages.element_type(), q.element_type()))) return error;
   if (IsGiven(kv_scale) && !IsEightBit(shape->kv_dtype)) {
     return Mismatch(kOp, "kv_scale", "[0]", "a scale");
   }

@@ -90,7 +90,8 @@ struct Row {
   int32_t num_pinned;   // tokens at the front that no window hides
   int32_t slot_offset;  // not 0: the row slid
 
-  int64_t TokenOf(int64_t slot) const { return slot < num_pinned ? slot : slot + slot_offset; }
+  // How many places the window of this row slid over before the token in `slot`.
+  int64_t SlidBy(int64_t slot) const { return slot < num_pinned ? 0 : slot_offset; }
 };
 
 // The windows of a batch's rows, unchecked.

@@ -69,7 +69,7 @@ inline int64_t PositionOf(const AttentionParams& params, const Row& row, int32_t
 // The same among all tokens of the sequence.
 inline int64_t TokenAt(const AttentionParams& params, const Row& row, int32_t row_index,
                        int64_t token) {
-  return PositionOf(params, row, row_index, token) + row.TokenOf(token) - token;
+  return PositionOf(params, row, row_index, token) + row.SlidBy(token);
 }
 
 }  // namespace jax_paged

@@ -10,6 +10,7 @@
 //
 // A call of many tokens runs in turns of at most kMaxPairs pairs, which bounds its memory.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <new>
@@ -50,8 +51,6 @@ struct Experts {
   int64_t hidden;
   int64_t inner;
 };
-
-int64_t Larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Group {
   int32_t expert;
@@ -117,10 +116,10 @@ void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, in
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
   const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
   const int64_t down_panel = LinearPanelFloats(call.inner, down_block);
-  const int64_t panel_floats = call.gate_up_scale ? Larger(gate_panel, down_panel) : 0;
+  const int64_t panel_floats = call.gate_up_scale ? std::max(gate_panel, down_panel) : 0;
   // For gate, up and down; or for the sum of one token. Then the panel of the worker.
   const int64_t own_floats =
-      RoundUp(Larger(2 * gate_floats + down_floats, call.hidden), kPadFloats);
+      RoundUp(std::max(2 * gate_floats + down_floats, call.hidden), kPadFloats);
   const int64_t sums_floats = own_floats + panel_floats;
 
   const int64_t floats = num_rows * (x_stride + 2 * h_stride + call.hidden) + workers * sums_floats;
