@@ -48,7 +48,8 @@ class Engine:
       page_size: tokens in a page.
       max_tokens: most tokens of a step, at least max_seqs · (1 + max_drafts): prompts are fed in
         chunks that fill a step up.
-      prefix_cache: whether full pages are kept and found again by requests that start alike.
+      prefix_cache: whether full pages are kept and found again by requests that start alike; None =
+        yes, but not with a window.
       max_drafts: guesses per row and step (`speculate`), looked up in the request's own text unless
         there is a draft model; the engine then waits for each step, because it guesses from the
         tokens that came out of it.
@@ -64,6 +65,11 @@ class Engine:
         and V anew) or "swap" (they are copied to host memory and back).
       swap_pages: most pages in host memory, with "swap"; taken 8 at a time; None = num_pages. A
         request that finds no room there is recomputed.
+      window: most tokens that a token sees, itself and the pinned ones included. Those that no
+        later one sees are dropped, so a request's pages stop growing; it may go on to the end of
+        the model's context. Without prefix cache, drafts and swapping. None = all tokens.
+      num_pinned: with a window, the first tokens of each request, which all later ones see (the
+        attention sinks of StreamingLLM, Xiao et al., 2023); below the window.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -79,7 +85,7 @@ class Engine:
         pages_per_seq: int | None = None,
         page_size: int = PAGE_SIZE,
         max_tokens: int = 256,
-        prefix_cache: bool = True,
+        prefix_cache: bool | None = None,
         max_drafts: int = 0,
         draft_branches: int = 1,
         draft_model: Decoder | None = None,
@@ -88,6 +94,8 @@ class Engine:
         kv_dtype: str = "auto",
         preemption: str = "recompute",
         swap_pages: int | None = None,
+        window: int | None = None,
+        num_pinned: int = 0,
         progress: bool = True,
     ):
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
@@ -113,6 +121,16 @@ class Engine:
             swap_pages = num_pages if swaps else 0
         check_count("swap_pages", swap_pages, int(swaps))
         self.swap_pages = swap_pages
+        check_count("num_pinned", num_pinned, 0)
+        if window is None:
+            expect(num_pinned == 0, "num_pinned", "0 without a window", num_pinned)
+        else:
+            check_count("window", window, num_pinned + 1)
+            expect(not prefix_cache, "prefix_cache", "False with a window", prefix_cache)
+            expect(max_drafts == 0, "max_drafts", "0 with a window", max_drafts)
+            expect(not swaps, "preemption", "'recompute' with a window", repr(preemption))
+        prefix_cache = window is None if prefix_cache is None else prefix_cache
+        self._window = None if window is None else (int(window), int(num_pinned))
         if pages_per_seq is None:
             pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
         self.config, self.max_drafts, self.ahead = model.config, max_drafts, ahead
@@ -120,6 +138,7 @@ class Engine:
         sizes = {
             "num_pages": num_pages, "max_seqs": max_seqs, "pages_per_seq": pages_per_seq,
             "page_size": page_size, "kv_dtype": kv_dtype, "max_tree": max_drafts + 1,
+            "windows": window is not None,
         }  # fmt: skip
         state, drafter = create_state(model, **sizes), None
         self._drafter, self._drafter_params, self._draft_rule = None, None, draft_rule
@@ -135,7 +154,7 @@ class Engine:
         self._scheduler = Scheduler(
             num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
             page_size=page_size, max_tokens=max_tokens, cache=self._cache, swap_pages=swap_pages,
-            chunk_pages=chunk_pages(pages_per_seq),
+            chunk_pages=chunk_pages(pages_per_seq), window=self._window,
         )  # fmt: skip
         self._swapper: Swapper | None = None
         self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
@@ -321,7 +340,8 @@ class Engine:
             total=len(self._sizes) + 1 + swaps, desc="compiling", unit=" programs", leave=False,
             disable=None if progress else True,
         ) as bar:  # fmt: skip
-            self._keep_program = keep.lower(self._device, self._nothing).compile()
+            lowered = keep.lower(self._device, self._nothing, window=self._window)
+            self._keep_program = lowered.compile()
             bar.update()
             if swaps:
                 self._swapper = Swapper(self._device, table.pages_per_seq)

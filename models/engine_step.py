@@ -84,9 +84,9 @@ class Keeping:
         )
 
 
-@functools.partial(jax.jit, donate_argnames="device")
-def keep(device: Device, orders: Keeping) -> Device:
-    """Carries out `orders`."""
+@functools.partial(jax.jit, donate_argnames="device", static_argnames="window")
+def keep(device: Device, orders: Keeping, *, window: tuple[int, int] | None = None) -> Device:
+    """Carries out `orders`. Rows that start get the window, of so many tokens and pinned ones."""
     table, entry_pages = device.state.table, device.entry_pages
     size = entry_pages.shape[0]
 
@@ -105,6 +105,9 @@ def keep(device: Device, orders: Keeping) -> Device:
     statuses.append(status)
     table, status = pages.reserve(table, orders.adopt_rows, orders.adopt_tokens)
     statuses.append(status)
+    if window is not None:
+        table, status = pages.set_window(table, orders.adopt_rows, *window)
+        statuses.append(status)
     starting = jnp.where(orders.adopt_rows >= 0, orders.adopt_rows, table.max_seqs)
     table = dataclasses.replace(
         table, seq_lens=table.seq_lens.at[starting].add(orders.swap_tokens, mode="drop")

@@ -191,6 +191,7 @@ def _round_up(size: int) -> int:
 def create_state(
     model: Decoder, *, num_pages: int, max_seqs: int, pages_per_seq: int,
     page_size: int = PAGE_SIZE, kv_dtype: str = "auto", max_tree: int = 256,
+    windows: bool = False,
 ) -> KVState:  # fmt: skip
     """An empty `KVState` of the model's sizes, and its dtype or an 8-bit one."""
     config = model.config
@@ -200,7 +201,7 @@ def create_state(
     return KVState.create(
         num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
         num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
-        pages_per_seq=pages_per_seq, dtype=dtype, max_tree=max_tree,
+        pages_per_seq=pages_per_seq, dtype=dtype, max_tree=max_tree, windows=windows,
     )  # fmt: skip
 
 

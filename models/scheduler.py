@@ -68,16 +68,26 @@ class Scheduler:
       cache: the prefix cache, or None.
       swap_pages: pages of preempted requests in host memory; 0 = none, they compute anew.
       chunk_pages: host memory is taken by so many pages at a time.
+      window: the tokens that a token of any request sees, and those of them that are pinned; None =
+        all. Then there is neither cache nor swapping, and a row counts as what it holds at most.
     """
 
     def __init__(
         self, *, num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int,
         max_tokens: int, cache: PrefixCache | None, swap_pages: int = 0, chunk_pages: int = 1,
+        window: tuple[int, int] | None = None,
     ):  # fmt: skip
         self.page_size, self.max_tokens, self.cache = page_size, max_tokens, cache
         self.num_free_swap, self.chunk_pages = swap_pages, chunk_pages
         self.num_swapped_out = self.num_swapped_in = 0
         self.most_pages = min(num_pages, pages_per_seq)
+        self._window_pages: int | None = None  # most pages of a row with a window
+        if window is not None:
+            # What the first token of the longest chunk sees of those before it, from anywhere in a
+            # page on, and the chunk; behind the pages with pinned tokens.
+            tokens, num_pinned = window
+            behind = tokens - num_pinned - 1 + max_tokens + page_size - 1
+            self._window_pages = pages_for(num_pinned, page_size) + pages_for(behind, page_size)
         self.num_free = num_pages
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -92,8 +102,9 @@ class Scheduler:
         return self.num_free + (self.cache.num_idle if self.cache else 0)
 
     def pages_needed(self, tokens: int) -> int:
-        """Pages of a row with so many tokens."""
-        return pages_for(tokens, self.page_size)
+        """Pages of a row with so many tokens; with a window, those that it holds at most."""
+        pages = pages_for(tokens, self.page_size)
+        return pages if self._window_pages is None else min(pages, self._window_pages)
 
     def add(self, request: Request) -> None:
         """Lets a request wait for its turn."""
@@ -239,7 +250,8 @@ class Scheduler:
         request.fed = cached + swapped
         request.num_offered = len(entries)
         self._take(request, need)
-        rest = request.num_known - cached
+        # With a window a chunk gets its pages in its own step, where others become free.
+        rest = request.num_known - cached if self._window_pages is None else 0
         self.orders.adoptions.append((request.row, list(entries), rest, swapped))
         if swapped:
             self.orders.swap_ins.append((request.row, len(entries), request.chunks))

@@ -17,7 +17,8 @@ from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
 from jax_paged.models.generate import create_state
 from jax_paged.models.parameters import random_source
-from jax_paged.models.testing import small_config
+from jax_paged.models.testing import Stepper, small_config
+from jax_paged.state import reserve, set_window
 from jax_paged.testing import pool_sized_ops
 
 CONFIG = small_config("qwen3", vocab_size=64, head_dim=8, max_position_embeddings=64)
@@ -178,6 +179,62 @@ def test_without_a_prefix_cache_all_pages_are_free_at_the_end(make, alone):
     assert [r.tokens for r in requests] == [alone(PROMPTS[2])] * 2
     assert engine.cache_counts.looked_up == 0
     assert_empty(engine)
+
+
+WINDOW = {"window": 14, "num_pinned": 3, "max_tokens": 8}
+# 1 page of pinned tokens; 10 others that a token sees, 8 of a chunk, from anywhere in a page on.
+WINDOW_PAGES = 1 + 6
+
+
+def assert_windowed(model, request) -> None:
+    """The tokens are what a prefill of everything at once says, with this window."""
+    stepper = Stepper(model, page_size=4, pages_per_seq=16, windows=True)
+    stepper.state, _ = reserve(stepper.state, [0], 0)
+    stepper.state, status = set_window(stepper.state, [0], WINDOW["window"], WINDOW["num_pinned"])
+    assert int(status[0]) == 0
+    text = [*request.prompt.tolist(), *request.tokens]
+    logits = stepper.step({0: text[:-1]}, padded_to=63)[0][len(request.prompt) - 1 :]
+    chosen = logits[np.arange(len(request.tokens)), request.tokens]
+    assert (logits.max(axis=1) - chosen).max() < TIE
+
+
+def test_requests_with_a_window_hold_few_pages_and_get_its_tokens(model, make):
+    engine = make(num_pages=2 * WINDOW_PAGES + 2, **WINDOW)
+    requests = submit_all(engine, max_new_tokens=44)
+    most = 0
+    while engine.step():
+        most = max(most, int(np.asarray(engine.state.table.pages_held).max()))
+    assert engine.num_preemptions > 0
+    assert most <= WINDOW_PAGES < 13  # of 4 tokens; the longest request has 63 tokens
+    for request in requests:
+        assert (request.reason, len(request.tokens)) == ("length", 44)
+        assert_windowed(model, request)
+    assert_empty(engine)
+
+
+def test_a_request_longer_than_the_pool_runs_in_a_window(model, make):
+    assert make(num_pages=8).submit(PROMPTS[2], max_new_tokens=40).reason == "refused"
+    engine = make(num_pages=8, pages_per_seq=8, **WINDOW)
+    request = engine.submit(PROMPTS[2], max_new_tokens=40)
+    engine.run()
+    assert (request.reason, len(request.tokens)) == ("length", 40)
+    assert_windowed(model, request)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_pinned": 2}, "num_pinned: expected 0 without a window, got 2"),
+        ({"window": 3, "num_pinned": 3}, "window: expected an integer >= 4, got 3"),
+        ({"window": 8, "prefix_cache": True}, "prefix_cache: expected False with a window"),
+        ({"window": 8, "max_drafts": 2}, "max_drafts: expected 0 with a window, got 2"),
+        ({"window": 8, "preemption": "swap"}, "preemption: expected 'recompute' with a window"),
+    ],
+)
+def test_what_a_window_excludes_is_told(model, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Engine(model, num_pages=8, max_seqs=2, **options)
 
 
 def test_a_tight_pool_preempts_and_nothing_is_lost(make, alone):
