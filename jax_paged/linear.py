@@ -2,8 +2,8 @@
 
 XLA's own product on CPU runs at a fifth of the memory's speed from two tokens on, and at a
 twentieth in bf16; this op reads each weight once at the memory's speed, and multiplies at that of
-the vector units when there are many tokens. Weights may be int8 with a scale per output: a quarter
-of the bytes of f32. On CUDA it is XLA's product.
+the vector units when there are many tokens. Weights may be int8 or fp8 with a scale per output: a
+quarter of the bytes of f32. On CUDA it is XLA's product.
 """
 
 import functools
@@ -16,8 +16,16 @@ from jaxtyping import Array, Float, Int8
 
 from jax_paged import _ffi
 from jax_paged._ffi import Implementation
+from jax_paged.reference import QMAX, quantise
 from jax_paged.sharding import HeadAxes
-from jax_paged.validation import check_choice, check_float, check_shape, check_weight, expect
+from jax_paged.validation import (
+    WEIGHT_DTYPES,
+    check_choice,
+    check_float,
+    check_shape,
+    check_weight,
+    expect,
+)
 
 TARGET = "jax_paged.linear.v1"
 
@@ -34,8 +42,8 @@ def linear(
 
     Args:
       x: [tokens, in], bf16, f16 or f32.
-      weight: [out, in] as published; dtype of x, or int8 (see `quantize_weight`).
-      weight_scale: f32[out], of int8 weights and of no others.
+      weight: [out, in] as published; dtype of x, or int8 or f8e4m3fn (see `quantize_weight`).
+      weight_scale: f32[out], of such 8-bit weights and of no others.
       out_dtype: bf16, f16 or f32; None = that of x. The sum is rounded once.
       implementation: None = native on CPU, XLA's product elsewhere and where there are several
         devices (which XLA can split it over); "native"; "reference" = XLA's.
@@ -47,8 +55,9 @@ def linear(
       ValueError: an argument's shape or dtype is wrong.
       NotImplementedError: the native kernel does not take this size (in: a multiple of 8).
 
-    Differentiable by reverse mode (the backward pass is XLA's products); vmap folds a batch of x
-    into tokens where the weight is shared, and else runs one call after another.
+    Differentiable by reverse mode (the backward pass is XLA's products), not in int8 weights; a
+    gradient of f8e4m3fn weights is rounded to their dtype. vmap folds a batch of x into tokens
+    where the weight is shared, and else runs one call after another.
 
     >>> import jax.numpy as jnp
     >>> print(linear(jnp.ones((2, 8)), 3 * jnp.ones((1, 8)))[:, 0])
@@ -74,37 +83,49 @@ def linear(
 
 
 def quantize_weight(
-    weight: Float[Array, "*experts out in"],
-) -> tuple[Int8[Array, "*experts out in"], Float[Array, "*experts out"]]:
-    """Weights as int8 with one scale per output: weight ≈ scale[..., None] · int8.
+    weight: Float[Array, "*experts out in"], *, dtype: DTypeLike = jnp.int8
+) -> tuple[
+    Int8[Array, "*experts out in"] | Float[Array, "*experts out in"], Float[Array, "*experts out"]
+]:
+    """Weights as 8-bit codes with one scale per output: weight ≈ scale[..., None] · code.
 
-    scale = max |weight| / 127 over `in`, and the quotient is rounded to nearest even.
+    scale = max |weight| / M over `in`, M = 127 for int8 and 448 for f8e4m3fn, and the quotient is
+    rounded to nearest even and clamped to ±M.
 
     Args:
-      weight: [..., out, in], bf16, f16 or f32; e.g. of `linear`, or of all experts. The error is
-        at most half a scale. An output whose weights are all 0 gets scale 0; one with a weight
-        that is not finite gets a scale that is not.
+      weight: [..., out, in], bf16, f16 or f32; e.g. of `linear`, or of all experts. An output whose
+        weights are all 0 gets scale 0; one with a weight that is not finite gets a scale that is
+        not.
+      dtype: int8, whose error is at most half a scale; or f8e4m3fn, whose error is at most a
+        sixteenth of the weight, or 2⁻¹⁰ scales where that is more.
 
     Returns:
-      (int8 of weight's shape within ±127, f32 scale of [..., out]).
+      (codes of weight's shape, f32 scale of [..., out]).
+
+    Raises:
+      ValueError: an argument's shape or dtype is wrong.
 
     Not differentiable.
 
     >>> import jax.numpy as jnp
     >>> print(*quantize_weight(jnp.array([[1.0, -2.54, 0.004]])))
     [[  50 -127    0]] [0.02]
+    >>> print(*quantize_weight(jnp.array([[1.0, -4.48, 0.002]]), dtype=jnp.float8_e4m3fn))
+    [[96 -448 0.203125]] [0.01]
     """
     check_float("weight", weight)
     expect(weight.ndim >= 2, "weight", "shape [..., out, in]", list(weight.shape))
-    return _quantize(weight)
+    dtype = jnp.dtype(dtype)
+    names = " or ".join(d.name for d in WEIGHT_DTYPES)
+    expect(dtype in WEIGHT_DTYPES, "dtype", names, dtype.name)
+    return _quantize(dtype, weight)
 
 
-@jax.jit
-def _quantize(weight):
+@functools.partial(jax.jit, static_argnums=0)
+def _quantize(dtype, weight):
     wide = weight.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=-1, initial=0.0) / 127
-    steps = jnp.round(wide / jnp.where(scale == 0, jnp.float32(1), scale)[..., None])
-    return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
+    scale = jnp.max(jnp.abs(wide), axis=-1, initial=0.0) / jnp.float32(QMAX[dtype.name])
+    return quantise(wide, scale[..., None], dtype), scale
 
 
 def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
@@ -124,8 +145,8 @@ def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
 
 
 def contract(out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The same, where weights may be int8, which every float dtype holds exactly."""
-    if weight.dtype != jnp.int8 or scale is None:
+    """The same, where weights may be 8-bit, which every float dtype holds exactly."""
+    if weight.dtype not in WEIGHT_DTYPES or scale is None:
         return contract_last(x, weight, out_dtype)
     sums = contract_last(x, weight.astype(x.dtype), jnp.float32)
     return (sums * scale[None, :]).astype(out_dtype)

@@ -16,6 +16,7 @@ from jax_paged._ffi import Implementation
 from jax_paged.linear import contract
 from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
+    WEIGHT_DTYPES,
     as_index,
     check_choice,
     check_float,
@@ -47,12 +48,12 @@ def moe_experts(
 
     Args:
       x: [tokens, hidden], bf16, f16 or f32.
-      gate_up: [num_experts, 2 · inner, hidden], gate rows first; dtype of x, or int8.
+      gate_up: [num_experts, 2 · inner, hidden], gate rows first; dtype of x, or int8 or f8e4m3fn.
       down: [num_experts, hidden, inner]; dtype of gate_up.
       experts: integers [tokens, k]. One outside [0, num_experts) adds nothing and reads nothing.
       weights: [tokens, k], cast to f32.
       gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
-        int8 experts are multiplied by, as `quantize_weight` gives them; only of int8 experts.
+        8-bit experts are multiplied by, as `quantize_weight` gives them; only of 8-bit experts.
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
       implementation: None = native on CPU, reference elsewhere and where the process has several
         devices; "native"; "reference".
@@ -147,7 +148,7 @@ def _reference(
     The pairs are sorted by expert; each block slices its expert's weights and runs its MLP.
     """
     tokens, hidden = x.shape
-    num_experts, k, is_int8 = gate_up.shape[0], experts.shape[1], gate_up.dtype == jnp.int8
+    num_experts, k, scaled = gate_up.shape[0], experts.shape[1], gate_up.dtype in WEIGHT_DTYPES
     num_pairs = tokens * k
     size = _block_size(num_pairs, num_experts) if block_size is None else block_size
     is_expert = (experts >= 0) & (experts < num_experts)
@@ -165,7 +166,7 @@ def _reference(
         expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
         begin = starts[expert] + (block - last_blocks[expert] + blocks[expert]) * size
         rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
-        scales = (gate_up_scale[expert], down_scale[expert]) if is_int8 else (None, None)
+        scales = (gate_up_scale[expert], down_scale[expert]) if scaled else (None, None)
         out = _gated_mlp(rows, gate_up[expert], down[expert], scales)
         # A short block also writes rows beyond its own; the next expert's block overwrites them.
         return jax.lax.dynamic_update_slice(sorted_out, out, (begin, jnp.int32(0)))

@@ -18,6 +18,7 @@ from jax_paged.rope import ROPE_STYLES, Rope, RopeStyle
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 EIGHT_BIT_DTYPES = tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
+WEIGHT_DTYPES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))  # of weights with a scale
 OUT_DTYPES = EIGHT_BIT_DTYPES[:2]  # of an fp8 output
 MAX_HEAD_DIM = 512
 _I32_MAX = 2**31 - 1
@@ -113,13 +114,14 @@ def check_weight(
     axes: str,
     sizes: tuple[int | None, ...],
 ) -> None:
-    """Checks a weight of x's dtype without a scale, or an int8 one with one per output."""
-    expected = f"dtype {dtype.name} or int8"
-    expect(weight.dtype in (dtype, jnp.int8), name, expected, weight.dtype.name)
+    """Checks a weight of x's dtype without a scale, or an 8-bit one with one per output."""
+    allowed = (dtype, *WEIGHT_DTYPES)
+    expected = "dtype " + " or ".join(d.name for d in allowed)
+    expect(weight.dtype in allowed, name, expected, weight.dtype.name)
     check_shape(name, weight, axes, sizes)
     outputs = axes.rpartition(" ")[0]
-    if weight.dtype == jnp.int8:
-        text = f"f32[{', '.join(outputs.split())}] beside an int8 {name}"
+    if weight.dtype in WEIGHT_DTYPES:
+        text = f"f32[{', '.join(outputs.split())}] beside the 8-bit {name}"
         expect(scale is not None, f"{name}_scale", text, None)
         assert scale is not None
         check_float(f"{name}_scale", scale, jnp.dtype(jnp.float32))

@@ -12,6 +12,7 @@ from jax_paged.models.moe import route
 from jax_paged.moe import _reference
 
 NO_SCALES = (jnp.zeros(0, jnp.float32),) * 2
+kinds = pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
 
 
 def softmax(x):
@@ -41,10 +42,11 @@ def oracle(x, gate_up, down, experts, weights):
     return out
 
 
-def quantized(case):
-    """The case with int8 experts, its scales, and the case with what they stand for."""
+def quantized(kind, case):
+    """The case with 8-bit experts, its scales, and the case with what they stand for."""
     x, gate_up, down, *rest = case
-    (gate_up, gate_up_scale), (down, down_scale) = map(quantize_weight, (gate_up, down))
+    gate_up, gate_up_scale = quantize_weight(gate_up, dtype=kind)
+    down, down_scale = quantize_weight(down, dtype=kind)
     meant = (
         np.asarray(codes, "f8") * np.asarray(scale, "f8")[..., None]
         for codes, scale in ((gate_up, gate_up_scale), (down, down_scale))
@@ -73,11 +75,12 @@ def test_experts_match_a_float64_loop(tokens, num_experts, k, implementation):
     [(1, 8, 3, 16, 24), (70, 5, 3, 72, 1096)],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_int8_experts_match_a_float64_loop(
-    tokens, num_experts, k, hidden, inner, dtype, implementation
+@kinds
+def test_8_bit_experts_match_a_float64_loop(
+    tokens, num_experts, k, hidden, inner, dtype, kind, implementation
 ):
     case = make_case(tokens, num_experts, k, hidden, inner, dtype=dtype)
-    case, scales, meant = quantized(case)
+    case, scales, meant = quantized(kind, case)
     out = moe_experts(*case, **scales, implementation=implementation)
     assert out.dtype == dtype
     # As for weights in the dtype of x, above and below.
@@ -85,8 +88,9 @@ def test_int8_experts_match_a_float64_loop(
     np.testing.assert_allclose(np.asarray(out, "f8"), oracle(*meant), atol=tolerance, rtol=1e-5)
 
 
-def test_int8_experts_that_nobody_chose_are_never_read(implementation):
-    case, scales, meant = quantized(make_case(6, 8, 2))
+@kinds
+def test_8_bit_experts_that_nobody_chose_are_never_read(kind, implementation):
+    case, scales, meant = quantized(kind, make_case(6, 8, 2))
     case[3] = meant[3] = meant[3] % 4
     chosen = jnp.asarray(np.isin(np.arange(8), np.asarray(case[3])))
     poison = {name: jnp.where(chosen[:, None], x, jnp.nan) for name, x in scales.items()}
@@ -94,18 +98,40 @@ def test_int8_experts_that_nobody_chose_are_never_read(implementation):
     np.testing.assert_allclose(out, oracle(*meant), atol=2e-5)
 
 
-def test_a_token_gets_the_same_bits_from_int8_experts_whatever_its_batch():
-    case, scales, _ = quantized(make_case(40, 6, 3, hidden=2056, inner=1032))
+@kinds
+def test_a_nan_code_reaches_the_outputs_of_its_own_expert_alone(kind, implementation):
+    """In `down` one output; in `gate_up` all that the expert adds. int8 has it in its scale."""
+    case, scales, meant = quantized(kind, make_case(6, 4, 1))
+    experts = case[3].at[:3].set(1).at[3:].set(2)
+    case[3] = meant[3] = experts
+    expected = oracle(*meant)
+    every = np.arange(expected.shape[1])
+    for at, name, touched in ((1, "gate_up_scale", every), (2, "down_scale", every[5:6])):
+        poisoned, scale = list(case), scales
+        if kind == jnp.int8:
+            scale = scales | {name: scales[name].at[2, 5].set(jnp.nan)}
+        else:
+            poisoned[at] = case[at].at[2, 5, 3].set(jnp.asarray(jnp.nan, kind))
+        out = moe_experts(*poisoned, **scale, implementation=implementation)
+        poisoned_out = expected.copy()
+        poisoned_out[3:, touched] = np.nan
+        np.testing.assert_allclose(out, poisoned_out, atol=2e-5)
+
+
+@kinds
+def test_a_token_gets_the_same_bits_from_8_bit_experts_whatever_its_batch(kind):
+    case, scales, _ = quantized(kind, make_case(40, 6, 3, hidden=2056, inner=1032))
     x, gate_up, down, experts, weights = case
     together = moe_experts(*case, **scales)
     alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8], **scales)
     np.testing.assert_array_equal(together[7:8], alone)
 
 
-def test_bad_scales_are_named():
-    case, scales, _ = quantized(make_case(3, 4, 2))
+@kinds
+def test_bad_scales_are_named(kind):
+    case, scales, _ = quantized(kind, make_case(3, 4, 2))
     with pytest.raises(
-        ValueError, match=r"down_scale: expected f32\[experts, hidden\] beside an int8"
+        ValueError, match=r"down_scale: expected f32\[experts, hidden\] beside the 8-bit"
     ):
         moe_experts(*case, gate_up_scale=scales["gate_up_scale"])
     with pytest.raises(ValueError, match=r"gate_up_scale: expected shape \[.*\], got \[4, 16\]"):
@@ -113,7 +139,8 @@ def test_bad_scales_are_named():
     case[1] = case[1].astype(jnp.float32)
     with pytest.raises(ValueError, match="gate_up_scale: expected None beside a float32 gate_up"):
         moe_experts(*case, **scales)
-    with pytest.raises(ValueError, match="down: expected dtype float32, got int8"):
+    name = jnp.dtype(kind).name
+    with pytest.raises(ValueError, match=f"down: expected dtype float32, got {name}"):
         moe_experts(*case, down_scale=scales["down_scale"])
 
 
@@ -214,7 +241,7 @@ def test_bad_arguments_are_named():
     x, gate_up, down, experts, weights = make_case(3, 4, 2)
     with pytest.raises(ValueError, match=r"gate_up: expected shape .*got \[4, 24, 16\]"):
         moe_experts(x, gate_up[:, :24], down, experts, weights)
-    with pytest.raises(ValueError, match="down: expected dtype float32 or int8, got bfloat16"):
+    with pytest.raises(ValueError, match=r"down: expected .* float8_e4m3fn, got bfloat16"):
         moe_experts(x, gate_up, down.astype(jnp.bfloat16), experts, weights)
     with pytest.raises(ValueError, match="experts"):
         moe_experts(x, gate_up, down, weights, weights)

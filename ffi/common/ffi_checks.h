@@ -90,22 +90,19 @@ inline std::string CheckType(const char* op, const char* argument, xla::ffi::Dat
   return Mismatch(op, argument, TypeText(expected), TypeText(got));
 }
 
-// Weights have the dtype of x, or they are int8.
+// Weights have the dtype of x, or they are int8 or fp8 (E4M3).
 inline std::string ReadWeightDtype(const char* op, const char* argument, xla::ffi::DataType type,
                                    xla::ffi::DataType x, Dtype* dtype) {
-  if (type == xla::ffi::DataType::S8) {
-    *dtype = Dtype::kInt8;
-    return "";
-  }
-  if (type != x) return Mismatch(op, argument, TypeText(x) + " or int8", TypeText(type));
-  return ReadDtype(op, argument, type, dtype);
+  const bool quantized = type == xla::ffi::DataType::S8 || type == xla::ffi::DataType::F8E4M3FN;
+  if (quantized || type == x) return ReadKvDtype(op, argument, type, dtype);
+  return Mismatch(op, argument, TypeText(x) + " or int8 or float8_e4m3fn", TypeText(type));
 }
 
-// Scales go with int8 weights, and with no others: then they are [0].
+// Scales go with 8-bit weights, and with no others: then they are [0].
 inline std::string CheckWeightScale(const char* op, const char* argument, Dtype weight,
                                     ShapeView got, std::initializer_list<int64_t> expected) {
-  return weight == Dtype::kInt8 ? CheckShape(op, argument, got, expected)
-                                : CheckShape(op, argument, got, {0});
+  return IsEightBit(weight) ? CheckShape(op, argument, got, expected)
+                            : CheckShape(op, argument, got, {0});
 }
 
 // The operands of jax_paged.attention that may be absent, and then are [0]. They follow sm_scale in

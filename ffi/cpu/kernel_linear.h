@@ -6,9 +6,9 @@
 //   block    some rows of w, so few that a chunk of them stays in L2; all tiles of x pass over it,
 //            so w is read from memory once
 //   chunk    with more than one tile, kLinearDepth of the depth: then a tile's rows of x stay in L1
-//   panel    int8 weights become floats (or bf16 words) in registers where one tile uses them; with
-//            more tiles once for all of them, a block and chunk at a time in a panel that L2 holds.
-//            The caller multiplies the sums by the scales
+//   panel    8-bit weights become floats (or bf16 words) in registers where one tile uses them;
+//            with more tiles once for all of them, a block and chunk at a time in a panel that L2
+//            holds. The caller multiplies the sums by the scales
 //
 // Bound by reading w up to some eight rows, by multiply-adds beyond: per 16 of them 10 vector
 // loads.
@@ -28,7 +28,7 @@ void LoadLinearRows(const void* x, int64_t begin, int64_t end, int64_t num_rows,
   }
 }
 
-// The same for int8 w: [PadLinearRows(num_rows), x_stride] floats in the order of x.
+// The same for 8-bit w: [PadLinearRows(num_rows), x_stride] floats in the order of x.
 template <typename T>
 void LoadPlainRows(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
                    float* rows, int64_t x_stride) {
@@ -140,11 +140,14 @@ inline void GateSums(const float* up, int64_t count, float* gate) {
   }
 }
 
-// The kernels where w has x's dtype T, and where it is int8.
+// The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
 template <typename T>
 constexpr LinearKernels kSameWeights = {LoadLinearRows<T>, LinearSums<T>, GateSums};
-template <typename T>
-constexpr LinearKernels kInt8Weights = {LoadPlainRows<T>, LinearSums<Int8, float>, GateSums};
+template <typename C>
+constexpr LinearKernelsOf kCodeWeights = {
+    {{LoadPlainRows<BFloat16>, LinearSums<C, float>, GateSums},
+     {LoadPlainRows<Float16>, LinearSums<C, float>, GateSums},
+     {LoadPlainRows<float>, LinearSums<C, float>, GateSums}}};
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 

@@ -1,4 +1,5 @@
-// The handler of jax_paged.linear.v1 on CPU: out = x w^T, each column times its scale if w is int8.
+// The handler of jax_paged.linear.v1 on CPU: out = x w^T, each column times its scale where w is
+// 8-bit.
 //
 // The rows of w are cut into blocks that the workers claim; kernel_linear.h does a block for all
 // rows of x. Each output is summed by one worker in one order, so the bits do not depend on the
@@ -102,7 +103,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   if (num_rows == 0 || num_columns == 0) return ffi::Error::Success();
   call.x = static_cast<const char*>(x.untyped_data());
   call.w = static_cast<const char*>(w.untyped_data());
-  call.scale = call.w_dtype == Dtype::kInt8 ? scale.typed_data() : nullptr;
+  call.scale = IsEightBit(call.w_dtype) ? scale.typed_data() : nullptr;
   call.out = static_cast<char*>(out->untyped_data());
   call.num_rows = num_rows;
   call.depth = depth;

@@ -31,8 +31,9 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 // clang-format on
 namespace jax_paged::cpu::avx512 {
 constexpr LinearKernelTable kLinear = {
-    {kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>},
-    {kInt8Weights<BFloat16>, kInt8Weights<Float16>, kInt8Weights<float>}};
+    {{kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>}},
+    kCodeWeights<Int8>,
+    kCodeWeights<Float8E4M3>};
 }
 JAX_PAGED_END_TARGET
 

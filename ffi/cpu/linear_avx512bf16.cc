@@ -32,8 +32,11 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f
 // clang-format on
 namespace jax_paged::cpu::avx512bf16 {
 constexpr LinearKernels kBFloat16 = kSameWeights<BFloat16>;
-constexpr LinearKernels kInt8 = {LoadLinearRows<BFloat16>, LinearSums<Int8Word, BFloat16>,
-                                 GateSums};
+template <typename C>
+constexpr LinearKernels kCodes = {LoadLinearRows<BFloat16>, LinearSums<CodeWord<C>, BFloat16>,
+                                  GateSums};
+constexpr LinearKernels kInt8 = kCodes<Int8>;
+constexpr LinearKernels kFp8 = kCodes<Float8E4M3>;
 }  // namespace jax_paged::cpu::avx512bf16
 JAX_PAGED_END_TARGET
 
@@ -42,8 +45,10 @@ namespace jax_paged::cpu {
 const LinearKernelTable& Avx512Bf16LinearKernels() {
   static const LinearKernelTable table = [] {
     LinearKernelTable all = Avx512LinearKernels();
-    all.of[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kBFloat16;
-    all.of_int8[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kInt8;
+    constexpr int kX = static_cast<int>(Dtype::kBFloat16);
+    all.same.of[kX] = avx512bf16::kBFloat16;
+    all.int8.of[kX] = avx512bf16::kInt8;
+    all.fp8.of[kX] = avx512bf16::kFp8;
     return all;
   }();
   return table;

@@ -25,8 +25,9 @@
 // clang-format on
 namespace jax_paged::cpu::generic {
 constexpr LinearKernelTable kLinear = {
-    {kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>},
-    {kInt8Weights<BFloat16>, kInt8Weights<Float16>, kInt8Weights<float>}};
+    {{kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>}},
+    kCodeWeights<Int8>,
+    kCodeWeights<Float8E4M3>};
 }
 
 namespace jax_paged::cpu {

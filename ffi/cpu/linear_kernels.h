@@ -15,9 +15,10 @@ namespace jax_paged::cpu {
 inline constexpr int64_t kLinearDepth = 1024;  // a tile of 8 rows of so many floats fits L1
 inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
 
-// Bytes of a row of w as the tiles of x find it: where there are several, int8 is staged as floats.
+// Bytes of a row of w as the tiles of x find it: where there are several, 8-bit weights are staged
+// as floats.
 inline int64_t LinearRowBytes(Dtype w_dtype, int64_t depth, int64_t num_rows) {
-  const bool staged = w_dtype == Dtype::kInt8 && num_rows > 8;
+  const bool staged = IsEightBit(w_dtype) && num_rows > 8;
   return depth * (staged ? int64_t{sizeof(float)} : ByteWidth(w_dtype));
 }
 
@@ -94,12 +95,20 @@ inline void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, 
   }
 }
 
+// By the dtype of x.
+struct LinearKernelsOf {
+  LinearKernels of[kNumDtypes];
+};
+
 struct LinearKernelTable {
-  LinearKernels of[kNumDtypes];       // by the dtype of x and w
-  LinearKernels of_int8[kNumDtypes];  // by the dtype of x, where w is int8
+  LinearKernelsOf same;  // where w has x's dtype
+  LinearKernelsOf int8;
+  LinearKernelsOf fp8;  // E4M3
 
   const LinearKernels& Of(Dtype x, Dtype w) const {
-    return (w == Dtype::kInt8 ? of_int8 : of)[static_cast<int>(x)];
+    const LinearKernelsOf& kernels =
+        w == Dtype::kInt8 ? int8 : (w == Dtype::kFloat8E4M3 ? fp8 : same);
+    return kernels.of[static_cast<int>(x)];
   }
 };
 

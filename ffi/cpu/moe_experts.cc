@@ -256,7 +256,7 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
   call.down = static_cast<const char*>(down.untyped_data());
   call.experts = experts.typed_data();
   call.weights = weights.typed_data();
-  const bool scaled = call.w_dtype == Dtype::kInt8;
+  const bool scaled = IsEightBit(call.w_dtype);
   call.gate_up_scale = scaled ? gate_up_scale.typed_data() : nullptr;
   call.down_scale = scaled ? down_scale.typed_data() : nullptr;
   call.out = static_cast<char*>(out->untyped_data());

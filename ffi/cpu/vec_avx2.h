@@ -79,6 +79,7 @@ JAX_PAGED_INLINE Vec LoadBytes(const Int8* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(EightBytes(p)));
 }
 JAX_PAGED_INLINE Vec Load(const Int8* p) { return LoadBytes(p); }
+JAX_PAGED_INLINE Vec Load(const Float8E4M3* p) { return LoadBytes(p); }
 
 template <typename T>
 JAX_PAGED_INLINE Pair LoadPair(const T* p) {
