@@ -22,7 +22,7 @@ from jax_paged.state import KVState
 
 from . import bench_serve
 from .batch import generate_many
-from .decoder import Decoder
+from .decoder import WEIGHT_DTYPES, Decoder
 from .evaluate import evaluate
 from .generate import PAGE_SIZE, Generation, check_count, create_state, generate, uninterrupted
 from .sample import Sampler
@@ -134,7 +134,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="of weights and KV pages (default: float32 on CPU, bfloat16 on CUDA)",
     )  # fmt: skip
     parser.add_argument(
-        "--weight-dtype", choices=["int8"],
+        "--weight-dtype", choices=WEIGHT_DTYPES[1:],
         help="quantise projections, experts and head while loading (`eval` prints what it costs)",
     )  # fmt: skip
 

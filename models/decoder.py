@@ -20,6 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jax_paged import (
+    kv_dtype,
     linear,
     moe_experts,
     qkv_norm_rope_write,
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from jax_paged.state import KVState
 
 
-WeightDtype = Literal["int8"] | None
+WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
+WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -63,7 +65,7 @@ class _Step:
 
 
 class _Projections(nnx.Module):
-    """A module with projections: each is a leaf, `name`, and where it is int8 also `name`_scale."""
+    """A module with projections: each is a leaf, `name`, and an 8-bit one also `name`_scale."""
 
     def _load(
         self, name: str, weight_dtype: WeightDtype, source: TensorSource, *tensors: str, axis=0
@@ -72,12 +74,12 @@ class _Projections(nnx.Module):
         if weight_dtype is None:
             setattr(self, name, nnx.Param(source(*tensors, axis=axis)))
         else:
-            self._quantize(name, source(*tensors, axis=axis, dtype=jnp.float32))
+            self._quantize(name, weight_dtype, source(*tensors, axis=axis, dtype=jnp.float32))
 
-    def _quantize(self, name: str, weight: jax.Array) -> None:
-        quantize = quantize_weight
+    def _quantize(self, name: str, weight_dtype: str, weight: jax.Array) -> None:
+        quantize = functools.partial(quantize_weight, dtype=kv_dtype(weight_dtype))
         if isinstance(weight, jax.ShapeDtypeStruct):  # of an `abstract_source`
-            quantize = functools.partial(jax.eval_shape, quantize_weight)
+            quantize = functools.partial(jax.eval_shape, quantize)
         codes, scale = quantize(weight)
         setattr(self, name, nnx.Param(codes))
         setattr(self, name + "_scale", nnx.Param(scale))
@@ -258,9 +260,10 @@ class Decoder(_Projections):
     Args:
       config: what it is.
       source: where the weights come from, in the wanted dtype (bf16 or f32).
-      weight_dtype: "int8" = projections, experts and the head are int8 with a scale per output
-        (`jax_paged.quantize_weight`), each quantised as it comes; norms, biases, router and
-        embedding stay. A head that is the embedding becomes an int8 copy. None = as the source.
+      weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and the head are int8 or
+        f8e4m3fn with a scale per output (`jax_paged.quantize_weight`), each quantised as it comes;
+        norms, biases, router and embedding stay. A head that is the embedding becomes an 8-bit
+        copy. None = as the source.
       implementation: of the native ops: None = automatic, "native", "reference".
     """
 
@@ -272,7 +275,7 @@ class Decoder(_Projections):
         weight_dtype: WeightDtype = None,
         implementation: Implementation = None,
     ):
-        check_choice("weight_dtype", weight_dtype, (None, "int8"))
+        check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
         self.config = config
         self.implementation: Implementation = implementation
         embedding = source("model.embed_tokens.weight")
@@ -284,7 +287,7 @@ class Decoder(_Projections):
         if not config.tie_embeddings:
             self._load("head", weight_dtype, source, "lm_head.weight")
         elif weight_dtype is not None:
-            self._quantize("head", embedding)
+            self._quantize("head", weight_dtype, embedding)
 
     @property
     def dtype(self) -> DTypeLike:

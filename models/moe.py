@@ -22,7 +22,7 @@ def gated_mlp(
     """down · (silu(gate · x) ⊙ up · x).
 
     x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
-    inner]; the scales are those of int8 weights.
+    inner]; the scales are those of 8-bit weights.
     """
     hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
     if gate_up_bias is not None:

@@ -25,7 +25,7 @@ from jax_paged.validation import check_choice
 
 from . import gguf_file
 from .config import DecoderConfig, read_json
-from .decoder import Decoder, WeightDtype
+from .decoder import WEIGHT_DTYPES, Decoder, WeightDtype
 from .hf_config import config_from_hf
 from .parameters import Shape, check_tensors, expected_tensors, tensor_source
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
@@ -64,8 +64,9 @@ def load_checkpoint(
     Args:
       path: a folder with config.json and safetensors, or a .gguf file; None = `default_checkpoint`.
       dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
-      weight_dtype: "int8" = projections, experts and head as int8 with a scale per output channel,
-        a quarter of the bytes of f32, quantised one by one as they are read; see `Decoder`.
+      weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
+        f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantised one by
+        one as they are read; see `Decoder`.
       progress: whether to show a bar on stderr, if that is a terminal.
       implementation: of the attention ops, see `Decoder`.
 
@@ -84,7 +85,7 @@ def load_checkpoint(
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         raise ValueError(f"dtype: expected bfloat16 or float32, got {dtype.name}")
-    check_choice("weight_dtype", weight_dtype, (None, "int8"))  # before the files are read
+    check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
     with ExitStack() as stack:
         if path.is_dir():
             config = read_config(path)

@@ -384,13 +384,16 @@ def test_eval_prints_perplexity_and_tokens(run, loaded, tmp_path):
     assert int(lines["tokens"]) == len(text)
 
 
-def test_eval_of_int8_weights_prints_what_they_cost(run, checkpoint, loaded, tmp_path):
+@pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
+def test_eval_of_8_bit_weights_prints_what_they_cost(
+    run, checkpoint, loaded, tmp_path, weight_dtype
+):
     file = tmp_path / "text"
     text = "to be quantised or not to be"
     file.write_text(text)
-    code, out, _ = run("eval", file, "--weight-dtype", "int8")
+    code, out, _ = run("eval", file, "--weight-dtype", weight_dtype)
     assert code == 0
-    quantized = load_checkpoint(checkpoint, weight_dtype="int8", progress=False)[0]
+    quantized = load_checkpoint(checkpoint, weight_dtype=weight_dtype, progress=False)[0]
     tokens = loaded[2].encode(text)
     before, after = (evaluate(model, tokens)["perplexity"] for model in (loaded[0], quantized))
     assert f"{before:.4f}" != f"{after:.4f}"
@@ -401,9 +404,10 @@ def test_eval_of_int8_weights_prints_what_they_cost(run, checkpoint, loaded, tmp
     ]  # fmt: skip
 
 
-def test_int8_weights_generate(run, checkpoint):
-    code, out, _ = run("generate", "Hello", "--weight-dtype", "int8", *LENGTH)
-    model = load_checkpoint(checkpoint, weight_dtype="int8", progress=False)
+@pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
+def test_8_bit_weights_generate(run, checkpoint, weight_dtype):
+    code, out, _ = run("generate", "Hello", "--weight-dtype", weight_dtype, *LENGTH)
+    model = load_checkpoint(checkpoint, weight_dtype=weight_dtype, progress=False)
     assert (code, out) == (0, continuation(model, "Hello")[1] + "\n")
 
 
