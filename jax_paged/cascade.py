@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged._ffi import Implementation
 from jax_paged.attention import paged_attention, ragged_paged_attention
-from jax_paged.layout import Layout
+from jax_paged.layout import Layout, pages_shape
 from jax_paged.merge import merge_attention_states
 from jax_paged.validation import as_index, check_scale, check_shape, expect
 
@@ -47,6 +47,7 @@ def cascade_attention(
     layer: Int[Array, ""] | int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
     sinks: Float[Array, "num_q_heads"] | None = None,
     k_scale: Float[Array, "..."] | float | None = None,
     v_scale: Float[Array, "..."] | float | None = None,
@@ -73,9 +74,10 @@ def cascade_attention(
       causal: of the levels without row_groups.
       sm_scale, soft_cap, return_lse, num_kv_splits, split_tokens, implementation: as for
         `paged_attention`.
+      alibi_slopes: as for `paged_attention`, the distances being those in the rows that hold all
+        their levels; the last level must be one without row_groups.
       sinks: counted once, in the last level without row_groups, which must be there.
-      There is no sliding_window and no alibi_slopes: they go by the distance of a query from a key,
-      which is another one for each row that shares it.
+      There is no sliding_window: it begins at another token for each row that shares them.
 
     Returns:
       [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
@@ -85,8 +87,8 @@ def cascade_attention(
       ValueError: an argument's shape, dtype or static value is wrong.
       NotImplementedError: as `paged_attention`.
 
-    Differentiable in q, k_pages, v_pages, sm_scale and sinks by reverse mode, and mapped by vmap as
-    `paged_attention` is: it is made of it and of `merge_attention_states`.
+    Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode, and
+    mapped by vmap as `paged_attention` is: it is made of it and of `merge_attention_states`.
 
     After FlashInfer's cascade attention (multi-level, merged states); the grouping by a map from
     rows needs no order of the rows.
@@ -114,9 +116,16 @@ def cascade_attention(
         "a level without row_groups, to count them in",
         "none",
     )
+    expect(
+        alibi_slopes is None or levels[-1].row_groups is None,
+        "alibi_slopes",
+        "a last level without row_groups, whose last tokens are the queries",
+        "one with them",
+    )
     if num_seqs is not None:
         num_seqs = as_index("num_seqs", num_seqs)
     options = {
+        "alibi_slopes": alibi_slopes,
         "layer": None if layer is None else as_index("layer", layer),
         "sm_scale": check_scale("sm_scale", q.shape[-1] ** -0.5 if sm_scale is None else sm_scale),
         "k_scale": np.float32(k_scale) if isinstance(k_scale, float) else k_scale,
@@ -163,14 +172,11 @@ def group_queries(num_tokens, level: CascadeLevel, cu_q_lens, num_seqs):
 
     Query order[t] is the t-th; those of no group come last, past the end of cu_q_lens.
     """
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
     num_groups, batch_rows = level.page_table.shape[0], level.row_groups.shape[0]
-    row, live = token, jnp.ones(num_tokens, bool)
-    if cu_q_lens is not None:
-        bounds = jax.lax.cummax(jnp.clip(jnp.asarray(cu_q_lens), 0, num_tokens))
-        row = jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1
-        end = batch_rows if num_seqs is None else jnp.reshape(num_seqs, ())
-        live = (row >= 0) & (row < jnp.minimum(end, batch_rows))
+    row, _ = _rows_of(num_tokens, cu_q_lens)
+    live = (row >= 0) & (row < batch_rows)
+    if cu_q_lens is not None and num_seqs is not None:
+        live &= row < jnp.reshape(num_seqs, ())
     group = jnp.take(level.row_groups, row, mode="fill", fill_value=-1)
     in_group = live & (group >= 0) & (group < num_groups)
     group = jnp.where(in_group, group, num_groups)
@@ -179,18 +185,41 @@ def group_queries(num_tokens, level: CascadeLevel, cu_q_lens, num_seqs):
     return order, jnp.searchsorted(group[order], edges).astype(jnp.int32)
 
 
+def _rows_of(num_tokens, cu_q_lens):
+    """Of each token: its row, and how many tokens the row has from it on; padding has any."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    if cu_q_lens is None:
+        return token, jnp.ones(num_tokens, jnp.int32)
+    bounds = jax.lax.cummax(jnp.clip(jnp.asarray(cu_q_lens), 0, num_tokens))
+    row = jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1
+    return row, jnp.take(bounds, row + 1, mode="clip") - token
+
+
+def _row_lengths(level: CascadeLevel, page_size):
+    """How many tokens of a level each row of the batch has."""
+    lengths = jnp.clip(level.seq_lens, 0, level.page_table.shape[1] * page_size)
+    if level.row_groups is None:
+        return lengths
+    group = jnp.where(level.row_groups >= 0, level.row_groups, level.seq_lens.shape[0])
+    return jnp.take(lengths, group, mode="fill", fill_value=0)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _cascade(causal, static, q, k_pages, v_pages, levels, cu_q_lens, num_seqs, sinks, options):
     options = {**options, **dict(static), "return_lse": True}
     own = [i for i, level in enumerate(levels) if level.row_groups is None]
+    row, to_end = _rows_of(q.shape[0], cu_q_lens)
     merged = None
     for i, level in enumerate(levels):
+        to_end_of_call = to_end
         pages = (k_pages, v_pages, level.page_table, level.seq_lens)
         if level.row_groups is not None:
             order, bounds = group_queries(q.shape[0], level, cu_q_lens, num_seqs)
             part = ragged_paged_attention(q[order], *pages, bounds, causal=False, **options)
             back = jnp.zeros_like(order).at[order].set(jnp.arange(q.shape[0], dtype=jnp.int32))
             part = tuple(x[back] for x in part)
+            group = jnp.searchsorted(bounds, back, side="right").astype(jnp.int32)
+            to_end_of_call = jnp.take(bounds, group, mode="clip") - back
         else:
             given = sinks if i == own[-1] else None
             if cu_q_lens is None:
@@ -199,6 +228,15 @@ def _cascade(causal, static, q, k_pages, v_pages, levels, cu_q_lens, num_seqs, s
                 part = ragged_paged_attention(
                     q, *pages, cu_q_lens, num_seqs, causal=causal, sinks=given, **options
                 )
+        slopes, later = options["alibi_slopes"], levels[i + 1 :]
+        if slopes is not None and later:
+            # The call counts a query's distances from another place, by as much for all its keys:
+            # its weights are right, and its lse is off by that place times the slope.
+            page_size = pages_shape(k_pages, options["layout"]).page_size
+            after = functools.reduce(jnp.add, (_row_lengths(x, page_size) for x in later))
+            off = to_end - to_end_of_call - jnp.take(after, row, mode="clip")
+            shift = slopes.astype(jnp.float32)[None, :] * off.astype(jnp.float32)[:, None]
+            part = (part[0], part[1] + shift)
         if merged is None:
             merged = part
         else:

@@ -139,13 +139,37 @@ def test_levels_by_hand_with_sinks_in_one_part(implementation):
     assert_attention_close(*result, *dense_oracle(batch, sinks=np.asarray(sinks)))
 
 
+@pytest.mark.parametrize("pattern", SHARING.values(), ids=SHARING)
+def test_alibi_goes_by_the_distances_in_whole_rows(pattern, implementation):
+    slopes = np.float32([0.5, 0.25, 0.05, -0.05, 0.01, 0.0])
+    batch = share(pattern, q_lens=[1, 3, 2, 1, 2][: len(pattern)])
+    options = {"alibi_slopes": slopes, "soft_cap": 5.0, "sinks": np.float32([1, 0, -1, 2, 3, 0])}
+    num_levels = 3 if pattern is SHARING["nested"] else 2
+    levels = derive(batch, num_levels=num_levels)
+    arrays = {k: jnp.asarray(x) if k != "soft_cap" else x for k, x in options.items()}
+    result = attend(batch, levels, implementation=implementation, **arrays)
+    assert_attention_close(*result, *dense_oracle(batch, **options))
+
+
+def test_alibi_with_more_queries_than_shared_tokens(implementation):
+    """The call of the prefix has most of its queries before its first token."""
+    batch = share(["ab", "ac", "ad", "e"], q_lens=[9, 3, 10, 2], last=12)
+    levels = derive(batch)
+    np.testing.assert_array_equal(levels[0].seq_lens[:1], [PAGE])
+    slopes = np.float32([0.5, 0.25, 0.05, -0.05, 0.01, 0.0])
+    options = {"alibi_slopes": jnp.asarray(slopes), "implementation": implementation}
+    result = attend(batch, levels, **options)
+    assert_attention_close(*result, *dense_oracle(batch, alibi_slopes=slopes))
+
+
 def test_one_query_per_row_without_cu_q_lens(implementation):
     batch = share(SHARING["all"])
     q, k_pages, v_pages, table, seq_lens = batch.operands()
     levels = cascade_levels(table, seq_lens, page_size=PAGE)
-    plain = paged_attention(q[:4], k_pages, v_pages, table, seq_lens, return_lse=True)
+    options = {"alibi_slopes": jnp.linspace(0, 0.5, 6, dtype=jnp.float32), "return_lse": True}
+    plain = paged_attention(q[:4], k_pages, v_pages, table, seq_lens, **options)
     mine = cascade_attention(
-        q[:4], k_pages, v_pages, levels, return_lse=True, implementation=implementation
+        q[:4], k_pages, v_pages, levels, implementation=implementation, **options
     )
     assert_attention_close(*mine, *(np.asarray(x, "f8") for x in plain))
 
@@ -180,21 +204,21 @@ def test_gradients_are_those_of_plain_attention():
     levels, arrays = derive(batch), batch.operands()[:3]
     q_live = jnp.where(jnp.isnan(arrays[0]), jnp.float32(0), arrays[0])
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(q_live.shape), jnp.float32)
-    sinks = jnp.ones(6, jnp.float32)
+    sinks, slopes = jnp.ones(6, jnp.float32), jnp.linspace(0, 0.5, 6, dtype=jnp.float32)
     bounds = jnp.asarray(batch.cu_q_lens), jnp.int32(batch.num_seqs)
 
-    def cascade(q, k_pages, v_pages, sinks):
-        return jnp.sum(
-            weight * cascade_attention(q, k_pages, v_pages, levels, *bounds, sinks=sinks)
-        )
+    def cascade(q, k_pages, v_pages, sinks, slopes):
+        options = {"sinks": sinks, "alibi_slopes": slopes}
+        return jnp.sum(weight * cascade_attention(q, k_pages, v_pages, levels, *bounds, **options))
 
-    def plain(q, k_pages, v_pages, sinks):
+    def plain(q, k_pages, v_pages, sinks, slopes):
         rows = (jnp.asarray(batch.page_table), jnp.asarray(batch.seq_lens), *bounds)
-        return jnp.sum(weight * ragged_paged_attention(q, k_pages, v_pages, *rows, sinks=sinks))
+        options = {"sinks": sinks, "alibi_slopes": slopes}
+        return jnp.sum(weight * ragged_paged_attention(q, k_pages, v_pages, *rows, **options))
 
-    arguments = (q_live, *arrays[1:], sinks)
-    mine = jax.jit(jax.grad(cascade, (0, 1, 2, 3)))(*arguments)
-    expected = jax.jit(jax.grad(plain, (0, 1, 2, 3)))(*arguments)
+    arguments = (q_live, *arrays[1:], sinks, slopes)
+    mine = jax.jit(jax.grad(cascade, (0, 1, 2, 3, 4)))(*arguments)
+    expected = jax.jit(jax.grad(plain, (0, 1, 2, 3, 4)))(*arguments)
     for a, b in zip(mine, expected, strict=True):
         assert np.abs(b).max() > 0
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -236,6 +260,16 @@ def test_a_forked_state_gives_levels_under_jit():
             [([[0]], [1], [0, 0])],
             {"sinks": jnp.ones(6, jnp.float32)},
             "sinks: expected a level without row_gr",
+        ),
+        (
+            [([[0]], [1], [0, 0])],
+            {"alibi_slopes": jnp.ones(6, jnp.float32)},
+            "alibi_slopes: expected a last level without row_groups, .* got one with them",
+        ),
+        (
+            [([[0]], [1], [0, 0]), ([[1], [2]], [1, 1])],
+            {"alibi_slopes": jnp.ones(3, jnp.float32)},
+            r"alibi_slopes: expected shape \[num_q_heads=6\], got \[3\]",
         ),
     ],
 )
