@@ -34,7 +34,7 @@ _COUNTS = (  # name, default, least, what it is
     ("seed", 0, 0, "of the trace"),
     ("max-seqs", 16, 1, "requests that run at once"),
     ("max-tokens", 256, 1, "tokens of a step"),
-    ("draft-branches", 1, 1, "earlier places that a look-up guesses from, as a tree"),
+    ("draft-branches", 1, 1, "places that a look-up, or tokens that a model, guesses from: a tree"),
     ("drafts", 0, 0, "guesses per row and step, by n-gram look-up or --draft-model"),
 )
 

@@ -31,7 +31,7 @@ from .prefix_cache import CacheCounts, PrefixCache
 from .request import OnTokens, Request, Sampling
 from .sample import Sampler
 from .scheduler import Feed, Scheduler
-from .speculate import RULES, look_up, look_up_tree
+from .speculate import RULES, draft_tree, look_up, look_up_tree
 from .swap import Swapper, chunk_pages
 
 __all__ = ["Engine", "Request"]
@@ -53,8 +53,8 @@ class Engine:
       max_drafts: guesses per row and step (`speculate`), looked up in the request's own text unless
         there is a draft model; the engine then waits for each step, because it guesses from the
         tokens that came out of it.
-      draft_branches: how many earlier places a look-up takes its guesses from; with more than 1 the
-        guesses make a token tree.
+      draft_branches: how many earlier places a look-up takes its guesses from, or how many first
+        tokens a draft model goes on from; with more than 1 the guesses make a token tree.
       draft_model: a smaller `Decoder` with the same vocabulary, which makes the guesses. Its K and
         V have pages of their own, under the same page ids.
       draft_rule: which of a draft model's guesses are kept: "same_noise" (tokens are those without
@@ -107,13 +107,17 @@ class Engine:
         check_count("ahead", ahead, 0)
         expect(not (ahead and max_drafts), "ahead", "0 with max_drafts", ahead)
         check_count("draft_branches", draft_branches, 1)
-        alone = draft_branches == 1 or (max_drafts > 0 and draft_model is None)
-        expect(alone, "draft_branches", "1 but for drafts by look-up", draft_branches)
+        has_drafts = draft_branches == 1 or max_drafts > 0
+        expect(has_drafts, "draft_branches", "1 without drafts", draft_branches)
         check_choice("draft_rule", draft_rule, RULES)
         if draft_model is not None:
             expect(max_drafts > 0, "max_drafts", "at least 1 with a draft model", max_drafts)
             have, want = draft_model.config.vocab_size, model.config.vocab_size
             expect(have == want, "draft_model", f"a vocab_size of {want}", have)
+            few = draft_branches <= max_drafts
+            expect(few, "draft_branches", f"at most max_drafts={max_drafts}", draft_branches)
+            chains = draft_branches == 1 or draft_rule == "same_noise"
+            expect(chains, "draft_rule", "'same_noise' with draft_branches > 1", repr(draft_rule))
         check_choice("preemption", preemption, ("recompute", "swap"))
         swaps = preemption == "swap"
         expect(swaps or swap_pages is None, "swap_pages", "None without swapping", swap_pages)
@@ -143,9 +147,12 @@ class Engine:
         state, drafter = create_state(model, **sizes), None
         self._drafter, self._drafter_params, self._draft_rule = None, None, draft_rule
         self._branches = draft_branches
+        self._draft_parents: list[int] = []  # of a draft model's trees
         if draft_model is not None:
             drafter = create_state(draft_model, **sizes)
             self._drafter, self._drafter_params = nnx.split(draft_model)
+            if draft_branches > 1:
+                _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         table = state.table
         self._device = Device.create(state, drafter)
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
@@ -351,14 +358,14 @@ class Engine:
                 self._steps[size] = step.lower(
                     self._graph, self._params, self._device, plan, self._drafter_params,
                     max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
-                    trees=self._branches > 1,
+                    branches=self._branches,
                 ).compile()  # fmt: skip
                 bar.update()
         self.compile_seconds = time.perf_counter() - start
 
     def _draft(self, request: Request, most: int) -> tuple[list[int], list[int]]:
         if self._drafter is not None:
-            return [0] * most, []  # the device will tell which
+            return [0] * most, self._draft_parents[:most]  # the device will tell which tokens
         text = request.known(0, request.num_known)
         if self._branches > 1:
             return look_up_tree(text, most, self._branches)

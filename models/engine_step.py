@@ -160,12 +160,12 @@ class StepPlan:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule", "trees"),
+    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule", "branches"),
     donate_argnames="device",
 )  # fmt: skip
 def step(
     graph: Any, params: Any, device: Device, plan: StepPlan, drafter_params: Any = None, *,
-    max_drafts: int, drafter: Any = None, rule: str = "same_noise", trees: bool = False,
+    max_drafts: int, drafter: Any = None, rule: str = "same_noise", branches: int = 1,
 ) -> tuple[Device, jax.Array]:  # fmt: skip
     """Feeds the tokens of a plan to the model and draws the next ones.
 
@@ -177,14 +177,14 @@ def step(
     Args:
       drafter, drafter_params: a draft model, which makes the drafts (the plan then has their number
         only) and is fed all that the model is fed; None = the drafts are in the plan.
-      trees: whether drafts are the nodes of trees, of which the row's last token is the root; the
-        rule is then "same_noise" and the draws choose a way through the tree.
+      branches: with more than 1, drafts are the nodes of trees, of which the row's last token is
+        the root; the rule is then "same_noise" and the draws choose a way through the tree.
 
     Returns:
       (device, tokens i32[max_seqs, max_drafts + 1]): the new tokens of each row, then -1; all
       FAILED if the host's plan did not hold.
     """
-    state = device.state
+    state, trees = device.state, branches > 1
     num_rows, size = device.last.shape[0], plan.tokens.shape[0]
     rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
     as_planned = (rows == -1) | (state.table.seq_lens == plan.lengths)
@@ -205,13 +205,12 @@ def step(
     if pool is not None:
         pool, drafts, refused = propose(
             drafter, drafter_params, dataclasses.replace(pool, table=roomy), tokens[number[:, 0]],
-            num_drafts, made, plan.samplers, max_drafts=max_drafts, rule=rule,
+            num_drafts, made, plan.samplers, max_drafts=max_drafts, branches=branches, rule=rule,
         )  # fmt: skip
         at = jnp.where(is_draft, number[:, 1:], size)
         tokens = tokens.at[at].set(drafts.tokens, mode="drop")
         nothing = jnp.zeros(1, jnp.int32)
         _, pool = nnx.merge(drafter, drafter_params)(tokens, batch, pool, logit_rows=nothing)
-        pool = dataclasses.replace(pool, table=None)
 
     state = dataclasses.replace(state, table=table)
     logits, state = nnx.merge(graph, params)(tokens, batch, state, logit_rows=number.ravel())
@@ -232,6 +231,8 @@ def step(
     if trees:
         parents = jnp.asarray(plan.parents)[number]
         leaf, drawn, kept = walk_tree(drawn, tokens[number], parents, num_drafts + 1)
+        if pool is not None:  # moved as the model's are
+            pool, _ = commit_tree(dataclasses.replace(pool, table=table), grown, leaf)
         state, status = commit_tree(state, grown, leaf)
         statuses.append(status)
         table, _, status = pages.truncate(state.table, grown, 0)  # pages that it needs no more
@@ -249,6 +250,6 @@ def step(
         state=dataclasses.replace(state, table=table),
         last=jnp.where(plan.draws, newest, device.last),
         failed=failed,
-        drafter=pool,
+        drafter=None if pool is None else dataclasses.replace(pool, table=None),
     )
     return device, jnp.where(failed, jnp.int32(FAILED), new)

@@ -1,8 +1,10 @@
 """Choosing the next token: greedy, or drawn after temperature, top-k and top-p."""
 
 import dataclasses
+import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -128,11 +130,21 @@ class RowSamplers:
         self, logits: Float[Array, "rows vocab_size"], positions: Int[Array, "rows"]
     ) -> Int[Array, "rows"]:
         """Draws one token per row: i32[rows]."""
-        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        greedy = self.temperature <= 0
+        return self.ranked(logits, positions, 1)[:, 0]
+
+    def ranked(
+        self, logits: Float[Array, "rows vocab_size"], positions: Int[Array, "rows"], count: int
+    ) -> Int[Array, "rows count"]:
+        """The draw of each row, then what it would be without that token, and so on, all different.
+
+        The noise is the same for all. Where fewer tokens are left to draw from, some come again.
+        """
+        likeliest = in_order(lambda logits: jnp.argmax(logits, axis=-1), logits, count)
+        greedy = jnp.asarray(self.temperature)[:, None] <= 0
         drawn = jax.lax.cond(
-            jnp.all(greedy), lambda *_: likeliest, self._draw, logits.astype(jnp.float32), positions
-        )
+            jnp.all(greedy), lambda *_: likeliest, functools.partial(self._draw, count=count),
+            logits.astype(jnp.float32), positions,
+        )  # fmt: skip
         return jnp.where(greedy, likeliest, drawn)
 
     def keys(self, positions: Int[Array, "rows"]) -> jax.Array:
@@ -168,19 +180,18 @@ class RowSamplers:
     def _is_cut(self) -> jax.Array:
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
 
-    def _draw(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
+    def _draw(self, logits: jax.Array, positions: jax.Array, count: int) -> jax.Array:
         logits, keys, cut = self._scaled(logits), self.keys(positions), self._is_cut()
-        free = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-        return jax.lax.cond(jnp.any(cut), self._draw_cut, lambda *_: free, logits, keys, cut, free)
+        draw = functools.partial(jax.vmap(jax.random.categorical), keys)
+        free = in_order(draw, logits, count)
 
-    def _draw_cut(
-        self, logits: jax.Array, keys: jax.Array, cut: jax.Array, free: jax.Array
-    ) -> jax.Array:
-        logits, ids = self._kept(logits)
-        # The noise of a candidate depends on its place in the order, not on how many there are.
-        choice = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-        drawn = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
-        return jnp.where(cut, drawn, free)
+        def draw_cut(logits):
+            logits, ids = self._kept(logits)
+            # The noise of a candidate depends on its place in the order, not on how many there are.
+            drawn = jnp.take_along_axis(ids, in_order(draw, logits, count), axis=-1)
+            return jnp.where(cut[:, None], drawn, free)
+
+        return jax.lax.cond(jnp.any(cut), draw_cut, lambda _: free, logits)
 
     def _kept(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Scaled logits in descending order, −inf where cut off, and their tokens."""
@@ -193,6 +204,17 @@ class RowSamplers:
         before = jnp.cumsum(weights, axis=-1, dtype=jnp.float32) - weights
         nucleus = (before < self.top_p[:, None]) | (order == 0) | (self.top_p >= 1)[:, None]
         return jnp.where(nucleus, logits, -jnp.inf), ids
+
+
+def in_order(
+    choose: Callable[[jax.Array], jax.Array], logits: Float[Array, "rows n"], count: int
+) -> Int[Array, "rows count"]:
+    """What `choose` takes of each row, then what it takes when that is at −inf, and so on."""
+    rows, chosen = jnp.arange(logits.shape[0], dtype=jnp.int32), []
+    for _ in range(count):
+        chosen.append(choose(logits).astype(jnp.int32))
+        logits = logits.at[rows, chosen[-1]].set(-jnp.inf)
+    return jnp.stack(chosen, axis=1)
 
 
 def _fold(key: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:

@@ -90,6 +90,38 @@ def look_up_tree(tokens: Sequence[int], most: int, branches: int) -> tuple[list[
     return ids, parents
 
 
+def draft_tree(
+    max_drafts: int, branches: int
+) -> tuple[Int[np.ndarray, "depth branches"], list[int]]:
+    """The shape of the trees that a draft model proposes: chains from different first tokens.
+
+    A node counts for 2^−(depth + rank) where rank is that of its first token, as if half of the
+    guesses were right and the next likeliest token half as often; the first tokens and the best of
+    the other nodes make the tree. So the branch of rank 0 is the longest. Nodes are numbered by
+    depth, then rank: a forward of the draft model grows all branches, and the first few nodes are a
+    tree as well, for rows with fewer drafts.
+
+    Args:
+      max_drafts: nodes of the tree.
+      branches: 1 to max_drafts first tokens.
+
+    Returns:
+      (nodes, parents). nodes: i32, the number of the node at each depth and rank, max_drafts where
+      there is none. parents: as in `look_up_tree`.
+
+    >>> nodes, parents = draft_tree(6, 2)
+    >>> nodes.tolist(), parents
+    ([[0, 1], [2, 3], [4, 6], [5, 6]], [-1, -1, 0, 1, 2, 4])
+    """
+    lengths = [1] * branches
+    for _ in range(max_drafts - branches):
+        lengths[min(range(branches), key=lambda rank: lengths[rank] + rank)] += 1
+    exists = np.arange(lengths[0])[:, None] < np.asarray(lengths)
+    nodes = np.full(exists.shape, max_drafts, np.int32)
+    nodes[exists] = np.arange(max_drafts)
+    return nodes, [-1] * branches + nodes[:-1][exists[1:]].tolist()
+
+
 class Drafts(NamedTuple):
     """What a draft model has proposed for each row."""
 
@@ -107,9 +139,13 @@ def propose(
     samplers: RowSamplers,
     *,
     max_drafts: int,
+    branches: int,
     rule: str,
 ) -> tuple[KVState, Drafts, jax.Array]:
     """Continues each row by num_drafts[i] tokens of a draft model, behind the token first[i].
+
+    They are the first nodes of `draft_tree`. The first token of rank 0 is the draw of the row, the
+    others what the same noise would bring next; all else continues them, each as it is drawn.
 
     Args:
       graph, params: the draft model.
@@ -121,35 +157,65 @@ def propose(
       (state, drafts, bool[]: a verb refused).
     """
     model, table = nnx.merge(graph, params), state.table
-    size, vocab_size = first.shape[0], model.config.vocab_size
-    number = jnp.arange(size, dtype=jnp.int32)
+    rows, vocab_size = first.shape[0], model.config.vocab_size
+    size = rows * branches
+    number = jnp.arange(rows, dtype=jnp.int32)
+    rank = jnp.arange(branches, dtype=jnp.int32)[None]
+    nodes = jnp.asarray(draft_tree(max_drafts, branches)[0])
+    spread = jax.tree.map(lambda x: jnp.repeat(x, branches), samplers)
     rejects = rule == "rejection"
 
     def one(carry):
-        place, state, token, drafts, failed = carry
-        live = num_drafts > place
-        table, batch, status = pages.step_batch(state.table, jnp.where(live, number, -1), 1)
-        at = jnp.where(live, batch.cu_q_lens[:-1], size)
-        flat = jnp.zeros(size, jnp.int32).at[at].set(token, mode="drop")
-        state = dataclasses.replace(state, table=table)
-        logits, state = model(flat, batch, state, logit_rows=batch.cu_q_lens[:-1])
+        """Feeds the nodes of a depth that have children, and draws these."""
+        depth, state, tokens, above, drafts, failed = carry
+        children = nodes[depth][None] < num_drafts[:, None]
+        fed = jnp.where(depth == 0, children & (rank == 0), children)
+        q_lens = jnp.sum(fed, axis=1, dtype=jnp.int32)
+        parents, here = None, state.table.tree_sizes
+        starts = jnp.cumsum(q_lens, dtype=jnp.int32) - q_lens
+        at = jnp.where(fed, starts[:, None] + rank, size)
+        if branches > 1:
+            parents = above[:, None] + jnp.where(depth > 1, rank, 0)
+            none = jnp.full(size, pages.NO_TREE, jnp.int32)
+            parents = none.at[at].set(parents, mode="drop")
+        live = jnp.where(q_lens > 0, number, -1)
+        grown, batch, status = pages.step_batch(
+            state.table, live, q_lens, num_tokens=size, tree_parents=parents
+        )
+        flat = jnp.zeros(size, jnp.int32).at[at].set(tokens, mode="drop")
+        wanted = starts[:, None] + jnp.where(depth > 0, rank, 0)
+        state = dataclasses.replace(state, table=grown)
+        logits, state = model(flat, batch, state, logit_rows=wanted.ravel())
         probabilities = drafts.probabilities
         if rejects:
             given = samplers.probabilities(logits)
-            token = _draw(_keys(samplers, made + place, _DRAFT), given)
-            probabilities = probabilities.at[:, place].set(given)
+            tokens = _draw(_keys(samplers, made + depth, _DRAFT), given)[:, None]
+            probabilities = probabilities.at[:, depth].set(given)
+        elif branches > 1:
+            tokens = jax.lax.cond(depth == 0, draw_first, draw_next, logits, depth)
         else:
-            token = samplers(logits, made + place)
-        drafts = Drafts(drafts.tokens.at[:, place].set(token), probabilities)
-        return place + 1, state, token, drafts, failed | jnp.any(status != 0)
+            tokens = draw_next(logits, depth)
+        drafts = Drafts(drafts.tokens.at[:, nodes[depth]].set(tokens, mode="drop"), probabilities)
+        return depth + 1, state, tokens, here, drafts, failed | jnp.any(status != 0)
+
+    def draw_first(logits, _):
+        return samplers.ranked(logits[::branches], made, branches)
+
+    def draw_next(logits, depth):
+        return spread(logits, jnp.repeat(made + depth, branches)).reshape(rows, branches)
+
+    def goes_on(carry):
+        depth = carry[0]
+        return (depth < nodes.shape[0]) & jnp.any(num_drafts > nodes[depth, 0])
 
     none = Drafts(
-        jnp.zeros((size, max_drafts), jnp.int32),
-        jnp.zeros((size, max_drafts, vocab_size), jnp.float32) if rejects else None,
+        jnp.zeros((rows, max_drafts), jnp.int32),
+        jnp.zeros((rows, max_drafts, vocab_size), jnp.float32) if rejects else None,
     )
-    start = (jnp.int32(0), state, first, none, jnp.zeros((), jnp.bool_))
-    most = jnp.max(num_drafts)
-    _, state, _, drafts, failed = jax.lax.while_loop(lambda carry: carry[0] < most, one, start)
+    tokens = jnp.broadcast_to(first[:, None], (rows, branches))
+    above = jnp.full(rows, -1, jnp.int32)  # the first node of the depth above, in the row's tree
+    start = (jnp.int32(0), state, tokens, above, none, jnp.zeros((), jnp.bool_))
+    _, state, _, _, drafts, failed = jax.lax.while_loop(goes_on, one, start)
     return dataclasses.replace(state, table=table), drafts, failed
 
 

@@ -1,5 +1,6 @@
 """The sampler: exact cuts, the right distribution, and draws that depend on nothing else."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models.sample import Sampler
+from jax_paged.models.sample import RowSamplers, Sampler
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
@@ -152,3 +153,31 @@ def test_options_out_of_range_are_refused(options, message):
 
 def test_the_largest_seed_works():
     assert draw(Sampler.create(temperature=1.0, seed=2**32 - 1), LOGITS, 20_000).shape == (20_000,)
+
+
+def test_ranked_draws_are_the_draws_without_those_before_them():
+    """With the same noise: Gumbel top-k. Greedy, free and cut rows side by side."""
+    rows, count = 60, 3
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((rows, 12), "f4")
+    samplers = RowSamplers(
+        seed=np.arange(rows, dtype=np.uint32), place=np.zeros(rows, np.int32),
+        temperature=np.array([0, 1, 0.7] * (rows // 3), np.float32),
+        top_k=np.array([0, 0, 5] * (rows // 3), np.int32), top_p=np.ones(rows, np.float32),
+    )  # fmt: skip
+    positions = np.arange(rows, dtype=np.int32)
+    draw = jax.jit(RowSamplers.ranked, static_argnums=3)
+    ranked = np.asarray(draw(samplers, logits, positions, count))
+    assert ranked[:, 0].tolist() == sample(samplers, logits, positions).tolist()
+    assert (np.diff(np.sort(ranked, axis=1)) > 0).all()
+    np.testing.assert_array_equal(ranked[::3], np.argsort(-logits[::3], axis=1)[:, :count])
+    keys = samplers.keys(positions)
+    noise = np.asarray(jax.vmap(lambda key: jax.random.gumbel(key, (12,), jnp.float32))(keys))
+    np.testing.assert_array_equal(
+        ranked[1::3], np.argsort(-(logits + noise)[1::3], axis=1)[:, :count]
+    )
+    likeliest = np.argsort(-logits[2::3], axis=1)[:, :5]
+    assert all(set(a) <= set(b) for a, b in zip(ranked[2::3], likeliest, strict=True))
+    few = dataclasses.replace(samplers, top_k=np.ones(rows, np.int32))
+    cut = np.asarray(draw(few, logits, positions, count))[1::3]
+    np.testing.assert_array_equal(cut, np.argmax(logits[1::3], axis=1)[:, None].repeat(count, 1))

@@ -207,7 +207,6 @@ def test_trees_change_the_number_of_steps_and_nothing_else(model, kv_dtype):
     assert 0 < engine.num_accepted < engine.num_drafted
 
 
-def test_trees_need_drafts_by_look_up(model):
-    for options in ({}, {"max_drafts": 2, "draft_model": model}):
-        with pytest.raises(ValueError, match=r"^draft_branches: expected 1 but for drafts by look"):
-            Engine(model, num_pages=8, max_seqs=2, draft_branches=2, **options)
+def test_trees_need_drafts(model):
+    with pytest.raises(ValueError, match=r"^draft_branches: expected 1 without drafts, got 2"):
+        Engine(model, num_pages=8, max_seqs=2, draft_branches=2)

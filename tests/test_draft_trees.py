@@ -1,0 +1,208 @@
+"""Token trees from a draft model: what it proposes, and that they change no token."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_paged import pages
+from jax_paged.models import Decoder, generate, score
+from jax_paged.models.engine import Engine
+from jax_paged.models.generate import create_state
+from jax_paged.models.parameters import random_source
+from jax_paged.models.sample import RowSamplers
+from jax_paged.models.speculate import draft_tree, propose
+from jax_paged.models.testing import small_config
+from jax_paged.testing import pool_sized_ops
+
+VOCAB, DRAFTS, BRANCHES = 16, 5, 2
+CONFIG = small_config(
+    "qwen3", vocab_size=VOCAB, head_dim=8, max_position_embeddings=64, num_hidden_layers=1
+)
+SIZES = {
+    "max_seqs": 3, "page_size": 4, "max_tokens": 18, "max_drafts": DRAFTS,
+    "draft_branches": BRANCHES,
+}  # fmt: skip
+SAMPLED = {"temperature": 1.2, "top_k": 9, "seed": 3}
+PROMPTS = [[0] * 9, list(range(12)) * 2, [3] * 9 + [1], [2]]  # one is longer than a step
+BOTH, NEW = [{}, SAMPLED], 25
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Decoder(CONFIG, random_source(CONFIG, seed=1))
+
+
+@pytest.fixture(scope="module")
+def drafter(model):
+    """The model with noise on its head: the model's likeliest token is often its second."""
+    noisy = Decoder(CONFIG, random_source(CONFIG, seed=1))
+    head = np.asarray(model.head[...])
+    noise = np.random.default_rng(5).standard_normal(head.shape, "f4")
+    noisy.head[...] = jnp.asarray(head + np.float32(0.8) * head.std() * noise)
+    return noisy
+
+
+@pytest.fixture(scope="module")
+def engine(model, drafter):
+    """A tight pool: requests are preempted and swapped, pages are shared."""
+    return Engine(
+        model, draft_model=drafter, num_pages=14, preemption="swap", swap_pages=40, **SIZES
+    )
+
+
+def serve(engine, options):
+    """The tokens of all prompts under each of the options; every page is free then."""
+    requests = [
+        engine.submit(prompt, max_new_tokens=NEW, place=place, **each)
+        for each in options
+        for place, prompt in enumerate(PROMPTS)
+    ]
+    engine.run()
+    engine.clear_cache()
+    assert engine.num_free_pages == int(engine.state.table.num_free) == engine.num_pages
+    return [r.tokens for r in requests]
+
+
+def alone(model, options, kv_dtype="auto"):
+    """What `serve` should give."""
+    state, tokens = None, []
+    for each in options:
+        state = state or create_state(
+            model, num_pages=64, max_seqs=4, pages_per_seq=16, page_size=4, kv_dtype=kv_dtype
+        )
+        made = generate(model, PROMPTS, max_new_tokens=NEW, state=state, **each)
+        tokens, state = [*tokens, *made.tokens], made.state
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return alone(model, BOTH)
+
+
+def test_the_shape_is_the_best_of_all_that_have_the_first_tokens():
+    for most, branches in itertools.product(range(1, 9), range(1, 5)):
+        if branches > most:
+            continue
+        nodes, parents = draft_tree(most, branches)
+        depths, ranks = np.nonzero(nodes < most)
+        places = list(zip(depths.tolist(), ranks.tolist(), strict=True))
+        assert nodes[depths, ranks].tolist() == list(range(most))
+        above = [places.index((d - 1, r)) if d else -1 for d, r in places]
+        assert parents == above
+        lengths = np.bincount(ranks, minlength=branches)
+
+        def worth(lengths):
+            return sum(2.0 ** -(rank + d) for rank, n in enumerate(lengths) for d in range(n))
+
+        others = itertools.product(range(1, most + 1), repeat=branches)
+        assert worth(lengths) == max(worth(other) for other in others if sum(other) == most)
+        assert (np.diff(lengths) <= 0).all()
+
+
+def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter):
+    """Greedy, drawn, cut; rows with fewer drafts, with none, and the table as it was."""
+    first = np.array([1, 4, 7, 9], np.int32)
+    num_drafts, made = np.array([5, 4, 5, 0], np.int32), np.array([0, 3, 8, 1], np.int32)
+    samplers = RowSamplers(
+        seed=np.arange(4, dtype=np.uint32), place=np.zeros(4, np.int32),
+        temperature=np.array([0, 1, 1.5, 1], np.float32), top_k=np.array([0, 0, 6, 0], np.int32),
+        top_p=np.ones(4, np.float32),
+    )  # fmt: skip
+    graph, params = nnx.split(drafter)
+    state = create_state(
+        drafter, num_pages=16, max_seqs=4, pages_per_seq=4, page_size=4, max_tree=DRAFTS + 1
+    )
+    table, _ = pages.reserve(state.table, np.arange(4, dtype=np.int32), 1 + num_drafts)
+    before = jax.device_get(table)
+    make = jax.jit(propose, static_argnames=("graph", "max_drafts", "branches", "rule"))
+    state = dataclasses.replace(state, table=table)
+    state, drafts, failed = make(
+        graph, params, state, first, num_drafts, made, samplers, max_drafts=DRAFTS,
+        branches=BRANCHES, rule="same_noise",
+    )  # fmt: skip
+    assert not failed
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.table))
+    _, parents = draft_tree(DRAFTS, BRANCHES)
+    ranked = jax.jit(RowSamplers.ranked, static_argnums=3)
+    for row in range(3):
+        own = jax.tree.map(lambda x, row=row: x[row : row + 1], samplers)
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents[: num_drafts[row]]):
+            path = paths[parent] if parent >= 0 else []
+            padded = [first[row], *path, *[0] * (8 - len(path))]  # one size for all
+            logits = score(drafter, padded)[None, len(path)]
+            at, rank = made[row : row + 1] + len(path), node if parent < 0 else 0
+            token = int(ranked(own, logits, at, BRANCHES)[0, rank])
+            assert drafts.tokens[row, node] == token, (row, node)
+            paths.append([*path, token])
+        assert len({*map(tuple, paths)}) == len(paths)
+
+
+def test_no_token_changes_under_preemption_and_beside_prefills(engine, expected):
+    swaps = engine.num_swaps
+    assert serve(engine, BOTH) == expected
+    assert engine.num_preemptions > 0
+    assert engine.num_swaps > swaps
+    assert 0 < engine.num_accepted < engine.num_drafted
+
+
+def test_a_second_branch_finds_what_is_only_second_likely(engine, model, drafter, expected):
+    """In the same number of drafts."""
+    chains = Engine(
+        model, draft_model=drafter, num_pages=14, preemption="swap", swap_pages=40,
+        **SIZES | {"draft_branches": 1},
+    )  # fmt: skip
+    counts = []
+    for each in (chains, engine):
+        start, steps = each.num_accepted, each.num_steps
+        assert serve(each, BOTH) == expected
+        counts.append((each.num_accepted - start, each.num_steps - steps))
+    assert counts[1][0] > counts[0][0]
+    assert counts[1][1] < counts[0][1]
+
+
+def test_of_a_draft_model_that_is_the_model_the_first_branch_is_always_right(model):
+    """With 8-bit pages, whose scales move as K and V do; and after recomputation."""
+    sizes = SIZES | {"kv_dtype": "int8"}
+    engine = Engine(model, draft_model=model, num_pages=14, **sizes)
+    assert serve(engine, [{}]) == alone(model, [{}], "int8")
+    assert engine.num_preemptions > 0
+    start = engine.num_accepted
+    engine.submit(PROMPTS[0], max_new_tokens=NEW)
+    engine.run()
+    nodes, _ = draft_tree(DRAFTS, BRANCHES)
+    left, accepted = NEW - 1, 0
+    while left:
+        kept = int((nodes[:, 0] < min(DRAFTS, left - 1)).sum())
+        left, accepted = left - kept - 1, accepted + kept
+    assert engine.num_accepted - start == accepted
+
+
+def test_no_pool_is_copied(engine):
+    pools = engine.state.k_pages, engine._device.drafter.k_pages
+    smallest = min(pools, key=lambda pool: pool.size)
+    for program in engine._steps.values():
+        assert pool_sized_ops(program, smallest) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_drafts": 2}, "draft_branches: expected at most max_drafts=2, got 3"),
+        (
+            {"draft_rule": "rejection"},
+            "draft_rule: expected 'same_noise' with draft_branches > 1, got 'rejection'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(model, options, message):
+    sizes = SIZES | {"draft_branches": 3} | options
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        Engine(model, draft_model=model, num_pages=14, **sizes)
