@@ -24,15 +24,36 @@ from jax_paged.testing import pool_sized_ops
 CONFIG = small_config("qwen3", vocab_size=64, head_dim=8, max_position_embeddings=64)
 PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9]
 NEW = 12
-NUM_REQUESTS = 200 if os.environ.get("JAX_PAGED_LONG") == "1" else 40
+LONG = os.environ.get("JAX_PAGED_LONG") == "1"
+NUM_REQUESTS = 200 if LONG else 40
 SAMPLED = {"temperature": 1.5, "top_k": 20, "seed": 3}
 SWAP = {"num_pages": 14, "preemption": "swap", "swap_pages": 40}
+DRAFTS = {
+    "none": {"max_drafts": 0},
+    "look-up": {"max_drafts": 3},
+    "look-up trees": {"max_drafts": 3, "draft_branches": 2},
+    "model": {"max_drafts": 3, "draft_model": True},
+    "model trees": {"max_drafts": 3, "draft_model": True, "draft_branches": 2},
+}
+SETTINGS = [(drafts, preemption) for drafts in DRAFTS for preemption in ("recompute", "swap")]
+if not LONG:  # test_draft_model and test_draft_trees have a few requests for the others
+    SETTINGS = SETTINGS[:4]
 TIE = 1e-4  # top-2 gap of logits below which rounding may choose
 
 
 @pytest.fixture(scope="module")
 def model():
     return Decoder(CONFIG, random_source(CONFIG, seed=1))
+
+
+@pytest.fixture(scope="module")
+def drafter(model):
+    """The model with noise on its head, so that it is right now and then."""
+    noisy = Decoder(CONFIG, random_source(CONFIG, seed=1))
+    head = np.asarray(model.head[...])
+    noise = np.random.default_rng(5).standard_normal(head.shape, "f4")
+    noisy.head[...] = jax.numpy.asarray(head + np.float32(0.8) * head.std() * noise)
+    return noisy
 
 
 @pytest.fixture(scope="module")
@@ -554,12 +575,14 @@ def random_requests(count: int, seed: int):
         yield step, prompt, int(rng.integers(1, 21)), options, rng.random(2)
 
 
-@pytest.mark.parametrize("max_drafts", [0, 3])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_random_requests_get_what_they_get_alone(model, make, alone, max_drafts, preemption):
+@pytest.mark.parametrize(("drafts", "preemption"), SETTINGS)
+def test_random_requests_get_what_they_get_alone(model, drafter, make, alone, drafts, preemption):
     """Under random arrival, preemption, prefix sharing and cancellation."""
-    swaps = SWAP if preemption == "swap" else {"num_pages": 14}
-    engine = make(**swaps, max_drafts=max_drafts)
+    options = DRAFTS[drafts] | (SWAP if preemption == "swap" else {"num_pages": 14})
+    if "draft_model" in options:
+        options["draft_model"] = drafter
+    engine = make(**options)
+    drafted, accepted = engine.num_drafted, engine.num_accepted
     found, preempted = engine.cache_counts.found, engine.num_preemptions
     swapped_out, swapped_in = engine.num_swaps
     plan = list(random_requests(NUM_REQUESTS, seed=7))
@@ -585,6 +608,8 @@ def test_random_requests_get_what_they_get_alone(model, make, alone, max_drafts,
     assert engine.num_preemptions > preempted
     out, back = engine.num_swaps[0] - swapped_out, engine.num_swaps[1] - swapped_in
     assert (0 < back <= out) == (preemption == "swap")
+    drafted, accepted = engine.num_drafted - drafted, engine.num_accepted - accepted
+    assert (0 < accepted < drafted) == (drafts != "none")
     ties = 0
     for request, (_, prompt, new, options, _) in zip(requests, plan, strict=True):
         expected = alone(prompt, new, **options)
@@ -595,7 +620,7 @@ def test_random_requests_get_what_they_get_alone(model, make, alone, max_drafts,
             ties += 1
     print(
         f"{ties} of {NUM_REQUESTS} requests differ at a tie; {engine.num_preemptions - preempted} "
-        f"preemptions, {out} swapped out, {back} back"
+        f"preemptions, {out} swapped out, {back} back; {accepted} of {drafted} drafts accepted"
     )
     assert ties <= NUM_REQUESTS / 100
     engine.clear_cache()
