@@ -116,8 +116,6 @@ class Engine:
             expect(have == want, "draft_model", f"a vocab_size of {want}", have)
             few = draft_branches <= max_drafts
             expect(few, "draft_branches", f"at most max_drafts={max_drafts}", draft_branches)
-            chains = draft_branches == 1 or draft_rule == "same_noise"
-            expect(chains, "draft_rule", "'same_noise' with draft_branches > 1", repr(draft_rule))
         check_choice("preemption", preemption, ("recompute", "swap"))
         swaps = preemption == "swap"
         expect(swaps or swap_pages is None, "swap_pages", "None without swapping", swap_pages)

@@ -178,7 +178,7 @@ def step(
       drafter, drafter_params: a draft model, which makes the drafts (the plan then has their number
         only) and is fed all that the model is fed; None = the drafts are in the plan.
       branches: with more than 1, drafts are the nodes of trees, of which the row's last token is
-        the root; the rule is then "same_noise" and the draws choose a way through the tree.
+        the root, and a way through the tree is kept.
 
     Returns:
       (device, tokens i32[max_seqs, max_drafts + 1]): the new tokens of each row, then -1; all
@@ -217,20 +217,21 @@ def step(
     samplers = jax.tree.map(lambda x: jnp.repeat(x, max_drafts + 1), plan.samplers)
     depth = batch.positions[number] - batch.positions[number[:, :1]] if trees else column
     drawn = samplers(logits, (made[:, None] + depth).ravel()).reshape(number.shape)
-    agrees = (drawn[:, :-1] == tokens[number[:, 1:]]) & is_draft
-    kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     if drafts is not None and rule == "rejection":
         p = samplers.probabilities(logits).reshape(*number.shape, -1)
-        kept, instead = reject(p, drafts, num_drafts, made, plan.samplers)
-        behind = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
-        instead = jnp.where(kept < num_drafts, instead, behind)[:, None]
-        proposed = jnp.concatenate([drafts.tokens, instead], axis=1)
-        drawn = jnp.where(column < kept[:, None], proposed, instead)
-
-    grown = jnp.where(num_drafts > 0, rows, -1)
-    if trees:
+        leaf, drawn, kept = reject(
+            p, drawn, drafts, num_drafts, made, plan.samplers, branches=branches
+        )
+    elif trees:
         parents = jnp.asarray(plan.parents)[number]
         leaf, drawn, kept = walk_tree(drawn, tokens[number], parents, num_drafts + 1)
+    else:
+        agrees = (drawn[:, :-1] == tokens[number[:, 1:]]) & is_draft
+        kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        leaf = kept
+
+    if trees:
+        grown = jnp.where(num_drafts > 0, rows, -1)
         if pool is not None:  # moved as the model's are
             pool, _ = commit_tree(dataclasses.replace(pool, table=table), grown, leaf)
         state, status = commit_tree(state, grown, leaf)

@@ -15,11 +15,14 @@ Two rules leave the distribution of the tokens as it is:
   makes, this is the rejection rule below with q = 1.
 - "rejection": a draft d that was drawn from q is kept with probability min(1, p(d) / q(d)); the
   first that is not is replaced by a draw from what is left, max(p − q, 0) over its sum (Leviathan
-  et al., Chen et al., 2023). It keeps the most that any rule can; which tokens are drawn depends on
-  where drafts begin.
+  et al., Chen et al., 2023). For one guess no rule keeps more. In a tree the first tokens are drawn
+  without replacement and tried in that order, each against what those before it have left of p
+  (recursive rejection sampling, Jeon et al., 2024). Which tokens are drawn depends on where drafts
+  begin.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +35,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged import pages
 from jax_paged.state import KVState
 
-from .sample import RowSamplers
+from .sample import RowSamplers, in_order
 
 RULES = ("same_noise", "rejection")
 LONGEST, SHORTEST = 3, 1  # n-grams that are looked up
@@ -123,10 +126,14 @@ def draft_tree(
 
 
 class Drafts(NamedTuple):
-    """What a draft model has proposed for each row."""
+    """What a draft model has proposed for each row, by the nodes of `draft_tree`.
+
+    probabilities: what each was drawn from, with "rejection": the draft model's, for a first token
+    without those of lower rank.
+    """
 
     tokens: jax.Array  # i32[rows, max_drafts]
-    probabilities: jax.Array | None  # f32[rows, max_drafts, vocab_size] with "rejection"
+    probabilities: jax.Array | None  # f32[rows, max_drafts, vocab_size]
 
 
 def propose(
@@ -145,7 +152,8 @@ def propose(
     """Continues each row by num_drafts[i] tokens of a draft model, behind the token first[i].
 
     They are the first nodes of `draft_tree`. The first token of rank 0 is the draw of the row, the
-    others what the same noise would bring next; all else continues them, each as it is drawn.
+    others what the same noise would bring next, and each branch goes on as it is drawn. With
+    "rejection" the noise is another than that of the draw.
 
     Args:
       graph, params: the draft model.
@@ -186,23 +194,28 @@ def propose(
         wanted = starts[:, None] + jnp.where(depth > 0, rank, 0)
         state = dataclasses.replace(state, table=grown)
         logits, state = model(flat, batch, state, logit_rows=wanted.ravel())
-        probabilities = drafts.probabilities
-        if rejects:
-            given = samplers.probabilities(logits)
-            tokens = _draw(_keys(samplers, made + depth, _DRAFT), given)[:, None]
-            probabilities = probabilities.at[:, depth].set(given)
-        elif branches > 1:
-            tokens = jax.lax.cond(depth == 0, draw_first, draw_next, logits, depth)
+        if branches > 1:
+            new = jax.lax.cond(depth == 0, draw_first, draw_next, logits, depth)
         else:
-            tokens = draw_next(logits, depth)
-        drafts = Drafts(drafts.tokens.at[:, nodes[depth]].set(tokens, mode="drop"), probabilities)
-        return depth + 1, state, tokens, here, drafts, failed | jnp.any(status != 0)
+            new = draw_next(logits, depth)
+        drafts = jax.tree.map(lambda x, y: x.at[:, nodes[depth]].set(y, mode="drop"), drafts, new)
+        return depth + 1, state, new.tokens, here, drafts, failed | jnp.any(status != 0)
 
     def draw_first(logits, _):
-        return samplers.ranked(logits[::branches], made, branches)
+        logits = logits[::branches]
+        if rejects:
+            return _draw_first(_keys(samplers, made, _DRAFT), logits, samplers, branches)
+        return Drafts(samplers.ranked(logits, made, branches), None)
 
     def draw_next(logits, depth):
-        return spread(logits, jnp.repeat(made + depth, branches)).reshape(rows, branches)
+        positions, given = jnp.repeat(made + depth, branches), None
+        if rejects:
+            given = spread.probabilities(logits)
+            tokens = _draw(_keys(spread, positions, _DRAFT), given)
+            given = given.reshape(rows, branches, vocab_size)
+        else:
+            tokens = spread(logits, positions)
+        return Drafts(tokens.reshape(rows, branches), given)
 
     def goes_on(carry):
         depth = carry[0]
@@ -219,42 +232,83 @@ def propose(
     return dataclasses.replace(state, table=table), drafts, failed
 
 
+def _draw_first(keys: jax.Array, logits: jax.Array, samplers: RowSamplers, branches: int) -> Drafts:
+    """First tokens, one after the other without those before; the likeliest where it is greedy."""
+    q, chosen = samplers.probabilities(logits), []
+    likeliest = in_order(lambda x: jnp.argmax(x, axis=-1), logits, branches)
+    draw = functools.partial(jax.vmap(jax.random.categorical), keys)
+    greedy = jnp.asarray(samplers.temperature)[:, None] <= 0
+    tokens = jnp.where(greedy, likeliest, in_order(draw, jnp.log(q), branches))
+    for rank in range(branches):
+        certain = jax.nn.one_hot(tokens[:, rank], q.shape[-1], dtype=jnp.float32)
+        total = jnp.sum(q, axis=-1, keepdims=True)
+        chosen.append(jnp.where(greedy, certain, q / jnp.where(total > 0, total, 1)))
+        q = q * (1 - certain)
+    return Drafts(tokens, jnp.stack(chosen, axis=1))
+
+
 def reject(
     p: Float[Array, "rows columns vocab_size"],
+    drawn: Int[Array, "rows columns"],
     drafts: Drafts,
     num_drafts: Int[Array, "rows"],
     made: Int[Array, "rows"],
     samplers: RowSamplers,
-) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
-    """The rejection rule.
+    *,
+    branches: int = 1,
+) -> tuple[Int[Array, "rows"], Int[Array, "rows columns"], Int[Array, "rows"]]:
+    """The rejection rule, on chains or on the trees of `draft_tree`.
+
+    In a tree the first tokens are tried in the order of their rank, each against what the ones
+    before it have left of p, until one is kept.
 
     Args:
-      p: what the model gives at each draft's place and behind the last, columns = max_drafts + 1.
+      p: what the model gives behind the row's last token and behind each draft, columns =
+        max_drafts + 1.
+      drawn: a draw from each, for where all drafts on the way are kept.
       made: the position of the first draw.
 
     Returns:
-      (kept i32[rows]: how many drafts stay, replacement i32[rows]: the token in the place of the
-      first that does not; of no meaning where all stay).
+      As `walk_tree` does. (leaf i32[rows]: the column of the last draft that is kept, new
+      i32[rows, columns]: the drafts on the way and the token behind them, then anything, kept
+      i32[rows]: how many are kept.)
     """
-    q = drafts.probabilities
+    rows, columns, _ = p.shape
+    nodes, _ = draft_tree(columns - 1, branches)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    zeros = jnp.zeros(rows, jnp.int32)
+    leaf, kept, branch, new = zeros, zeros, zeros, jnp.zeros((rows, columns), jnp.int32)
+    left, goes_on, is_rest = p[:, 0], zeros == 0, zeros > 0
+    q, tokens = drafts.probabilities, drafts.tokens
     assert q is not None
-    rows, columns = drafts.tokens.shape
-    column = jnp.arange(columns, dtype=jnp.int32)[None]
-    spread = jax.tree.map(lambda x: jnp.repeat(x, columns), samplers)
-    keys = _keys(spread, (made[:, None] + column).ravel(), _ACCEPT)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
-    uniform = uniform.reshape(rows, columns)
-    chosen = drafts.tokens[..., None]
-    p_draft = jnp.take_along_axis(p[:, :-1], chosen, axis=-1)[..., 0]
-    q_draft = jnp.take_along_axis(q, chosen, axis=-1)[..., 0]
-    accepts = (uniform * q_draft < p_draft) & (column < num_drafts[:, None])
-    kept = jnp.sum(jnp.cumprod(accepts.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    at = jnp.minimum(kept, columns - 1)[:, None, None]
-    p_at, q_at = (jnp.take_along_axis(x, at, axis=1)[:, 0] for x in (p, q))
-    left = jnp.maximum(p_at - q_at, 0)
-    # Rounding may leave nothing of two that are equal; then p is as good.
-    left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p_at)
-    return kept, _draw(_keys(samplers, made + kept, _REPLACE), left)
+    for depth, here in enumerate(nodes):
+        keys = _keys(samplers, made + depth, _ACCEPT)
+        uniform = jax.vmap(lambda key: jax.random.uniform(key, (branches,), jnp.float32))(keys)
+        found = zeros > 0
+        left = jnp.where((goes_on & (depth > 0))[:, None], p[row, leaf], left)
+        for rank in range(branches if depth == 0 else 1):
+            way = branch if depth else jnp.full_like(branch, rank)
+            node = jnp.asarray(here)[way]
+            tried = goes_on & ~found & (node < num_drafts)
+            node = jnp.minimum(node, columns - 2)
+            token, given = tokens[row, node], q[row, node]
+            chance = given[row, token]
+            # One that could not be drawn is none.
+            take = tried & (chance > 0) & (uniform[row, way] * chance < left[row, token])
+            rest = jnp.maximum(left - given, 0)
+            total = jnp.sum(rest, axis=-1, keepdims=True)
+            # Rounding may leave nothing of two that are equal; then what was there is as good.
+            rest = jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), left)
+            left = jnp.where((tried & ~take)[:, None], rest, left)
+            is_rest = (is_rest | tried) & ~take
+            found, branch = found | take, jnp.where(take, way, branch)
+            leaf = jnp.where(take, node + 1, leaf)
+            new = new.at[:, depth].set(jnp.where(take, token, new[:, depth]))
+        goes_on = found
+        kept += found.astype(jnp.int32)
+    instead = _draw(_keys(samplers, made + kept, _REPLACE), left)
+    behind = jnp.where(is_rest, instead, drawn[row, leaf])
+    return leaf, new.at[row, kept].set(behind), kept
 
 
 def walk_tree(

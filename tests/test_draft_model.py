@@ -34,12 +34,13 @@ def drafter():
     return Decoder(SMALLER, random_source(SMALLER, seed=2))
 
 
-@pytest.fixture(scope="module", params=RULES)
+@pytest.fixture(scope="module", params=[("same_noise", 1), ("rejection", 1), ("rejection", 2)])
 def engine(request, model, drafter):
     """A tight pool: requests are preempted and swapped, pages are shared."""
+    rule, branches = request.param
     return Engine(
-        model, draft_model=drafter, draft_rule=request.param, preemption="swap", swap_pages=40,
-        **SIZES | {"num_pages": 14},
+        model, draft_model=drafter, draft_rule=rule, draft_branches=branches, preemption="swap",
+        swap_pages=40, **SIZES | {"num_pages": 14},
     )  # fmt: skip
 
 
@@ -88,9 +89,14 @@ def test_rejection_gives_the_models_distribution_whatever_the_drafts_are_from():
     some = Drafts(jnp.asarray(drafts, jnp.int32), jnp.asarray(np.broadcast_to(q, (rows, 2, 8))))
     zeros, twos = jnp.zeros(rows, jnp.int32), jnp.full(rows, 2, jnp.int32)
     whole = jnp.asarray(np.broadcast_to(p, (rows, 3, 8)))
-    kept, instead = jax.jit(reject)(whole, some, twos, zeros, samplers(rows))
-    kept, instead = np.asarray(kept), np.asarray(instead)
-    first = np.where(kept > 0, drafts[:, 0], instead)
+    drawn = jnp.full((rows, 3), 7, jnp.int32)
+    leaf, new, kept = jax.jit(reject)(whole, drawn, some, twos, zeros, samplers(rows))
+    new, kept = np.asarray(new), np.asarray(kept)
+    assert leaf.tolist() == kept.tolist()
+    first, second = new[:, 0], new[:, 1]
+    np.testing.assert_array_equal(first[kept > 0], drafts[kept > 0, 0])
+    np.testing.assert_array_equal(second[kept > 1], drafts[kept > 1, 1])
+    assert (new[kept == 2, 2] == 7).all()
     counts = np.bincount(first, minlength=8)
     assert counts[2] == 0
     live = p[0] > 0
@@ -98,12 +104,12 @@ def test_rejection_gives_the_models_distribution_whatever_the_drafts_are_from():
     assert chi_square(counts[live], p[0][live] * rows) < 35
     more = kept > 0
     assert kept.mean() > 0.5
-    second = np.where(kept > 1, drafts[:, 1], instead)[more]
-    assert chi_square(np.bincount(second, minlength=8), p[1] * more.sum()) < 35
+    assert chi_square(np.bincount(second[more], minlength=8), p[1] * more.sum()) < 35
     # The most that any rule can keep.
     assert abs(more.mean() - np.minimum(p[0], q[0]).sum()) < 0.01
-    none, _ = jax.jit(reject)(whole, some, zeros, zeros, samplers(rows))
+    _, new, none = jax.jit(reject)(whole, drawn, some, zeros, zeros, samplers(rows))
     assert not none.any()
+    assert (new[:, 0] == 7).all()
 
 
 def lone(model, prompt, new, **options):
@@ -122,7 +128,7 @@ def test_greedy_requests_get_what_they_get_alone(engine, model):
     assert engine.num_free_pages == int(engine.state.table.num_free) == 14
 
 
-@pytest.mark.parametrize("engine", ["same_noise"], indirect=True)
+@pytest.mark.parametrize("engine", [("same_noise", 1)], indirect=True)
 def test_with_the_same_noise_drawn_requests_get_what_they_get_alone(engine, model):
     prompts = [[i] * 9 for i in range(4)] + [[3] * 9 + [1]]
     requests = [engine.submit(p, max_new_tokens=25, **SAMPLED) for p in prompts]

@@ -16,7 +16,7 @@ from jax_paged.models.engine import Engine
 from jax_paged.models.generate import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import RowSamplers
-from jax_paged.models.speculate import draft_tree, propose
+from jax_paged.models.speculate import Drafts, draft_tree, propose, reject
 from jax_paged.models.testing import small_config
 from jax_paged.testing import pool_sized_ops
 
@@ -106,6 +106,70 @@ def test_the_shape_is_the_best_of_all_that_have_the_first_tokens():
         assert (np.diff(lengths) <= 0).all()
 
 
+def test_rejection_in_trees_gives_the_models_distribution():
+    """Many rows, p and q that depend on the token before: chi² of the first three tokens."""
+    rows, size, rng = 60_000, 5, np.random.default_rng(4)
+    p = rng.dirichlet(np.ones(size), size + 1).astype("f4")  # behind each token; the first is last
+    q = rng.dirichlet(np.ones(size), size + 1).astype("f4")
+    p[size, 2] = 0
+    p[size] /= p[size].sum()  # never drawn, though q may propose it
+    nodes, parents = draft_tree(DRAFTS, BRANCHES)
+    assert nodes.tolist() == [[0, 1], [2, 3], [4, 5]]
+    noise = rng.gumbel(size=(rows, DRAFTS, size))
+    tokens = np.zeros((rows, DRAFTS), np.int32)
+    given = np.zeros((rows, DRAFTS, size), "f4")
+    for node, parent in enumerate(parents):
+        before = tokens[:, parent] if parent >= 0 else np.full(rows, size)
+        given[:, node] = q[before]
+        if node == 1:  # without the first, and with its noise
+            given[np.arange(rows), 1, tokens[:, 0]] = 0
+            given[:, 1] /= given[:, 1].sum(axis=1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            order = np.log(given[:, node]) + noise[:, 0 if node == 1 else node]
+        tokens[:, node] = order.argmax(axis=1)
+    columns = np.concatenate([np.full((rows, 1), size), tokens], axis=1)
+    drawn = (rng.gumbel(size=(rows, DRAFTS + 1, size)) + np.log(p + 1e-30)[columns]).argmax(axis=2)
+    num_drafts = np.full(rows, DRAFTS, np.int32)
+    num_drafts[:1000] = np.arange(1000) % (DRAFTS + 1)
+    samplers = RowSamplers(
+        seed=np.arange(rows, dtype=np.uint32), place=np.zeros(rows, np.int32),
+        temperature=np.ones(rows, np.float32), top_k=np.zeros(rows, np.int32),
+        top_p=np.ones(rows, np.float32),
+    )  # fmt: skip
+    leaf, new, kept = jax.device_get(
+        jax.jit(reject, static_argnames="branches")(
+            p[columns], drawn.astype(np.int32), Drafts(tokens, given), num_drafts,
+            np.zeros(rows, np.int32), samplers, branches=BRANCHES,
+        )
+    )  # fmt: skip
+    assert (leaf <= num_drafts).all()
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent + 1] + 1)
+    np.testing.assert_array_equal(kept, np.asarray(depths)[leaf])
+    drafted = leaf > 0
+    row = np.arange(rows)
+    np.testing.assert_array_equal(
+        new[row, np.maximum(kept - 1, 0)][drafted], tokens[row, leaf - 1][drafted]
+    )
+    before = np.full(rows, size)
+    for place in range(3):
+        reached = kept >= place  # and the token was chosen whatever comes behind it
+        for token in range(size + 1):
+            some = reached & (before == token)
+            if some.sum() > 500:
+                counts, live = np.bincount(new[some, place], minlength=size), p[token] > 0
+                assert not counts[~live].any()
+                expected = p[token][live] * some.sum()
+                # 4 degrees of freedom: beyond 30 has a chance below 1e-5.
+                assert ((counts[live] - expected) ** 2 / expected).sum() < 30, (place, token)
+        before = np.where(reached, new[:, place], -1)
+    full = num_drafts == DRAFTS
+    assert {0, 1, 2, 3} == set(kept.tolist())
+    # More than any rule could keep of the first one alone.
+    assert (kept[full] > 0).mean() > np.minimum(p[size], q[size]).sum() + 0.05
+
+
 def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter):
     """Greedy, drawn, cut; rows with fewer drafts, with none, and the table as it was."""
     first = np.array([1, 4, 7, 9], np.int32)
@@ -192,17 +256,7 @@ def test_no_pool_is_copied(engine):
         assert pool_sized_ops(program, smallest) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_drafts": 2}, "draft_branches: expected at most max_drafts=2, got 3"),
-        (
-            {"draft_rule": "rejection"},
-            "draft_rule: expected 'same_noise' with draft_branches > 1, got 'rejection'",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_named(model, options, message):
-    sizes = SIZES | {"draft_branches": 3} | options
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        Engine(model, draft_model=model, num_pages=14, **sizes)
+def test_more_branches_than_drafts_are_refused(model):
+    message = re.escape("draft_branches: expected at most max_drafts=5, got 6")
+    with pytest.raises(ValueError, match="^" + message):
+        Engine(model, draft_model=model, num_pages=14, **SIZES | {"draft_branches": 6})
