@@ -16,7 +16,7 @@ from jax_paged.models.engine import Engine
 from jax_paged.models.generate import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import RowSamplers
-from jax_paged.models.speculate import Drafts, draft_tree, propose, reject
+from jax_paged.models.speculate import RULES, Drafts, draft_tree, propose, reject
 from jax_paged.models.testing import small_config
 from jax_paged.testing import pool_sized_ops
 
@@ -170,10 +170,11 @@ def test_rejection_in_trees_gives_the_models_distribution():
     assert (kept[full] > 0).mean() > np.minimum(p[size], q[size]).sum() + 0.05
 
 
-def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter):
+@pytest.mark.parametrize("rule", RULES)
+def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter, rule):
     """Greedy, drawn, cut; rows with fewer drafts, with none, and the table as it was."""
     first = np.array([1, 4, 7, 9], np.int32)
-    num_drafts, made = np.array([5, 4, 5, 0], np.int32), np.array([0, 3, 8, 1], np.int32)
+    num_drafts, made = np.array([5, 3, 5, 0], np.int32), np.array([0, 3, 8, 1], np.int32)
     samplers = RowSamplers(
         seed=np.arange(4, dtype=np.uint32), place=np.zeros(4, np.int32),
         temperature=np.array([0, 1, 1.5, 1], np.float32), top_k=np.array([0, 0, 6, 0], np.int32),
@@ -189,22 +190,32 @@ def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter):
     state = dataclasses.replace(state, table=table)
     state, drafts, failed = make(
         graph, params, state, first, num_drafts, made, samplers, max_drafts=DRAFTS,
-        branches=BRANCHES, rule="same_noise",
+        branches=BRANCHES, rule=rule,
     )  # fmt: skip
     assert not failed
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.table))
     _, parents = draft_tree(DRAFTS, BRANCHES)
     ranked = jax.jit(RowSamplers.ranked, static_argnums=3)
+    weigh = jax.jit(RowSamplers.probabilities)
+    tokens, chances = jax.device_get((drafts.tokens, drafts.probabilities))
     for row in range(3):
         own = jax.tree.map(lambda x, row=row: x[row : row + 1], samplers)
         paths: list[list[int]] = []
         for node, parent in enumerate(parents[: num_drafts[row]]):
-            path = paths[parent] if parent >= 0 else []
+            path, token = paths[parent] if parent >= 0 else [], int(tokens[row, node])
             padded = [first[row], *path, *[0] * (8 - len(path))]  # one size for all
             logits = score(drafter, padded)[None, len(path)]
             at, rank = made[row : row + 1] + len(path), node if parent < 0 else 0
-            token = int(ranked(own, logits, at, BRANCHES)[0, rank])
-            assert drafts.tokens[row, node] == token, (row, node)
+            if rule == "same_noise" or row == 0:
+                assert token == ranked(own, logits, at, BRANCHES)[0, rank], (row, node)
+            if rule == "rejection":
+                q = np.array(weigh(own, logits))[0]
+                if row == 0:
+                    q = np.eye(VOCAB)[token]  # certain
+                elif rank == 1:
+                    q[tokens[row, 0]] = 0
+                np.testing.assert_allclose(chances[row, node], q / q.sum(), rtol=1e-4, atol=1e-6)
+                assert chances[row, node, token] > 0
             paths.append([*path, token])
         assert len({*map(tuple, paths)}) == len(paths)
 
