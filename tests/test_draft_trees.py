@@ -173,8 +173,8 @@ def test_rejection_in_trees_gives_the_models_distribution():
 @pytest.mark.parametrize("rule", RULES)
 def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter, rule):
     """Greedy, drawn, cut; rows with fewer drafts, with none, and the table as it was."""
-    first = np.array([1, 4, 7, 9], np.int32)
-    num_drafts, made = np.array([5, 3, 5, 0], np.int32), np.array([0, 3, 8, 1], np.int32)
+    most, first = 7, np.array([1, 4, 7, 9], np.int32)  # so both branches are long
+    num_drafts, made = np.array([7, 3, 6, 0], np.int32), np.array([0, 3, 8, 1], np.int32)
     samplers = RowSamplers(
         seed=np.arange(4, dtype=np.uint32), place=np.zeros(4, np.int32),
         temperature=np.array([0, 1, 1.5, 1], np.float32), top_k=np.array([0, 0, 6, 0], np.int32),
@@ -182,19 +182,19 @@ def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter, rule):
     )  # fmt: skip
     graph, params = nnx.split(drafter)
     state = create_state(
-        drafter, num_pages=16, max_seqs=4, pages_per_seq=4, page_size=4, max_tree=DRAFTS + 1
+        drafter, num_pages=16, max_seqs=4, pages_per_seq=4, page_size=4, max_tree=most + 1
     )
     table, _ = pages.reserve(state.table, np.arange(4, dtype=np.int32), 1 + num_drafts)
     before = jax.device_get(table)
     make = jax.jit(propose, static_argnames=("graph", "max_drafts", "branches", "rule"))
     state = dataclasses.replace(state, table=table)
     state, drafts, failed = make(
-        graph, params, state, first, num_drafts, made, samplers, max_drafts=DRAFTS,
+        graph, params, state, first, num_drafts, made, samplers, max_drafts=most,
         branches=BRANCHES, rule=rule,
     )  # fmt: skip
     assert not failed
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.table))
-    _, parents = draft_tree(DRAFTS, BRANCHES)
+    _, parents = draft_tree(most, BRANCHES)
     ranked = jax.jit(RowSamplers.ranked, static_argnums=3)
     weigh = jax.jit(RowSamplers.probabilities)
     tokens, chances = jax.device_get((drafts.tokens, drafts.probabilities))
