@@ -1,9 +1,11 @@
 """Paged attention for JAX: native kernels on CPU and CUDA, and a functional page state.
 
 The verbs of the page state are in `jax_paged.state` (on a KVState) and `jax_paged.pages` (on a
-PageTable alone); `jax_paged.transfer` moves K and V between states.
+PageTable alone), for layers of different kinds in `jax_paged.groups` (on KVGroups);
+`jax_paged.transfer` moves K and V between states.
 """
 
+from jax_paged import groups as groups
 from jax_paged import pages as pages
 from jax_paged import state as state
 from jax_paged import transfer as transfer
@@ -14,6 +16,8 @@ from jax_paged.cascade import CascadeLevel as CascadeLevel
 from jax_paged.cascade import cascade_attention as cascade_attention
 from jax_paged.cascade import cascade_levels as cascade_levels
 from jax_paged.explain import explain as explain
+from jax_paged.groups import KVGroups as KVGroups
+from jax_paged.groups import MlaState as MlaState
 from jax_paged.kv import copy_pages as copy_pages
 from jax_paged.kv import kv_dtype as kv_dtype
 from jax_paged.kv import move_slots as move_slots

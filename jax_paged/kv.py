@@ -421,13 +421,13 @@ def copy_pages(
     src_pages, dst_pages = as_index("src_pages", src_pages), as_index("dst_pages", dst_pages)
     check_shape("src_pages", src_pages, "n", (None,))
     check_shape("dst_pages", dst_pages, "n", src_pages.shape)
-    return copy_stored_pages(stacked, k_pages, v_pages, src_pages, dst_pages)
+    return copy_stored_pages(stacked, (k_pages, v_pages), src_pages, dst_pages)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def copy_stored_pages(stacked, k_pages, v_pages, src_pages, dst_pages):
-    """`copy_pages`, also of what is stored page by page beside them (scales per token)."""
-    num_layers, num_pages = k_pages.shape[:2] if stacked else (1, k_pages.shape[0])
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def copy_stored_pages(stacked, pools, src_pages, dst_pages):
+    """`copy_pages` in any number of pools that are stored page by page, e.g. scales per token."""
+    num_layers, num_pages = pools[0].shape[:2] if stacked else (1, pools[0].shape[0])
     valid = (src_pages >= 0) & (src_pages < num_pages) & (dst_pages >= 0) & (dst_pages < num_pages)
     # Layer and page as one leading axis: older XLA transposes the pool to scatter into the second.
     first = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_pages
@@ -438,7 +438,7 @@ def copy_stored_pages(stacked, k_pages, v_pages, src_pages, dst_pages):
         flat = pages.reshape(num_layers * num_pages, *pages.shape[1 + stacked :])
         return flat.at[target].set(flat[source], mode="drop").reshape(pages.shape)
 
-    return copy(k_pages), copy(v_pages)
+    return tuple(map(copy, pools))
 
 
 def move_slots(

@@ -24,7 +24,7 @@ from jax_paged import pages
 from jax_paged._page_table import check_size
 from jax_paged.kv import copy_pages, copy_stored_pages, move_slots
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
-from jax_paged.pages import Integers, PageCopies, PageTable, StepBatch
+from jax_paged.pages import Integers, PageCopies, PageTable, SlotMoves, StepBatch
 from jax_paged.validation import (
     EIGHT_BIT_DTYPES,
     FLOAT_DTYPES,
@@ -93,9 +93,7 @@ class KVState:
             num_pages, max_seqs, pages_per_seq, page_size, max_tree=max_tree, windows=windows
         )
         check_choice("layout", layout, LAYOUTS)
-        allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
-        names = " or ".join(d.name for d in allowed)
-        expect(dtype is not None and dtype in allowed, "dtype", names, dtype)
+        check_pages_dtype(dtype)
         shape = PagesShape(
             num_layers=check_size("num_layers", num_layers),
             num_pages=table.num_pages,
@@ -122,6 +120,13 @@ class KVState:
                 None if x is None else jnp.array(x, jnp.float32) for x in (k_scale, v_scale)
             )  # each leaf is a buffer of its own
         return KVState(k_pages, v_pages, table, layout, k_scale, v_scale)
+
+
+def check_pages_dtype(dtype: Any) -> None:
+    """Checks the dtype of pools to be made."""
+    allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
+    names = " or ".join(d.name for d in allowed)
+    expect(dtype is not None and dtype in allowed, "dtype", names, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -178,14 +183,7 @@ def commit_tree(state: KVState, rows: Integers, leaves: Integers) -> tuple[KVSta
     `pages.commit_tree`, and the tokens of the path are moved to where the tree began.
     """
     table, moves, status = pages.commit_tree(state.table, rows, leaves)
-    per_token = is_per_token(state.k_scale, state.k_pages)
-    k_scale, v_scale = (state.k_scale, state.v_scale) if per_token else (None, None)
-    k_pages, v_pages, *moved = move_slots(
-        state.k_pages, state.v_pages, *moves, k_scale=k_scale, v_scale=v_scale, stacked=True,
-        layout=state.layout,
-    )  # fmt: skip
-    k_scale, v_scale = moved or (state.k_scale, state.v_scale)
-    return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale), status
+    return _with_moves(state, table, moves), status
 
 
 def set_window(
@@ -225,5 +223,16 @@ def _with_copies(state: KVState, table: PageTable, copies: PageCopies) -> KVStat
     )
     k_scale, v_scale = state.k_scale, state.v_scale
     if is_per_token(k_scale, k_pages):
-        k_scale, v_scale = copy_stored_pages(True, k_scale, v_scale, copies.src, copies.dst)
+        k_scale, v_scale = copy_stored_pages(True, (k_scale, v_scale), *copies)
+    return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale)
+
+
+def _with_moves(state: KVState, table: PageTable, moves: SlotMoves) -> KVState:
+    per_token = is_per_token(state.k_scale, state.k_pages)
+    k_scale, v_scale = (state.k_scale, state.v_scale) if per_token else (None, None)
+    k_pages, v_pages, *moved = move_slots(
+        state.k_pages, state.v_pages, *moves, k_scale=k_scale, v_scale=v_scale, stacked=True,
+        layout=state.layout,
+    )  # fmt: skip
+    k_scale, v_scale = moved or (state.k_scale, state.v_scale)
     return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale)

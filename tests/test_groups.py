@@ -1,0 +1,401 @@
+"""KVGroups: a group of pools and a page table for each kind of layer, changed all or none."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from page_tables import assert_same
+
+from jax_paged import groups, mla_paged_attention, pages, ragged_paged_attention
+from jax_paged.groups import KVGroups, MlaState
+from jax_paged.kv import write_kv
+from jax_paged.mla import write_mla_kv
+from jax_paged.pages import PageTable, Status
+from jax_paged.state import KVState
+from jax_paged.testing import pool_sized_ops
+
+OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
+SLID_OUT, STALE_ROW = Status.SLID_OUT, Status.STALE_ROW
+WINDOW, PAGE_SIZE, ROWS = 6, 4, 6
+KINDS = ("full", WINDOW, "mla", WINDOW)
+SIZES = {
+    "layer_kinds": KINDS,
+    "num_pages": {"full": 40, WINDOW: 12, "mla": 40},
+    "pages_per_seq": {"full": 16, WINDOW: 6, "mla": 16},
+    "page_size": PAGE_SIZE,
+    "max_seqs": ROWS,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "latent_dim": 16,
+    "dtype": "float32",
+    "max_tree": 6,
+}
+
+
+def jitted(verb):
+    """A verb as a program that donates nothing, for lists of up to four numbers."""
+    program = jax.jit(verb)
+
+    def call(kv, *numbers):
+        kv, status = program(kv, *(np.asarray([*x, *[-1] * (4 - len(x))]) for x in numbers))
+        return kv, status[: len(numbers[0])]
+
+    return call
+
+
+_reserve, _fork, _truncate, _commit, _release = map(
+    jitted, (groups.reserve, groups.fork, groups.truncate, groups.commit_tree, groups.release)
+)
+
+
+def make(**changes) -> KVGroups:
+    return KVGroups.create(**(SIZES | changes))
+
+
+def write(kv: KVGroups, batches, values: jax.Array) -> KVGroups:
+    """Writes the step's tokens: K, and a latent row, are values[t] + layer / 2, and V is -K."""
+    new, size = list(kv.groups), values.shape[0]
+    for layer in range(kv.layer_begin, kv.layer_begin + len(kv.layer_kinds)):
+        number, index = kv.place(layer)
+        group, slots = new[number], batches[number].slot_mapping
+        value = values + jnp.float32(layer / 2)
+        if isinstance(group, MlaState):
+            rows = jnp.broadcast_to(value[:, None], (size, group.kv_pages.shape[-1]))
+            kv_pages = write_mla_kv(group.kv_pages, rows, slots, layer=index)
+            new[number] = dataclasses.replace(group, kv_pages=kv_pages)
+        else:
+            k = jnp.broadcast_to(value[:, None, None], (size, 2, 8))
+            k_pages, v_pages = write_kv(
+                group.k_pages, group.v_pages, k, -k, slots, layer=index, layout=group.layout,
+                implementation="reference",
+            )  # fmt: skip
+            new[number] = dataclasses.replace(group, k_pages=k_pages, v_pages=v_pages)
+    return dataclasses.replace(kv, groups=tuple(new))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _append(kv, rows, q_lens, values, parents=None):
+    kv, reserved = groups.reserve(kv, rows, q_lens)
+    kv, batches, stepped = groups.step_batch(
+        kv, rows, q_lens, num_tokens=values.shape[0], tree_parents=parents
+    )
+    return write(kv, batches, values), jnp.stack([reserved, stepped])
+
+
+def append(kv: KVGroups, rows, q_lens, values, parents=None) -> KVGroups:
+    """Always the same shapes, since each shape compiles anew."""
+    rows, q_lens = ([*x, *[-1] * (3 - len(x))] for x in (rows, q_lens))
+    values = jnp.asarray([*values, *[0] * (16 - len(values))], jnp.float32)
+    if parents is not None:
+        parents = jnp.asarray([*parents, *[pages.NO_TREE] * (16 - len(parents))], jnp.int32)
+    kv, status = _append(kv, jnp.asarray(rows), jnp.asarray(q_lens), values, parents)
+    assert not np.asarray(status).any(), status
+    return kv
+
+
+def read(kv: KVGroups, row: int) -> list[tuple[int, list[float]]]:
+    """Of each layer: the first token that a row stores, and the values from there on."""
+    found = []
+    for layer in range(kv.layer_begin, kv.layer_begin + len(kv.layer_kinds)):
+        number, index = kv.place(layer)
+        group = kv.groups[number]
+        table = group.table
+        offset = 0 if table.windows is None else int(table.windows.slot_offset[row])
+        count = int(table.seq_lens[row]) - offset
+        ids = np.asarray(table.page_table[row])[: int(table.pages_held[row])]
+        if isinstance(group, MlaState):
+            k = np.asarray(group.kv_pages)[index][ids].reshape(-1, 16)[:count]
+        else:
+            pools = (group.k_pages, group.v_pages)
+            k, v = (np.asarray(pool)[index][ids].swapaxes(1, 2) for pool in pools)
+            k, v = (x.reshape(-1, 16)[:count] for x in (k, v))
+            np.testing.assert_array_equal(k, -v)
+        np.testing.assert_array_equal(k, np.broadcast_to(k[:, :1], k.shape))
+        found.append((offset, (k[:, 0] - layer / 2).tolist()))
+    return found
+
+
+def assert_holds(kv: KVGroups, row: int, tokens: list[float]) -> None:
+    """Every layer has the row's tokens, one with a window at least those that are still seen."""
+    for kind, (begin, values) in zip(kv.layer_kinds, read(kv, row), strict=True):
+        assert begin <= max(0, len(tokens) - (kind if isinstance(kind, int) else len(tokens)))
+        assert values == tokens[begin:]
+
+
+def tables(kv: KVGroups) -> list[PageTable]:
+    return [group.table for group in kv.groups]
+
+
+def test_layers_of_one_kind_share_pools_and_a_table():
+    kv = make(layer_begin=3)
+    full, window, latent = kv.groups
+    assert kv.kinds == ("full", WINDOW, "mla")
+    assert isinstance(full, KVState)
+    assert isinstance(window, KVState)
+    assert isinstance(latent, MlaState)
+    assert full.k_pages.shape == (1, 40, 2, PAGE_SIZE, 8)
+    assert window.v_pages.shape == (2, 12, 2, PAGE_SIZE, 8)
+    assert latent.kv_pages.shape == (1, 40, PAGE_SIZE, 16)
+    assert [table.pages_per_seq for table in tables(kv)] == [16, 6, 16]
+    assert [kv.place(layer) for layer in range(3, 7)] == [(0, 0), (1, 0), (2, 0), (1, 1)]
+    with pytest.raises(ValueError, match=r"^layer: expected from 3 to 6, got 2$"):
+        kv.place(2)
+
+
+def test_a_state_round_trips_as_a_pytree_of_separate_buffers():
+    kv = make(layer_begin=3)
+    again = jax.tree.map(lambda leaf: leaf, kv)
+    assert (again.layer_kinds, again.layer_begin) == (KINDS, 3)
+    assert jax.tree.structure(again) != jax.tree.structure(make())
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(kv)]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_eight_bit_pools_have_scales():
+    kv = make(dtype="int8", kv_scale=0.25)
+    full, _, latent = kv.groups
+    assert full.k_scale.shape == (1, 40, 2, PAGE_SIZE)
+    assert float(latent.kv_scale) == 0.25
+    given = make(dtype="int8", k_scale=0.5, v_scale=2.0).groups
+    assert [float(group.v_scale) for group in given[:2]] == [2.0, 2.0]
+    assert given[2].kv_scale is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_kinds": []}, "layer_kinds: expected at least one layer, got []"),
+        ({"layer_kinds": ["half"]},
+         "layer_kinds: expected each 'full', 'mla' or an int of at least 1, got 'half'"),
+        ({"layer_kinds": [0]},
+         "layer_kinds: expected each 'full', 'mla' or an int of at least 1, got 0"),
+        ({"layer_kinds": [True]},
+         "layer_kinds: expected each 'full', 'mla' or an int of at least 1, got True"),
+        ({"num_pages": {"full": 4}},
+         "num_pages: expected a size for each of ['full', 6, 'mla'], got ['full']"),
+        ({"pages_per_seq": 0}, "pages_per_seq: expected an integer of at least 1, got 0"),
+        ({"layer_begin": -1}, "layer_begin: expected an integer of at least 0, got -1"),
+        ({"num_kv_heads": None}, "num_kv_heads: expected an integer of at least 1, got None"),
+        ({"latent_dim": None}, "latent_dim: expected an integer of at least 1, got None"),
+        ({"layer_kinds": ["mla"], "num_pages": 4, "pages_per_seq": 2, "dtype": "int16"},
+         "dtype: expected bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2 or int8, "
+         "got int16"),
+        ({"kv_scale": 0.5}, "kv_scale: expected None for pages of float32, got a scale"),
+    ],
+)  # fmt: skip
+def test_create_names_a_wrong_argument(change, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make(**change)
+
+
+def test_rows_fork_slide_and_part_in_every_group():
+    texts = {0: [float(i) for i in range(23)]}
+    kv = make()
+    for begin in range(0, 23, 7):
+        part = texts[0][begin : begin + 7]
+        kv = append(kv, [0], [len(part)], part)
+    assert_holds(kv, 0, texts[0])
+    kv, status = _fork(kv, [0, 0, -1], [1, 3, 2], [23, 22, 5])
+    assert status.tolist() == [OK] * 3
+    texts |= {1: texts[0][:], 3: texts[0][:22]}
+    for step in range(12):  # slides over the pages that they shared
+        values = [100.0 + 10 * row + step for row in (0, 1, 3)]
+        kv = append(kv, [0, 1, 3], [1, 1, 1], values)
+        for row, value in zip((0, 1, 3), values, strict=True):
+            texts[row].append(value)
+            assert_holds(kv, row, texts[row])
+    kv, status = _truncate(kv, [3, 0], [1, 0])
+    assert status.tolist() == [OK, OK]
+    kv = append(kv, [3, 0], [1, 1], [7.0, 8.0])
+    assert_holds(kv, 3, [*texts[3][:-1], 7.0])
+    assert_holds(kv, 0, [*texts[0], 8.0])
+    kv, status = _release(kv, [0, 1, 3])
+    assert status.tolist() == [OK] * 3
+    assert groups.num_free_pages(kv).tolist() == [40, 12, 40]
+    assert all(bool(pages.is_empty(table)) for table in tables(kv))
+
+
+def test_a_row_cannot_be_forked_where_its_window_is_gone():
+    kv = make()
+    for begin in range(0, 24, 6):
+        kv = append(kv, [0], [6], range(begin, begin + 6))
+    begin = int(kv.groups[1].table.windows.slot_offset[0])
+    assert begin == 12  # of 24 tokens; the last reserve kept what token 18 sees
+    before, shortest = kv, begin + WINDOW - 1
+    kv, status = _fork(kv, [0, 0], [1, 2], [shortest - 1, 24])
+    assert status.tolist() == [SLID_OUT, OK]
+    assert_same(tables(kv), tables(before))
+    _, status = _fork(kv, [0, 3, 0, 0], [1, 2, 4, -1], [25, 0, -1, shortest - 1])
+    assert status.tolist() == [Status.BAD_ROW, STALE_ROW, Status.BAD_ROW, OK]
+    kv, status = _fork(kv, [0], [1], [shortest])
+    assert status.tolist() == [OK]
+    kv = append(kv, [1], [2], [50, 51])
+    assert_holds(kv, 1, [*range(shortest), 50, 51])
+    assert_holds(kv, 0, list(range(24)))
+
+
+def test_a_path_of_a_tree_is_kept_in_every_group():
+    kv = append(make(), [1], [5], range(5))
+    kv = append(kv, [1], [6], range(5, 11))
+    kv = append(kv, [1], [5], [20, 21, 22, 23, 24], [-1, 0, 0, 2, 3])
+    kv, status = _commit(kv, [1], [4])
+    assert status.tolist() == [OK]
+    assert_holds(kv, 1, [*range(11), 20, 22, 23, 24])
+    _, status = _commit(kv, [1], [4])
+    assert status.tolist() == [Status.BAD_ROW]
+
+
+@pytest.mark.parametrize(
+    ("group", "taken", "counts", "expected"),
+    [
+        (0, 36, [4, 9, 1], [OK, POOL_FULL, POOL_FULL]),
+        (1, 8, [4, 9, 0], [OK, POOL_FULL, OK]),
+        (2, 35, [4, 9, 9], [OK, OK, POOL_FULL]),
+        # Row 1 is too long for the table of group 1, row 2 finds no pages in group 2.
+        (2, 32, [4, 25, 5], [OK, ROW_FULL, POOL_FULL]),
+    ],
+)
+def test_what_fails_in_one_group_changes_none(group, taken, counts, expected):
+    kv = append(make(), [0], [4], range(4))
+    fuller = kv.groups[group].table  # by a row that no other group knows
+    rows, width = [5, 4, 3], fuller.pages_per_seq
+    numbers = [min(width, max(0, taken - i * width)) * PAGE_SIZE for i in range(3)]
+    fuller, status = pages.reserve(fuller, rows, numbers)
+    assert status.tolist() == [OK] * 3
+    if fuller.windows is not None:
+        fuller, _ = pages.set_window(fuller, rows, WINDOW, 0)
+    new = list(kv.groups)
+    new[group] = dataclasses.replace(new[group], table=fuller)
+    kv = dataclasses.replace(kv, groups=tuple(new))
+    after, status = _reserve(kv, [0, 1, 2], counts)
+    assert status.tolist() == expected
+    assert_same(after, kv)
+
+
+def test_a_step_that_one_group_refuses_is_padding_in_all():
+    kv = append(make(), [0], [4], range(4))
+    table, status = pages.reserve(kv.groups[0].table, [0], 4)  # the others have no room
+    kv = dataclasses.replace(
+        kv, groups=(dataclasses.replace(kv.groups[0], table=table), *kv.groups[1:])
+    )
+    after, batches, status = groups.step_batch(kv, [0, 1], [1, 0], num_tokens=3)
+    assert status.tolist() == [ROW_FULL, STALE_ROW]
+    assert_same(after, kv)
+    for batch in batches:
+        assert batch.num_seqs.tolist() == [0]
+        assert batch.slot_mapping.tolist() == [-1] * 3
+        assert batch.seq_lens.tolist() == [0, 0]
+
+
+def test_reset_frees_all_rows_and_their_windows():
+    kv = groups.reset(append(make(), [0, 2], [4, 9], range(13)))
+    assert groups.num_free_pages(kv).tolist() == [40, 12, 40]
+    assert groups.peak_pages_in_use(kv).tolist() == [0, 0, 0]
+    assert not np.asarray(kv.groups[1].table.windows.window).any()
+
+
+def dense(q, k, v, window, scale):
+    """Softmax attention of the last len(q) tokens over k and v in float64, one head each."""
+    p = np.arange(len(k))
+    query = p[len(k) - len(q) :, None]
+    seen = (p[None] <= query) & (p[None] > query - window)
+    logits = np.where(seen, np.einsum("qd,kd->qk", q, k, dtype=np.float64) * scale, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights @ v / weights.sum(-1, keepdims=True)
+
+
+def test_rows_far_longer_than_the_pool_of_a_window_attend_as_densely(implementation):
+    window, chunk, length, rows = 11, 5, 100, (0, 2)
+    per_row = pages.pages_for(window + chunk, PAGE_SIZE) + 1
+    kv = make(
+        layer_kinds=(window, "full", "mla"),
+        num_pages={window: 2 * per_row, "full": 50, "mla": 50},
+        pages_per_seq={window: per_row, "full": 25, "mla": 25},
+        num_kv_heads=1,
+    )
+    rng = np.random.default_rng(0)
+    k, v, q = (rng.standard_normal((2, len(rows), length, 8)).astype("f4") for _ in range(3))
+    latent, latent_q = (rng.standard_normal((len(rows), length, 16)).astype("f4") for _ in "kq")
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(kv, q_lens, q, k, v, latent_q, latent):
+        ids = jnp.asarray(rows, jnp.int32)
+        kv, reserved = groups.reserve(kv, ids, q_lens)
+        kv, batches, stepped = groups.step_batch(kv, ids, q_lens, num_tokens=q.shape[1])
+        new, outs = list(kv.groups), []
+        for layer in range(3):
+            number, index = kv.place(layer)
+            group, batch = new[number], batches[number]
+            of_rows = (batch.page_table, batch.seq_lens, batch.cu_q_lens, batch.num_seqs)
+            if isinstance(group, MlaState):
+                kv_pages = write_mla_kv(group.kv_pages, latent, batch.slot_mapping, layer=index)
+                new[number] = dataclasses.replace(group, kv_pages=kv_pages)
+                out = mla_paged_attention(
+                    latent_q[:, None], kv_pages, *of_rows, sm_scale=0.25, v_head_dim=8,
+                    layer=index, implementation=implementation,
+                )  # fmt: skip
+            else:
+                k_pages, v_pages = write_kv(
+                    group.k_pages, group.v_pages, k[layer][:, None], v[layer][:, None],
+                    batch.slot_mapping, layer=index, implementation=implementation,
+                )  # fmt: skip
+                new[number] = dataclasses.replace(group, k_pages=k_pages, v_pages=v_pages)
+                out = ragged_paged_attention(
+                    q[layer][:, None], k_pages, v_pages, *of_rows, layer=index, sm_scale=0.25,
+                    sliding_window=batch.sliding_window, num_pinned=batch.num_pinned,
+                    slot_offset=batch.slot_offset, implementation=implementation,
+                )  # fmt: skip
+            outs.append(out[:, 0])
+        kv = dataclasses.replace(kv, groups=tuple(new))
+        return kv, jnp.stack(outs), jnp.stack([reserved, stepped])
+
+    done, got = np.zeros(2, int), [[], []]
+    while done[1] < length:
+        # Row 0 takes chunks and then rests, row 1 comes in ones and twos.
+        counts = np.minimum([chunk, 1 + done[1] % 2], length - done)
+        parts = [slice(d, d + c) for d, c in zip(done, counts, strict=True)]
+
+        def flat(x, parts=parts, counts=counts):
+            both = np.concatenate([x[..., row, part, :] for row, part in enumerate(parts)], -2)
+            return np.pad(both, [(0, 0)] * (x.ndim - 3) + [(0, chunk + 2 - counts.sum()), (0, 0)])
+
+        kv, out, status = step(kv, counts, *map(flat, (q, k, v, latent_q, latent)))
+        assert not np.asarray(status).any()
+        for row, end in enumerate(np.cumsum(counts)):
+            got[row].append(np.asarray(out)[:, end - counts[row] : end])
+        done += counts
+    assert groups.peak_pages_in_use(kv).tolist() == [2 * per_row - 1, 50, 50]
+    for row in range(2):
+        found = np.concatenate(got[row], 1)
+        for layer, seen in enumerate((window, length)):
+            wanted = dense(q[layer, row], k[layer, row], v[layer, row], seen, 0.25)
+            np.testing.assert_allclose(found[layer], wanted, atol=1e-4)
+        wanted = dense(latent_q[row], latent[row], latent[row, :, :8], length, 0.25)
+        np.testing.assert_allclose(found[2], wanted, atol=1e-4)
+
+
+def _copies_and_selects(compiled, pool) -> list[str]:
+    moves = re.compile(r" (copy|copy-start|select|broadcast|concatenate|dynamic-update-slice)\(")
+    return [line for line in pool_sized_ops(compiled, pool) if moves.search(line)]
+
+
+@pytest.mark.parametrize("verb", ["reserve", "step_batch", "fork", "truncate", "commit_tree"])
+def test_no_verb_copies_a_pool_or_selects_between_pools(verb):
+    sizes = {"num_pages": 256, "page_size": 16, "num_kv_heads": 2, "head_dim": 32}
+    kv = jax.eval_shape(lambda: make(**sizes, latent_dim=64))
+    rows = jnp.zeros(2, jnp.int32)
+    count = 3 if verb == "fork" else 2
+    function = getattr(groups, verb)
+    compiled = jax.jit(function, donate_argnums=0).lower(kv, *[rows] * count).compile()
+    smallest = kv.groups[2].kv_pages
+    assert _copies_and_selects(compiled, smallest) == []
+    pools = [pool for group in kv.groups for pool in jax.tree.leaves(group) if pool.ndim > 3]
+    assert len(pools) == 5
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= sum(4 * pool.size for pool in pools)
+    assert memory.temp_size_in_bytes < 4 * smallest.size // 2
