@@ -114,9 +114,9 @@ class KVGroups:
 
         Args:
           layer_kinds: of each layer "full", "mla" or the size of its window.
-          num_pages, pages_per_seq: see `PageTable.create`; for every group, or one for each kind.
-            A row of a group with a window holds up to pages_for(window + chunk, page_size) + 1
-            pages where `reserve` brings up to `chunk` tokens.
+          num_pages, pages_per_seq: see `PageTable.create`; for every group, or one for each kind
+            (also for kinds that only other stages have). A row of a group with a window holds up to
+            pages_for(window + chunk, page_size) + 1 pages where `reserve` brings `chunk` tokens.
           page_size, max_seqs, max_tree: of every group, see `PageTable.create`.
           dtype, layout, num_kv_heads, head_dim, v_head_dim, k_scale, v_scale: of the layers with K
             and V, see `KVState.create`; scales are scalars.
@@ -160,11 +160,15 @@ class KVGroups:
         """The kind of each group."""
         return tuple(dict.fromkeys(self.layer_kinds))
 
+    @property
+    def layers(self) -> range:
+        """The numbers of these layers in the model."""
+        return range(self.layer_begin, self.layer_begin + len(self.layer_kinds))
+
     def place(self, layer: int) -> tuple[int, int]:
         """Where a layer of the model is: its group, and its number in the pools of that group."""
+        expect(layer in self.layers, "layer", f"one of {self.layers}", layer)
         number = layer - self.layer_begin
-        expected = f"from {self.layer_begin} to {self.layer_begin + len(self.layer_kinds) - 1}"
-        expect(0 <= number < len(self.layer_kinds), "layer", expected, layer)
         kind = self.layer_kinds[number]
         return self.kinds.index(kind), self.layer_kinds[:number].count(kind)
 
@@ -174,7 +178,7 @@ def _per_kind(kinds: tuple[LayerKind, ...], **sizes: Any) -> dict[LayerKind, dic
     wanted = list(dict.fromkeys(kinds))
     for name, size in sizes.items():
         if isinstance(size, Mapping):
-            expect(set(size) == set(wanted), name, f"a size for each of {wanted}", list(size))
+            expect(set(size) >= set(wanted), name, f"a size for each of {wanted}", list(size))
     return {
         kind: {n: x[kind] if isinstance(x, Mapping) else x for n, x in sizes.items()}
         for kind in wanted
