@@ -63,6 +63,8 @@ class DecoderConfig:
 
     moe_layers: for each layer whether its MLP is a mixture of experts (then num_experts,
     experts_per_token and moe_intermediate_size count) or dense (intermediate_size).
+    layer_windows: for each layer how many tokens a query sees, itself included; 0 = all. () = all
+    of every layer.
     context_length: the positions the checkpoint was trained for; nothing enforces it.
     """
 
@@ -86,6 +88,7 @@ class DecoderConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     moe_layers: tuple[bool, ...] = ()
+    layer_windows: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -111,11 +114,24 @@ class DecoderConfig:
                 f"config: moe_layers must have num_layers={self.num_layers} entries, got "
                 f"{len(self.moe_layers)}"
             )
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise ValueError(
+                f"config: layer_windows must have num_layers={self.num_layers} entries or none, "
+                f"got {len(self.layer_windows)}"
+            )
+        if any(window < 0 for window in self.layer_windows):
+            raise ValueError(
+                f"config: layer_windows must be at least 0, got {min(self.layer_windows)}"
+            )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"config: num_experts_per_tok must be at most num_experts={self.num_experts}, got "
                 f"{self.experts_per_token}"
             )
+
+    def window(self, layer: int) -> int:
+        """How many tokens a query of this layer sees, 0 = all."""
+        return self.layer_windows[layer] if self.layer_windows else 0
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:

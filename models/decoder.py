@@ -8,11 +8,19 @@ tokens is i32[T], flat over the rows of the batch; batch is the `StepBatch` that
 stepping the state gave for just these tokens; state is the `KVState`, whose pages come back with
 the tokens' K and V in them. Decode, prefill, chunks of a prefill and any mix of them are this one
 call. The weights are module state, the cache is not: under jit, donate the state.
+
+A model whose layers have windows takes a KVState, too; or a `KVGroups`, which frees what they no
+longer see, with the StepBatch of each of its groups. One with some of the layers only serves a
+pipeline stage:
+
+    x = model.embed(tokens)                              # the first stage
+    x, state = model.run_layers(x, batch, state)         # each stage, with its own state and batch
+    logits = model.logits(x)                             # the last stage
 """
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +28,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jax_paged import (
+    KVGroups,
     kv_dtype,
     linear,
     moe_experts,
@@ -29,7 +38,7 @@ from jax_paged import (
 )
 from jax_paged._ffi import Implementation
 from jax_paged.rope import rope_tables
-from jax_paged.validation import check_choice
+from jax_paged.validation import check_choice, expect
 
 from .config import DecoderConfig
 from .moe import gated_mlp, route
@@ -42,6 +51,8 @@ if TYPE_CHECKING:
 
 WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
+State = TypeVar("State", "KVState", KVGroups)
+_POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -54,7 +65,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What all layers of one call share."""
+    """What the layers of one group share in a call."""
 
     batch: "StepBatch"
     cos: jax.Array
@@ -97,7 +108,7 @@ class Attention(_Projections):
     def __init__(
         self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
     ):
-        self.config, self.layer = config, layer
+        self.config, self.window = config, config.window(layer)
         prefix = f"model.layers.{layer}.self_attn."
         qkv = [f"{prefix}{name}_proj" for name in "qkv"]
         self._load("qkv", weight_dtype, source, *(name + ".weight" for name in qkv))
@@ -109,14 +120,14 @@ class Attention(_Projections):
             self.q_norm = nnx.Param(source(prefix + "q_norm.weight"))
             self.k_norm = nnx.Param(source(prefix + "k_norm.weight"))
 
-    def __call__(self, x, step: _Step, pools: tuple):
+    def __call__(self, x, step: _Step, pools: tuple, index: int):
         config, tokens = self.config, x.shape[0]
         k_pages, v_pages, *scales = pools
         qkv = self._project("qkv", x, implementation=step.implementation)
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...][None, :]
         options = {
-            "layer": jnp.int32(self.layer),
+            "layer": jnp.int32(index),
             "k_scale": scales[0],
             "v_scale": scales[1],
             "layout": step.layout,
@@ -139,6 +150,9 @@ class Attention(_Projections):
         )
         scales = written or scales  # those per token are written
         options |= {"k_scale": scales[0], "v_scale": scales[1]}
+        window = batch.sliding_window  # of rows, given where pages slide away
+        if window is None and self.window:
+            window = jnp.int32(self.window)
         attended = ragged_paged_attention(
             q,
             k_pages,
@@ -147,7 +161,7 @@ class Attention(_Projections):
             batch.seq_lens,
             batch.cu_q_lens,
             batch.num_seqs,
-            sliding_window=batch.sliding_window,
+            sliding_window=window,
             num_pinned=batch.num_pinned,
             slot_offset=batch.slot_offset,
             tree=batch.tree,
@@ -242,9 +256,9 @@ class Layer(nnx.Module):
         mlp = ExpertsMLP if config.moe_layers[layer] else DenseMLP
         self.mlp = mlp(config, layer, source, weight_dtype)
 
-    def __call__(self, x, step: _Step, pools: tuple):
+    def __call__(self, x, step: _Step, pools: tuple, index: int):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
-        out, pools = self.attention(normed, step, pools)
+        out, pools = self.attention(normed, step, pools, index)
         x = x + out
         x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step)
         return x, pools
@@ -297,40 +311,89 @@ class Decoder(_Projections):
     def __call__(
         self,
         tokens: jax.Array,
-        batch: "StepBatch",
-        state: "KVState",
+        batch: "StepBatch | tuple[StepBatch, ...]",
+        state: State,
         *,
         logit_rows: jax.Array | None = None,
-    ) -> tuple[jax.Array, "KVState"]:
+    ) -> tuple[jax.Array, State]:
         """Runs the tokens through the model; their K and V are added to the state's pages.
 
         Args:
           tokens: i32[T], the new tokens of the rows of `batch`, in row order, padding at the end
             (any id within the vocabulary; it costs no expert and reaches no row).
-          batch: the step's view of the state, T tokens long.
+          batch: the step's view of the state, T tokens long; of a KVGroups one for each group.
           state: its pages have num_layers, num_kv_heads and head_dim of this model, and its dtype
-            or an 8-bit one.
+            or an 8-bit one. In a KVGroups the kind of a layer is "full" or the layer's window.
           logit_rows: i32[R] indices into tokens whose logits are wanted, e.g. each row's last
             token, `batch.cu_q_lens[1:] − 1`; clamped into range. None = every token.
 
         Returns:
           (f32[R or T, vocab_size] logits, state with updated pages).
+
+        Raises:
+          ValueError: the state has not all layers, or a layer's kind or window is wrong.
         """
-        config = self.config
-        cos, sin = rope_tables(
-            batch.positions, config.rope.frequencies(config.head_dim), config.rope.attention_factor
-        )
-        end = batch.cu_q_lens[batch.num_seqs.reshape(())]
-        live = jnp.arange(tokens.shape[0], dtype=jnp.int32) < end
-        step = _Step(batch, cos, sin, live, state.layout, self.implementation)
-        x = self.embedding[...][tokens]
-        pools = (state.k_pages, state.v_pages, state.k_scale, state.v_scale)
-        for layer in self.layers:
-            x, pools = layer(x, step, pools)
+        if isinstance(state, KVGroups):
+            count = len(state.layer_kinds)
+            whole = f"all {self.config.num_layers} layers (run_layers takes a part)"
+            expect(count == self.config.num_layers, "state", whole, count)
+        x, state = self.run_layers(self.embed(tokens), batch, state)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
-        x = rms_norm(x, self.norm[...], config.rms_norm_eps)
+        return self.logits(x), state
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """[T, hidden_size], what the first layer takes."""
+        return self.embedding[...][tokens]
+
+    def run_layers(
+        self, x: jax.Array, batch: "StepBatch | tuple[StepBatch, ...]", state: State
+    ) -> tuple[jax.Array, State]:
+        """Runs x, [T, hidden_size], through the layers of `state`, which may be a range of them."""
+        config, kv, batches = self.config, state, batch
+        if not isinstance(kv, KVGroups):
+            kv, batches = KVGroups((kv,), ("full",) * config.num_layers), (batch,)
+        batches = cast("tuple[StepBatch, ...]", batches)
+        _check_kinds(config, kv, batches)
+        groups, first = cast("tuple[KVState, ...]", kv.groups), batches[0]
+        cos, sin = rope_tables(
+            first.positions, config.rope.frequencies(config.head_dim), config.rope.attention_factor
+        )
+        end = first.cu_q_lens[first.num_seqs.reshape(())]
+        live = jnp.arange(x.shape[0], dtype=jnp.int32) < end
+        steps = [
+            _Step(batch, cos, sin, live, group.layout, self.implementation)
+            for batch, group in zip(batches, groups, strict=True)
+        ]
+        pools = [tuple(getattr(group, name) for name in _POOLS) for group in groups]
+        for number in kv.layers:
+            which, index = kv.place(number)
+            x, pools[which] = self.layers[number](x, steps[which], pools[which], index)
+        groups = tuple(
+            dataclasses.replace(group, **dict(zip(_POOLS, pool, strict=True)))
+            for group, pool in zip(groups, pools, strict=True)
+        )
+        updated = dataclasses.replace(kv, groups=groups) if kv is state else groups[0]
+        return x, cast("State", updated)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """f32[R, vocab_size] of what the last layer gave, [R, hidden_size]."""
+        x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = "head" if hasattr(self, "head") else "embedding"
-        logits = self._project(head, x, out_dtype=jnp.float32, implementation=self.implementation)
-        names = ("k_pages", "v_pages", "k_scale", "v_scale")
-        return logits, dataclasses.replace(state, **dict(zip(names, pools, strict=True)))
+        return self._project(head, x, out_dtype=jnp.float32, implementation=self.implementation)
+
+
+def _check_kinds(config: DecoderConfig, kv: KVGroups, batches: "tuple[StepBatch, ...]") -> None:
+    """Checks that the layers are the model's, and that each finds a group that keeps what it sees.
+
+    In pools that keep all, a row's own window and the layer's would have to be applied both.
+    """
+    last = kv.layers[-1]
+    expect(last < config.num_layers, "state", f"layers below {config.num_layers}", last)
+    for number, kind in zip(kv.layers, kv.layer_kinds, strict=True):
+        window = config.window(number)
+        wanted = f"layer {number} of kind 'full'" + (f" or {window}" if window else "")
+        expect(kind in ("full", window), "state", wanted, repr(kind))
+        slides = batches[kv.place(number)[0]].sliding_window is not None
+        ok = kind == window or not (window and slides)
+        expect(ok, "state", "windows=False for a model with windows", "windows=True")

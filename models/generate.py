@@ -207,6 +207,7 @@ def create_state(
 
 def check_state(model: Decoder, state: KVState) -> None:
     """Checks that the state's pages are the model's, in its dtype or 8-bit."""
+    expect(isinstance(state, KVState), "state", "a KVState", type(state).__name__)
     dtype = state.k_pages.dtype
     expected = jax.eval_shape(
         lambda: create_state(

@@ -40,6 +40,7 @@ _HONOURED = frozenset(
         "original_max_position_embeddings",
         "use_sliding_window",
         "sliding_window",
+        "max_window_layers",
         "layer_types",
         "bos_token_id",
         "eos_token_id",
@@ -78,7 +79,6 @@ _HARMLESS = {
         "what a forward pass of transformers returns or runs on",
     ),
     "chunk_size_feed_forward": "cuts the work, not the result",
-    "max_window_layers": "counts only with use_sliding_window, which is refused",
     "pad_token_id": "rows are ragged here: nothing is padded with a token",
     **dict.fromkeys(
         ["do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "max_length",
@@ -170,7 +170,8 @@ def _check_keys(raw: Mapping[str, Any], model_type: str, where: str) -> None:
             raise ValueError(f"{where}: key {key!r} must be {neutral}, got {value!r}")
 
 
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob",
+          "use_sliding_window")  # fmt: skip
 _LISTS = ("architectures", "layer_types", "mlp_only_layers")
 
 
@@ -181,22 +182,38 @@ def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
                 raise ValueError(f"{where}: key {name!r} must be {what}, got {raw[name]!r}")
 
 
-def _check_windows(raw: Mapping[str, Any], model_type: str, where: str) -> None:
-    if raw.get("use_sliding_window"):
-        raise ValueError(
-            f"{where}: key 'use_sliding_window' must be False (sliding windows are not supported), "
-            f"got {raw['use_sliding_window']!r}"
-        )
+def _layer_windows(
+    raw: Mapping[str, Any], model_type: str, num_layers: int, where: str
+) -> tuple[int, ...]:
+    """The window of each layer as transformers has it, 0 = none; () where no layer has one."""
+    if model_type == "llama":
+        for key in ("sliding_window", "use_sliding_window"):
+            if raw.get(key) not in (None, False):
+                raise ValueError(f"{where}: key {key!r} must be None, got {raw[key]!r}")
     # Qwen writes a window beside use_sliding_window = false, the default: then nobody applies it.
-    if raw.get("sliding_window") is not None and model_type == "llama":
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"{where}: key 'sliding_window' must be at least 1, got {window!r}")
+    first = raw.get("max_window_layers", 28) if model_type == "qwen3" else 0
+    if not isinstance(first, int):
+        raise ValueError(f"{where}: key 'max_window_layers' must be an integer, got {first!r}")
+    slides = [window is not None and i >= first for i in range(num_layers)]
+    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    given = raw.get("layer_types") or kinds
+    if len(given) != num_layers:
         raise ValueError(
-            f"{where}: key 'sliding_window' must be None, got {raw['sliding_window']!r}"
+            f"{where}: key 'layer_types' must have num_hidden_layers={num_layers} entries, got "
+            f"{len(given)}"
         )
-    for kind in raw.get("layer_types") or []:
-        if kind != "full_attention":
-            raise ValueError(
-                f"{where}: key 'layer_types' must hold 'full_attention' only, got {kind!r}"
-            )
+    # Only qwen3 goes by layer_types; for others they must say what is done anyway.
+    both = {"full_attention", "sliding_attention"}
+    for kind, usual in zip(given, kinds, strict=True):
+        allowed = both if model_type == "qwen3" and window is not None else {usual}
+        if kind not in allowed:
+            names = " or ".join(map(repr, sorted(allowed)))
+            raise ValueError(f"{where}: key 'layer_types' must hold {names} here, got {kind!r}")
+    windows = tuple((window or 0) * (kind == "sliding_attention") for kind in given)
+    return windows if any(windows) else ()
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
@@ -310,7 +327,6 @@ def config_from_hf(
     _check_kinds(raw, where)
     model_type = _model_type(raw, where)
     _check_keys(raw, model_type, where)
-    _check_windows(raw, model_type, where)
 
     def need(*names: str) -> int:
         values = {name: raw[name] for name in names if raw.get(name) is not None}
@@ -377,5 +393,6 @@ def config_from_hf(
         mlp_bias=bool(raw.get("mlp_bias", False)),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=token_ids(raw.get("eos_token_id") if eos is None else eos),
+        layer_windows=_layer_windows(raw, model_type, num_layers, where),
         **moe,
     )

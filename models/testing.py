@@ -2,14 +2,18 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_paged import groups
+from jax_paged import state as state_verbs
+from jax_paged.groups import KVGroups
 from jax_paged.pages import NO_TREE, Status
-from jax_paged.state import KVState, reserve, step_batch
+from jax_paged.state import KVState
 
 from .config import DecoderConfig
 from .decoder import Decoder
@@ -49,8 +53,9 @@ def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
 
 @functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="state")
 def _prepare(state, rows, q_lens, tree_parents, *, num_tokens):
-    state, reserved = reserve(state, rows, q_lens)
-    state, batch, stepped = step_batch(
+    verbs: Any = groups if isinstance(state, KVGroups) else state_verbs
+    state, reserved = verbs.reserve(state, rows, q_lens)
+    state, batch, stepped = verbs.step_batch(
         state, rows, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
     )
     return state, batch, jnp.stack([reserved, stepped])
@@ -70,15 +75,16 @@ class Stepper:
       model: the decoder.
       max_seqs, pages_per_seq, page_size, windows: of the state, which has as many pages as all rows
         need.
+      state: another one, with max_seqs rows; the sizes are then not used.
     """
 
     def __init__(
         self, model: Decoder, *, max_seqs: int = 4, pages_per_seq: int = 8, page_size: int = 8,
-        windows: bool = False,
+        windows: bool = False, state: KVState | KVGroups | None = None,
     ):  # fmt: skip
         config = model.config
         self.max_seqs = max_seqs
-        self.state = KVState.create(
+        self.state = state or KVState.create(
             num_layers=config.num_layers,
             num_pages=max_seqs * pages_per_seq,
             page_size=page_size,

@@ -1,5 +1,7 @@
 """Every key of a config.json is honoured, known to be harmless, or refused by name."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,8 @@ from jax_paged.models import hf_config
 from jax_paged.models.config import RopeConfig
 from jax_paged.models.hf_config import config_from_hf
 from jax_paged.models.testing import small_config, small_hf_config
+
+SLIDES = {"use_sliding_window": True, "sliding_window": 64}
 
 # The keys of released checkpoints, as their config.json has them.
 RELEASED = {
@@ -114,6 +118,36 @@ def test_sparse_steps_and_dense_layers_choose_the_moe_layers():
     assert config.moe_layers == (False, True, False, False, False, True)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "windows"),
+    [
+        ("qwen3", {"max_window_layers": 2}, (0, 0, 64, 64)),
+        ("qwen3", {"max_window_layers": 0}, (64,) * 4),
+        ("qwen3", {"max_window_layers": 4}, ()),
+        ("qwen3", {}, ()),  # 28 layers come before the first with a window
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 64) * 2),
+        ("qwen3", {"max_window_layers": 0, "sliding_window": None}, ()),
+        ("qwen3", {"max_window_layers": 0, "use_sliding_window": False}, ()),
+        ("qwen3_moe", {"max_window_layers": 2}, (64,) * 4),  # which transformers does not read
+        ("qwen3_moe", {"use_sliding_window": False}, ()),
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_them(model_type, changes, windows):
+    config = small_config(model_type, **({"num_hidden_layers": 4} | SLIDES | changes))
+    assert config.layer_windows == windows
+    assert [config.window(layer) for layer in range(4)] == list(windows or (0,) * 4)
+
+
+def test_a_window_that_is_not_given_has_the_published_size():
+    assert small_config("qwen3_moe", use_sliding_window=True).layer_windows == (4096, 4096)
+
+
+@pytest.mark.parametrize("windows", [(4,), (4, -1)])
+def test_a_configuration_checks_its_windows(windows):
+    with pytest.raises(ValueError, match=r"^config: layer_windows must "):
+        dataclasses.replace(small_config(), layer_windows=windows)
+
+
 def test_head_dim_defaults_as_published():
     for model_type, expected in (("qwen3", 128), ("llama", 8), ("qwen3_moe", 8)):
         raw = small_hf_config(model_type)
@@ -129,9 +163,48 @@ def test_head_dim_defaults_as_published():
         ("llama", {"architectures": ["Qwen3ForCausalLM"]}, "model_type says 'llama'"),
         ("mamba", {}, "model_type 'mamba' is not supported; supported: qwen3_moe"),
         ("llama", {"hidden_act": "gelu"}, "key 'hidden_act' must be 'silu', got 'gelu'"),
-        ("qwen3", {"use_sliding_window": True}, "'use_sliding_window' must be False"),
+        ("llama", {"use_sliding_window": True}, "key 'use_sliding_window' must be None, got True"),
         ("llama", {"sliding_window": 4096}, "key 'sliding_window' must be None, got 4096"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types'"),
+        (
+            "llama",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "key 'layer_types' must hold 'full_attention' here, got 'sliding_attention'",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "key 'layer_types' must hold 'full_attention' here, got 'sliding_attention'",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]} | SLIDES,
+            "must hold 'full_attention' or 'sliding_attention' here, got 'chunked_attention'",
+        ),
+        (
+            "qwen3_moe",
+            {"layer_types": ["full_attention", "sliding_attention"]} | SLIDES,
+            "key 'layer_types' must hold 'sliding_attention' here, got 'full_attention'",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention"]},
+            "key 'layer_types' must have num_hidden_layers=2 entries, got 1",
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": 1},
+            "key 'use_sliding_window' must be true or false, got 1",
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "key 'sliding_window' must be at least 1, got 0",
+        ),
+        (
+            "qwen3",
+            {"max_window_layers": "all"} | SLIDES,
+            "key 'max_window_layers' must be an integer, got 'all'",
+        ),
         ("qwen3", {"quantization_config": {"bits": 4}}, "'quantization_config' must be None"),
         ("qwen3", {"mlp_bias": True}, "key 'mlp_bias' must be False or None, got True"),
         ("llama", {"pretraining_tp": 2}, "key 'pretraining_tp' must be 1 or None, got 2"),

@@ -1,11 +1,16 @@
 """The decoder through the paged state: every way to feed tokens gives the same logits."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jax_paged import groups
+from jax_paged.groups import KVGroups
 from jax_paged.models.decoder import Decoder, rms_norm
 from jax_paged.models.parameters import abstract_source, expected_tensors, random_source
 from jax_paged.models.testing import Stepper, small_config
@@ -14,6 +19,13 @@ from jax_paged.state import reserve, set_window, step_batch
 
 NUM_TOKENS = 20  # of every flat batch but the decode steps, so that programs are shared
 TYPES = ["qwen3_moe", "qwen3", "llama"]
+# Layers with and without a window, in turn.
+WINDOWED = {
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
 
 
 def make_stepper(model_type, dtype=jnp.float32, **changes):
@@ -67,7 +79,10 @@ def dense_logits(config, source, tokens):
         group = config.num_q_heads // config.num_kv_heads
         q, k, v = turn(q), np.repeat(turn(k), group, 1), np.repeat(v, group, 1)
         scores = np.einsum("qhd,khd->hqk", q, k) * config.head_dim**-0.5
-        scores = np.where(np.tri(count, dtype=bool), scores, -np.inf)
+        seen = np.tri(count, dtype=bool) & ~np.tri(
+            count, k=-(config.window(i) or count), dtype=bool
+        )
+        scores = np.where(seen, scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)
         out = np.einsum("hqk,khd->qhd", scores, v).reshape(count, -1)
@@ -104,6 +119,8 @@ def dense_logits(config, source, tokens):
             "qwen3_moe",
             {"num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False},
         ),
+        ("qwen3", WINDOWED),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 3}),
     ],
 )
 def test_prefill_matches_a_float64_model(model_type, changes):
@@ -176,6 +193,87 @@ def test_rows_with_a_window_slide_and_give_the_logits_of_a_whole_prefill():
     assert each.state.table.windows.slot_offset[1] == 44
     np.testing.assert_allclose(np.concatenate(got), expected, rtol=1e-4, atol=1e-4)
     assert np.abs(full.step({1: tokens})[1] - expected).max() > 0.01
+
+
+def make_groups(config, layers, num_window_pages, max_seqs=2):
+    """Groups for a range of layers of which those with a window have few pages, of 4 tokens."""
+    return KVGroups.create(
+        layer_kinds=[config.window(layer) or "full" for layer in layers],
+        num_pages={"full": 16 * max_seqs, 7: num_window_pages},
+        pages_per_seq={"full": 16, 7: 16},
+        page_size=4,
+        max_seqs=max_seqs,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.float32,
+        layer_begin=layers.start,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_a_long_row_lives_on_few_pages_where_layers_have_windows(implementation):
+    config, tokens = small_config("qwen3", **WINDOWED), ids(60)
+    source = random_source(config, 3)
+    model = Decoder(config, source, implementation=implementation)
+    expected = dense_logits(config, source, tokens)
+    kept = Stepper(model, max_seqs=2, page_size=4, pages_per_seq=16)
+    freed = Stepper(model, max_seqs=2, state=make_groups(config, range(4), num_window_pages=4))
+    for stepper in (kept, freed):
+        got = [stepper.step({1: tokens[i : i + 8]})[1] for i in range(0, 48, 8)]
+        got += [stepper.step({1: [token]}, padded_to=8)[1] for token in tokens[48:]]
+        np.testing.assert_allclose(np.concatenate(got), expected, atol=2e-4)
+    assert groups.peak_pages_in_use(freed.state).tolist() == [15, 4]
+
+
+def test_two_stages_of_a_pipeline_give_the_logits_of_one():
+    config, tokens = small_config("qwen3", **WINDOWED), ids(24)
+    source = random_source(config, 3)
+    model, expected = Decoder(config, source), dense_logits(config, source, tokens)
+    stages = [make_groups(config, layers, 8) for layers in (range(3), range(3, 4))]
+
+    @nnx.jit
+    def run(model, tokens, stages):
+        x = model.embed(tokens)
+        for i, state in enumerate(stages):
+            state, _ = groups.reserve(state, [0], 8)
+            state, batches, _ = groups.step_batch(state, [0], [8], num_tokens=8)
+            x, stages[i] = model.run_layers(x, batches, state)
+        return model.logits(x), stages
+
+    assert stages[1].kinds == (7,)
+    for begin in range(0, 24, 8):
+        part = slice(begin, begin + 8)
+        logits, stages = run(model, jnp.asarray(tokens[part], jnp.int32), stages)
+        np.testing.assert_allclose(logits, expected[part], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_kinds": ["full", 6, "full", 7]}, "layer 1 of kind 'full' or 7, got 6"),
+        ({"layer_kinds": [7, 7, "full", 7]}, "layer 0 of kind 'full', got 7"),
+        ({"layer_kinds": ["full", "mla", "full", 7]}, "layer 1 of kind 'full' or 7, got 'mla'"),
+        ({"layer_kinds": ["full"] * 3}, r"all 4 layers (run_layers takes a part), got 3"),
+        ({"layer_kinds": ["full"] * 4, "layer_begin": 1}, "layers below 4, got 4"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model_are_refused(changes, message):
+    config = small_config("qwen3", **WINDOWED)
+    graph, weights = nnx.split(Decoder(config, abstract_source(config, jnp.float32)))
+    sizes = {"num_pages": 8, "pages_per_seq": 4, "page_size": 4, "max_seqs": 1, "latent_dim": 8}
+    state = KVGroups.create(**sizes, num_kv_heads=2, head_dim=16, dtype="float32", **changes)
+    state, batches, _ = groups.step_batch(state, [-1], 0)
+    run = functools.partial(jax.eval_shape, lambda weights, *args: nnx.merge(graph, weights)(*args))
+    with pytest.raises(ValueError, match=f"^state: expected {re.escape(message)}"):
+        run(weights, jnp.zeros(1, jnp.int32), batches, state)
+
+
+def test_a_row_has_no_window_beside_those_of_the_layers():
+    config = small_config("qwen3", **WINDOWED)
+    stepper = Stepper(Decoder(config, random_source(config, 3)), windows=True)
+    message = "state: expected windows=False for a model with windows, got windows=True"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        stepper.step({0: ids(3)})
 
 
 def test_bf16_weights_give_logits_near_f32():

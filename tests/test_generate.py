@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jax_paged import pages
+from jax_paged.groups import KVGroups
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.generate import create_state, state_for
 from jax_paged.models.parameters import random_source
@@ -73,8 +74,9 @@ def test_greedy_tokens_are_the_argmax_of_a_full_prefill(model, expected):
         assert len(new) == NEW
 
 
-def test_a_mixture_of_experts_generates_the_argmax_of_its_full_prefill():
-    config = small_config("qwen3_moe", max_position_embeddings=64)
+@pytest.mark.parametrize("options", [{}, {"use_sliding_window": True, "sliding_window": 5}])
+def test_a_mixture_of_experts_generates_the_argmax_of_its_full_prefill(options):
+    config = small_config("qwen3_moe", max_position_embeddings=64, **options)
     model = Decoder(config, random_source(config, seed=2))
     result = run(model, PROMPTS[:2])
     for prompt, new in zip(PROMPTS, result.tokens, strict=False):
@@ -335,3 +337,6 @@ def test_a_state_of_another_model_is_refused(model):
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         run(model, state=state)
+    groups = KVGroups((state,), ("full", "full"))
+    with pytest.raises(ValueError, match=r"^state: expected a KVState, got KVGroups$"):
+        run(model, state=groups)

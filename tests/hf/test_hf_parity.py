@@ -57,6 +57,10 @@ def moe(experts, chosen, **options):
     )
 
 
+def windows(size, **options):
+    return {"use_sliding_window": True, "sliding_window": size} | options
+
+
 CASES = [
     Case("Qwen3Moe", (1, 1), 64, moe(4, 1)),
     Case("Qwen3Moe", (4, 2), 64, moe(8, 2, norm_topk_prob=False)),
@@ -68,6 +72,9 @@ CASES = [
     Case("Qwen3", (7, 1), 128, {}),
     Case("Qwen3", (12, 2), 64, {"attention_bias": True}),
     Case("Qwen3", (4, 2), 128, {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4.0}}),
+    Case("Qwen3", (4, 2), 64, windows(9, max_window_layers=1)),
+    Case("Qwen3", (4, 1), 64, windows(6, layer_types=["sliding_attention", "full_attention"])),
+    Case("Qwen3Moe", (4, 2), 64, moe(6, 2) | windows(7)),
     Case("Llama", (3, 3), 64, {"tie_word_embeddings": True}),
     Case("Llama", (8, 2), 128, {"attention_bias": True, "mlp_bias": True}),
     Case("Llama", (9, 3), 64, {"rope_parameters": LLAMA3}),
