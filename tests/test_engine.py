@@ -142,6 +142,19 @@ def test_prompts_longer_than_a_step_are_fed_in_chunks_beside_decode_rows(make, a
     assert long.tokens == alone(range(50), 4)
 
 
+def test_a_model_whose_layers_have_windows_is_served():
+    slides = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    raw = {"vocab_size": 64, "head_dim": 8, "max_position_embeddings": 64}
+    config = small_config("qwen3", **raw, **slides)
+    model = Decoder(config, random_source(config, seed=1))
+    engine = Engine(model, num_pages=40, max_seqs=2, page_size=4, max_tokens=8)
+    requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[2:]]
+    engine.run()
+    for prompt, request in zip(PROMPTS[2:], requests, strict=True):
+        logits = score(model, [*prompt, *request.tokens])
+        assert request.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
 def test_a_stop_token_ends_a_request_and_is_not_kept(make, alone):
     full = alone(PROMPTS[0])
     engine = make()
