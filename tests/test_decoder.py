@@ -16,6 +16,7 @@ from jax_paged.models.parameters import abstract_source, expected_tensors, rando
 from jax_paged.models.testing import Stepper, small_config
 from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.state import reserve, set_window, step_batch
+from jax_paged.testing import pool_sized_ops
 
 NUM_TOKENS = 20  # of every flat batch but the decode steps, so that programs are shared
 TYPES = ["qwen3_moe", "qwen3", "llama"]
@@ -245,6 +246,23 @@ def test_two_stages_of_a_pipeline_give_the_logits_of_one():
         part = slice(begin, begin + 8)
         logits, stages = run(model, jnp.asarray(tokens[part], jnp.int32), stages)
         np.testing.assert_allclose(logits, expected[part], atol=2e-4)
+
+
+def test_a_step_over_groups_copies_no_pool():
+    config = small_config("qwen3", **WINDOWED)
+    graph, weights = nnx.split(Decoder(config, abstract_source(config, jnp.float32)))
+    state = jax.eval_shape(lambda: make_groups(config, range(4), 512, max_seqs=32))
+
+    def decode(weights, tokens, state):
+        rows = jnp.arange(2, dtype=jnp.int32)
+        state, status = groups.reserve(state, rows, 1)
+        state, batches, _ = groups.step_batch(state, rows, 1)
+        return nnx.merge(graph, weights)(tokens, batches, state), status
+
+    tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
+    compiled = jax.jit(decode, donate_argnums=2).lower(weights, tokens, state).compile()
+    for group in state.groups:
+        assert pool_sized_ops(compiled, group.k_pages) == []
 
 
 @pytest.mark.parametrize(
