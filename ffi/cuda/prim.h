@@ -85,6 +85,8 @@ JAX_PAGED_DEVICE T ShuffleUp(T x, int32_t distance) {
   return __shfl_up_sync(~0u, x, distance);
 }
 JAX_PAGED_DEVICE uint32_t Ballot(bool x) { return __ballot_sync(~0u, x); }
+// The lanes that have the same x.
+JAX_PAGED_DEVICE uint32_t MatchAny(int32_t x) { return __match_any_sync(~0u, x); }
 JAX_PAGED_DEVICE int32_t PopCount(uint32_t x) { return __popc(x); }
 
 // ---- memory ----

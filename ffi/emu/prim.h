@@ -78,6 +78,16 @@ inline uint32_t Ballot(bool x, Site site = Site::Here()) {
                                                  });
 }
 
+inline uint32_t MatchAny(int32_t x, Site site = Site::Here()) {
+  return emu::WarpCollective<int32_t, uint32_t>("MatchAny", site, x,
+                                                [](Site, const int32_t* in, uint32_t* out) {
+                                                  for (int i = 0; i < kWarpLanes; ++i) {
+                                                    out[i] = 0;
+                                                    for (int j = 0; j < kWarpLanes; ++j)
+                                                      out[i] |= uint32_t{in[i] == in[j]} << j;
+                                                  }
+                                                });
+}
 inline int32_t PopCount(uint32_t x) { return __builtin_popcount(x); }
 
 inline Shared<char> SharedMemory() { return Shared<char>(0); }

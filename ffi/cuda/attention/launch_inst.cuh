@@ -11,23 +11,9 @@
 #include "cuda/attention/prefill.cuh"
 #include "cuda/attention/simt.cuh"
 #include "cuda/attention/traits.h"
+#include "cuda/shared_memory.h"
 
 namespace jax_paged::cuda {
-
-// Raises a kernel's limit of dynamic shared memory to what the device has, once per device.
-template <typename Kernel>
-cudaError_t AllowSharedMemory(Kernel kernel, const DeviceLimits& limits,
-                              std::atomic<uint64_t>* done) {
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (bit != 0 && (done->load(std::memory_order_relaxed) & bit)) return cudaSuccess;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               limits.shared_bytes_per_cta);
-  if (error == cudaSuccess) done->fetch_or(bit, std::memory_order_relaxed);
-  return error;
-}
 
 inline int32_t NumWorkers(const DeviceLimits& limits, int32_t ctas_per_multiprocessor) {
   const int32_t workers = limits.multiprocessors * ctas_per_multiprocessor;
@@ -49,7 +35,8 @@ cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, Attent
   if (shape.stages == 0) return cudaErrorInvalidConfiguration;
   args.stages = shape.stages;
   args.num_workers = NumWorkers(limits, shape.ctas_per_multiprocessor);
-  cudaError_t error = AllowSharedMemory(DecodeKernel<T, HEAD_DIM, PAGES>, limits, &allowed);
+  cudaError_t error =
+      AllowSharedMemory(DecodeKernel<T, HEAD_DIM, PAGES>, limits.shared_bytes_per_cta, &allowed);
   if (error == cudaSuccess) error = LaunchPlan(stream, limits, args);
   if (error != cudaSuccess) return error;
   DecodeKernel<T, HEAD_DIM, PAGES>
@@ -70,7 +57,8 @@ cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, Atten
   constexpr int32_t kSharedBytes = PrefillTraits<HEAD_DIM>::kSharedBytes;
   const int32_t ctas = PrefillCtasPerMultiprocessor(limits, kSharedBytes);
   if (ctas == 0) return cudaErrorInvalidConfiguration;
-  const cudaError_t error = AllowSharedMemory(PrefillKernel<T, HEAD_DIM, PAGES>, limits, &allowed);
+  const cudaError_t error =
+      AllowSharedMemory(PrefillKernel<T, HEAD_DIM, PAGES>, limits.shared_bytes_per_cta, &allowed);
   if (error != cudaSuccess) return error;
   const int64_t most = MaxPrefillUnits(args);
   const int64_t resident = int64_t{limits.multiprocessors} * ctas;
@@ -91,7 +79,7 @@ cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, Attentio
   const int32_t shared_bytes = SimtSharedBytes(args.head_dim, args.v_head_dim);
   if (shared_bytes > limits.shared_bytes_per_cta) return cudaErrorInvalidConfiguration;
   args.num_workers = NumWorkers(limits, /*ctas_per_multiprocessor=*/2);
-  cudaError_t error = AllowSharedMemory(SimtKernel<T>, limits, &allowed);
+  cudaError_t error = AllowSharedMemory(SimtKernel<T>, limits.shared_bytes_per_cta, &allowed);
   if (error == cudaSuccess) error = LaunchPlan(stream, limits, args);
   if (error != cudaSuccess) return error;
   SimtKernel<T><<<args.num_workers, kAttentionThreads, shared_bytes, stream>>>(args);
