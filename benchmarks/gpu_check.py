@@ -46,6 +46,7 @@ DRY_SLACK = 10  # a dry run measures nothing, so a slow or busy machine may take
 # Suites of the ops; not the random one, which compiles more programs than there is time for.
 OP_SUITES = (
     "test_attention*.py", "test_write_kv.py", "test_qkv_norm_rope_write.py", "test_merge.py",
+    "test_moe.py",
 )  # fmt: skip
 COMMAND_BUFFERS = {
     "command buffers off": "--xla_gpu_enable_command_buffer=",

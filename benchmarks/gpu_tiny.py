@@ -17,7 +17,9 @@ from gpu_timing import Report
 
 from jax_paged import (
     merge_attention_states,
+    moe_experts,
     qkv_norm_rope_write,
+    quantize_weight,
     ragged_paged_attention,
     reference,
     write_kv,
@@ -118,6 +120,41 @@ def merge(dtype: str) -> None:
     assert_attention_close(out, lse, sum(weighted), exact)
 
 
+def choose(dtype: str, quantized: bool) -> None:
+    """moe_experts against float64: an id that is no expert, experts without a token, two tiles."""
+    rng = np.random.default_rng(0)
+    tokens, num_experts, hidden, inner = 70, 5, 80, 144
+    x, gate_up, down = (
+        jnp.array(rng.standard_normal(shape, "f4") / shape[-1] ** 0.5, dtype)
+        for shape in (
+            (tokens, hidden),
+            (num_experts, 2 * inner, hidden),
+            (num_experts, hidden, inner),
+        )
+    )
+    experts = np.array([[3, 1], [3, -1]] * (tokens // 2), np.int32)
+    weights = rng.random(experts.shape, "f4")
+    scales, meant = {}, [gate_up, down]
+    if quantized:
+        (gate_up, of_gate_up), (down, of_down) = map(quantize_weight, meant)
+        scales = {"gate_up_scale": of_gate_up, "down_scale": of_down}
+        meant = [np.array(gate_up, "f8") * np.array(of_gate_up)[..., None],
+                 np.array(down, "f8") * np.array(of_down)[..., None]]  # fmt: skip
+    out = moe_experts(
+        x, gate_up, down, jnp.array(experts), jnp.array(weights), **scales, implementation="native"
+    )
+    wide, *meant = (np.asarray(a, "f8") for a in (x, *meant))
+    expected = np.zeros(wide.shape)
+    for token, j in np.argwhere(experts >= 0):
+        expert = experts[token, j]
+        gate, up = np.split(meant[0][expert] @ wide[token], 2)
+        expected[token] += weights[token, j] * (
+            meant[1][expert] @ (gate / (1 + np.exp(-gate)) * up)
+        )
+    tolerance = 2e-5 if dtype == "float32" else 2.0**-8  # roundings of h and of the result
+    np.testing.assert_allclose(np.asarray(out, "f8"), expected, atol=tolerance, rtol=tolerance)
+
+
 def main() -> None:
     report, args = Report.from_args("Every kernel once.", **{"--label": {}})
     blocks = {case.name: functools.partial(attend, case, *rest) for case, *rest in CASES}
@@ -127,6 +164,9 @@ def main() -> None:
         "qkv_interleaved": functools.partial(project, "float32", "interleaved"),
         "merge_bf16": functools.partial(merge, "bfloat16"),
         "merge_f32": functools.partial(merge, "float32"),
+        "moe_bf16": functools.partial(choose, "bfloat16", quantized=False),
+        "moe_int8": functools.partial(choose, "float16", quantized=True),
+        "moe_f32": functools.partial(choose, "float32", quantized=False),
     }
     for name, block in blocks.items():
         what = {"kind": "tiny", "label": args.label, "case": name}

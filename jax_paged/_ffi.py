@@ -25,7 +25,10 @@ Implementation = Literal["native", "reference"] | None
 
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 # Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
-_CPU_ONLY = frozenset({"jax_paged.linear.v1", "jax_paged.moe_experts.v1"})
+_CPU_ONLY = frozenset({"jax_paged.linear.v1"})
+# Targets whose reference XLA knows to split over devices in any way: with several devices that is
+# the implementation.
+_SPLIT_BY_XLA = frozenset({"jax_paged.linear.v1", "jax_paged.moe_experts.v1"})
 _REMEDIES = {
     "_cpu": "install with `pip install .`, or `pip install -e . --no-build-isolation` to run from "
     "the source tree; implementation='reference' needs no native code",
@@ -221,8 +224,8 @@ def ffi_call(
     """
     if implementation == "reference":
         return reference(*operands)
-    if implementation is None and target in _CPU_ONLY and jax.device_count() > 1:
-        return reference(*operands)  # which XLA knows to split over devices in any way
+    if implementation is None and target in _SPLIT_BY_XLA and jax.device_count() > 1:
+        return reference(*operands)
 
     def call(*operands):
         return _local_call(

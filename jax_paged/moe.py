@@ -55,8 +55,8 @@ def moe_experts(
       gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
         8-bit experts are multiplied by, as `quantize_weight` gives them; only of 8-bit experts.
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
-      implementation: None = native on CPU, reference elsewhere and where the process has several
-        devices; "native"; "reference".
+      implementation: None = native on CPU and CUDA, reference elsewhere and where the process has
+        several devices; "native"; "reference".
 
     Returns:
       [tokens, hidden] in x's dtype. Products are summed in f32, the gated product is rounded to x's
@@ -65,6 +65,7 @@ def moe_experts(
     Raises:
       ValueError: an argument's shape or dtype is wrong.
       NotImplementedError: the native kernel does not take these sizes (multiples of 8).
+      On CUDA the call fails with more than 8192 experts.
 
     Differentiable by implementation="reference". vmap runs one call after another.
 
@@ -114,17 +115,35 @@ def _moe_experts(implementation, x, gate_up, down, experts, weights, *rest):
 def _batched(implementation: Implementation):
     @sequential_vmap
     def call(*operands):
+        x, _, down, experts, *_ = operands
         (out,) = _ffi.ffi_call(
             TARGET,
             operands,
             {},
             heads=HeadAxes(dict.fromkeys(_OPERANDS), results=(None,)),
+            cuda_workspace_words=_cuda_workspace_words(
+                *experts.shape, *down.shape, itemsize=x.dtype.itemsize
+            ),
             implementation=implementation,
             reference=lambda *operands: (_reference(*operands),),
         )
         return out
 
     return _reference if implementation == "reference" else call
+
+
+def _cuda_workspace_words(
+    tokens: int, k: int, num_experts: int, hidden: int, inner: int, itemsize: int
+) -> int:
+    """What the CUDA kernels work in: MoeWorkspaceWords of ffi/cuda/moe_experts/args.h.
+
+    Of as many tokens as one turn takes: the plan, the gated products in x's dtype, and each pair's
+    result in f32.
+    """
+    turn_pairs, least_tile = 16384, 8
+    pairs = max(1, min(tokens, turn_pairs // k)) * k
+    plan = 4 + 4 * (min(pairs, num_experts) + pairs // least_tile) + -(-pairs // 4) * 4
+    return plan + pairs * inner * itemsize // 4 + pairs * hidden
 
 
 def _block_size(num_pairs: int, num_experts: int) -> int:

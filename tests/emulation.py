@@ -30,6 +30,7 @@ SOURCES = (
     *MACHINE,
     *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")),
     "merge_states.cc",
+    "moe_experts.cc",
     "qkv_norm_rope_write.cc",
 )
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")

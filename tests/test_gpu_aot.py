@@ -6,6 +6,7 @@ and CUDA kernels built; without them it is skipped, which JAX_PAGED_REQUIRE_GPU_
 failure.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -173,13 +174,16 @@ def host_traffic(hlo: str) -> list[str]:
 
 def test_every_layer_calls_our_handlers(compiled):
     name, program = compiled
-    ours = [target for target in custom_calls(program) if target.startswith("jax_paged.")]
-    attention = ours.count("jax_paged.attention.v1")
+    counts = collections.Counter(custom_calls(program))
+    ours = {target: n for target, n in counts.items() if target.startswith("jax_paged.")}
     layers = CONFIG.num_layers
-    if name == "generate":  # a prefill wants no logits, so its last layer only writes its pages
-        assert (attention, len(ours) - attention) == (2 * layers - 1, 2 * layers)
-    else:
-        assert (attention, len(ours) - attention) == (layers, layers)
+    # A prefill wants no logits, so its last layer only writes its pages.
+    most, all_but_one = (2 * layers, 2 * layers - 1) if name == "generate" else (layers, layers)
+    assert ours == {
+        "jax_paged.qkv_norm_rope_write.v1": most,
+        "jax_paged.attention.v1": all_but_one,
+        "jax_paged.moe_experts.v1": all_but_one,
+    }
 
 
 def test_a_handler_that_is_not_registered_fails_to_compile(on_h200):
@@ -203,6 +207,29 @@ def test_a_pool_that_is_not_donated_is_found_to_be_copied(on_h200, graph_and_par
     state = on_h200(jax.eval_shape(new_state))
     program = jax.jit(functools.partial(function, graph))
     assert not is_in_place(program.lower(params, state, *on_h200(operands)).compile(), POOL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_moe_experts_copies_no_expert_and_asks_the_host_nothing(on_h200, dtype):
+    tokens, num_experts, hidden, inner, k = 9, 16, 128, 96, 4
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16 if dtype == "int8" else dtype)
+    gate_up, down = (
+        jax.ShapeDtypeStruct((num_experts, *shape), dtype)
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    weights = jax.ShapeDtypeStruct((tokens, k), jnp.float32)
+    scales = {}
+    if dtype == "int8":
+        of_gate_up, of_down = (
+            jax.ShapeDtypeStruct(experts.shape[:2], jnp.float32) for experts in (gate_up, down)
+        )
+        scales = {"gate_up_scale": of_gate_up, "down_scale": of_down}
+    operands = on_h200((x, gate_up, down, i32(tokens, k), weights))
+    program = jax.jit(jax_paged.moe_experts).lower(*operands, **on_h200(scales)).compile()
+    assert custom_calls(program) == ["jax_paged.moe_experts.v1"]
+    text = program.as_text() or ""
+    assert host_traffic(text) == []
+    assert not re.search(rf"\[{num_experts},\d+,\d+\]\S* (copy|transpose|convert)\(", text)
 
 
 def test_nothing_goes_through_the_host(compiled):

@@ -15,10 +15,9 @@
 #include <cstring>
 #include <new>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "common/ffi_checks.h"
+#include "common/moe_checks.h"
 #include "common/schedule.h"
 #include "cpu/handlers.h"
 #include "cpu/linear_kernels.h"
@@ -31,7 +30,6 @@ namespace ffi = xla::ffi;
 namespace jax_paged::cpu {
 namespace {
 
-constexpr char kOp[] = "jax_paged.moe_experts";
 constexpr int64_t kMaxPairs = 4096;
 constexpr int64_t kRowsPerItem = 16;  // that are gathered or added by one worker
 
@@ -214,59 +212,32 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
                       ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
                       ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> gate_up_scale,
                       ffi::Buffer<ffi::F32> down_scale, ffi::Result<ffi::AnyBuffer> out) {
-  std::string error;
-  const auto failed = [&](std::string text) {
-    error = std::move(text);
-    return !error.empty();
-  };
-  Experts call;
-  if (failed(ReadDtype(kOp, "x", x.element_type(), &call.dtype)) ||
-      failed(ReadWeightDtype(kOp, "gate_up", gate_up.element_type(), x.element_type(),
-                             &call.w_dtype)) ||
-      failed(CheckType(kOp, "down", down.element_type(), gate_up.element_type())) ||
-      failed(CheckType(kOp, "out", out->element_type(), x.element_type())) ||
-      failed(CheckRank(kOp, "x", Shape(x), 2)) || failed(CheckRank(kOp, "down", Shape(down), 3)) ||
-      failed(CheckRank(kOp, "experts", Shape(experts), 2))) {
-    return ffi::Error::InvalidArgument(error);
-  }
-  const int64_t num_tokens = Shape(x)[0];
-  call.hidden = Shape(x)[1];
-  call.num_experts = Shape(down)[0];
-  call.inner = Shape(down)[2];
-  call.experts_per_token = Shape(experts)[1];
-  if (failed(CheckShape(kOp, "down", Shape(down), {call.num_experts, call.hidden, call.inner})) ||
-      failed(CheckShape(kOp, "gate_up", Shape(gate_up),
-                        {call.num_experts, 2 * call.inner, call.hidden})) ||
-      failed(CheckShape(kOp, "experts", Shape(experts), {num_tokens, call.experts_per_token})) ||
-      failed(CheckShape(kOp, "weights", Shape(weights), {num_tokens, call.experts_per_token})) ||
-      failed(CheckWeightScale(kOp, "gate_up_scale", call.w_dtype, Shape(gate_up_scale),
-                              {call.num_experts, 2 * call.inner})) ||
-      failed(CheckWeightScale(kOp, "down_scale", call.w_dtype, Shape(down_scale),
-                              {call.num_experts, call.hidden})) ||
-      failed(CheckShape(kOp, "out", Shape(*out), {num_tokens, call.hidden}))) {
-    return ffi::Error::InvalidArgument(error);
-  }
-  if (call.hidden % 8 != 0 || call.hidden < 8 || call.inner % 8 != 0 || call.inner < 8) {
-    return ffi::Error::InvalidArgument(
-        Mismatch(kOp, "gate_up", "hidden and inner sizes that are positive multiples of 8",
-                 std::to_string(call.hidden) + " and " + std::to_string(call.inner)));
-  }
-  call.x = static_cast<const char*>(x.untyped_data());
-  call.gate_up = static_cast<const char*>(gate_up.untyped_data());
-  call.down = static_cast<const char*>(down.untyped_data());
-  call.experts = experts.typed_data();
-  call.weights = weights.typed_data();
-  const bool scaled = IsEightBit(call.w_dtype);
-  call.gate_up_scale = scaled ? gate_up_scale.typed_data() : nullptr;
-  call.down_scale = scaled ? down_scale.typed_data() : nullptr;
-  call.out = static_cast<char*>(out->untyped_data());
+  MoeParams params = {};
+  const std::string error =
+      ReadMoe({x, gate_up, down, experts, weights, gate_up_scale, down_scale, *out}, &params);
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  const int64_t num_tokens = params.num_tokens;
+  const Experts call = {static_cast<const char*>(params.x),
+                        static_cast<const char*>(params.gate_up),
+                        static_cast<const char*>(params.down),
+                        params.experts,
+                        params.weights,
+                        params.gate_up_scale,
+                        params.down_scale,
+                        static_cast<char*>(params.out),
+                        params.dtype,
+                        params.w_dtype,
+                        params.num_experts,
+                        params.experts_per_token,
+                        params.hidden,
+                        params.inner};
   const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
   try {
     for (int64_t token = 0; token < num_tokens; token += turn) {
       RunTurn(pool, call, token, Clamp(num_tokens - token, 0, turn));
     }
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kMoeOp) + ": out of memory");
   }
   return ffi::Error::Success();
 }

@@ -10,6 +10,7 @@ namespace jax_paged::cuda {
 extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* MlaAttentionHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* MergeStatesHandler(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* QkvNormRopeWriteHandler(XLA_FFI_CallFrame*);
 }  // namespace jax_paged::cuda
@@ -23,6 +24,8 @@ NB_MODULE(_cuda, m) {
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MlaAttentionHandler));
     handlers["jax_paged.merge_attention_states.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MergeStatesHandler));
+    handlers["jax_paged.moe_experts.v1"] =
+        nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MoeExpertsHandler));
     handlers["jax_paged.qkv_norm_rope_write.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::QkvNormRopeWriteHandler));
     handlers["jax_paged.write_kv.v1"] =
