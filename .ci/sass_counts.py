@@ -1,4 +1,4 @@
-"""Checks that the attention kernels are made of the instructions that they were designed around.
+"""Checks that the kernels on tensor cores are made of the instructions that they were meant to use.
 
 usage: cuobjdump -sass OBJECT | python sass_counts.py LABEL
 """
@@ -10,6 +10,16 @@ import sys
 
 def expected_counts(kernel):
     """(pattern of instructions, least, most) for a mangled kernel name."""
+    if "MoeGemmKernel" in kernel:
+        # A step of 64 of the depth: 32 rows of a warp, 64 tokens.
+        is_eight_bit = re.search("Int8|Float8", kernel) is not None
+        loads = 4 if is_eight_bit else 24  # weights, and tokens where they lie as mma wants them
+        copies = 32 if is_eight_bit else 36  # at each of the places that issue a stage
+        return [
+            ("HMMA.16816.F32", 64, 64),
+            ("LDSM.*\\.M88\\.4", loads, loads),
+            ("LDGSTS.*\\.128", copies, copies),
+        ]
     match = re.search(r"(Decode|Prefill)Kernel\w*?ELi(\d+)E(?:LNS0_8PageKindE([012])E)?", kernel)
     if not match:
         return []
