@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulation import IMPLEMENTATIONS, Device, attend, emulate
+from test_attention_tree import trees_of
 
 from jax_paged import explain
 from jax_paged.layout import LAYOUTS, from_slots_first, slots_first
@@ -59,6 +60,18 @@ def test_a_row_that_slid_gives_what_it_gave_before(layout, implementation):
     assert (offsets == 0).any()
     got = attend(moved, implementation, slot_offset=offsets, **options)
     assert_attention_close(*got, *expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_node_of_a_tree_among_pinned_tokens_is_pinned_by_its_slot(dtype, implementation):
+    """Its window goes by depth, and a slot behind the pinned ones may have less than they."""
+    batch = make_batch(SMALL, jnp.dtype(dtype), [12, 6], [47, 60], num_tokens=18, seed=5)
+    parents = np.maximum(np.arange(12) // 2 - 1, -1), np.arange(6) // 3 - 1
+    options = trees_of(parents, max_tree=16)
+    options |= {"sliding_window": np.int32([44, 42]), "num_pinned": np.int32([40, 40])}
+    expected = dense_oracle(batch, **options)
+    assert_attention_close(*attend(batch, implementation, **options), *expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

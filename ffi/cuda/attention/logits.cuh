@@ -56,8 +56,7 @@ JAX_PAGED_DEVICE int32_t FirstKey(const AttentionArgs& args, int32_t row, int32_
   if (window <= 0) return 0;
   const int32_t pinned = SPECIAL ? NumPinned(args, row) : 0;
   window = window > pinned ? window - pinned : 1;
-  const int32_t first = window > position ? 0 : position - window + 1;
-  return first < pinned ? pinned : first;
+  return window > position ? 0 : position - window + 1;
 }
 
 JAX_PAGED_DEVICE bool IsEdited(const AttentionArgs& args) {

@@ -213,7 +213,6 @@ JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& 
     keys.first = FirstKey<SPECIAL>(args, segment.row, position);
   }
   if (args.causal) keys.end = position < 0 ? 0 : position + 1;
-  if (SPECIAL && keys.first > keys.end) keys.first = keys.end;  // a query among the pinned tokens
   return keys;
 }
 
