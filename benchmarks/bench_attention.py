@@ -8,11 +8,16 @@ GFLOP/s counts the causal half, and % is of the f32 FMA rate (in bf16 more than 
 where the processor multiplies bf16 pairs). Each limit is measured just after the row it belongs to.
 torch SDPA (where torch is installed) reads contiguous K and V without pages, each KV head
 once (q folded to [batch, num_kv_heads, group, head_dim] in decode): the best that torch offers.
+vLLM's CPU kernel (vllm_cpu.py tells how to get it) reads the same pages in its own layout.
+Pages have 16 tokens but where it is said.
 """
+
+import dataclasses
 
 import jax.numpy as jnp
 import limits
 import numpy as np
+import vllm_cpu
 from harness import Bench, blocking
 
 import jax_paged
@@ -22,8 +27,9 @@ DECODE = [
     ("qwen3_30b_a3b", 1, 4096), ("qwen3_30b_a3b", 8, 4096), ("qwen3_30b_a3b", 32, 4096),
     ("qwen3_30b_a3b", 1, 16384), ("llama3_8b", 8, 4096), ("smollm2_135m", 8, 4096),
 ]  # fmt: skip
-PREFILL = [("qwen3_30b_a3b", 512), ("qwen3_30b_a3b", 2048), ("llama3_8b", 2048),
-           ("smollm2_135m", 2048)]  # fmt: skip
+PAGES_OF_64 = DECODE[1:4]
+PREFILL = [("qwen3_30b_a3b", tokens) for tokens in (64, 128, 512, 2048)]
+PREFILL += [("llama3_8b", 2048), ("smollm2_135m", 2048)]
 
 
 def torch_decode(case: Case, batch: int, context: int, dtype: str):
@@ -51,7 +57,7 @@ def torch_prefill(case: Case, tokens: int, dtype: str):
 
 
 def measure(bench: Bench, case: Case, q_lens, seq_lens, dtype: str, torch_call, implementations):
-    """Times the contenders on one batch."""
+    """Times the contenders on one batch; vLLM's must give what ours gives."""
     batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens)
     arguments, options = batch.ragged()
     if max(q_lens) == 1:
@@ -65,6 +71,11 @@ def measure(bench: Bench, case: Case, q_lens, seq_lens, dtype: str, torch_call, 
     }
     if torch_call is not None:
         contenders["torch_sdpa"] = torch_call
+    if not bench.lacks("vllm_cpu", vllm_cpu.missing()):
+        contenders["vllm_cpu"] = vllm_cpu.attention(batch)
+        theirs = contenders["vllm_cpu"]().float().numpy()
+        ours = np.asarray(contenders["native"](), np.float32)
+        np.testing.assert_allclose(theirs, ours, atol=0.02 * np.abs(ours).max(), rtol=0)
     return bench.paired(contenders)
 
 
@@ -76,16 +87,19 @@ def main() -> None:
         return f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}"
 
     decode = bench.pick(DECODE, quick=DECODE[:3], dry=[("smollm2_135m", 2, 40)])
-    prefill = bench.pick(PREFILL, quick=PREFILL[:1], dry=[("smollm2_135m", 40)])
-    for name, batch, context in decode:
+    prefill = bench.pick(PREFILL, quick=PREFILL[2:3], dry=[("smollm2_135m", 40)])
+    pages = [("", {}, row) for row in decode]
+    wide = bench.pick(PAGES_OF_64, quick=[], dry=[])
+    pages += [(", pages of 64", {"page_size": 64}, row) for row in wide]
+    for text, changes, (name, batch, context) in pages:
         for dtype in ("bfloat16", "float32"):
-            case = CASES[name]
+            case = dataclasses.replace(CASES[name], **changes)
             torch_call = torch_decode(case, batch, context, dtype) if has_torch else None
             times = measure(bench, case, [1] * batch, [context] * batch, dtype, torch_call,
                             ("native", "reference"))  # fmt: skip
             item = jnp.dtype(dtype).itemsize
             kv_bytes = 2 * batch * context * case.num_kv_heads * case.head_dim * item
-            bench.add("decode", name, f"{batch} × {context}", dtype, times, amount=kv_bytes,
+            bench.add("decode", name, f"{batch} × {context}{text}", dtype, times, amount=kv_bytes,
                       unit="GB/s", limit=bench.read_limit(), heads=heads(case))  # fmt: skip
     for name, tokens in prefill:
         for dtype in ("bfloat16", "float32"):

@@ -25,7 +25,10 @@ IN_DOCS = {
     "decode_overhead": "Overhead of a decode step, toy models",
     "growth": "Growth: Qwen3-MoE 512M, batch 1, 512 tokens, but for what is named",
 }
-LABELS = {"reference": "XLA", "torch_sdpa": "torch SDPA", "write_kv": "XLA, then write_kv"}
+LABELS = {
+    "reference": "XLA", "torch_sdpa": "torch SDPA", "write_kv": "XLA, then write_kv",
+    "vllm_cpu": "vLLM CPU",
+}  # fmt: skip
 Result = dict[str, Any]
 
 

@@ -143,15 +143,16 @@ class Bench:
 
     def has_peer(self, package: str, remedy: str) -> bool:
         """Whether to measure against a package; says why not."""
-        reason = None
-        if self.args.no_peers:
-            reason = "--no-peers"
-        elif importlib.util.find_spec(package) is None:
-            reason = f"not installed: {remedy}"
-        if reason is not None and package not in self.skipped:
-            self.skipped[package] = reason
-            print(f"{package}: skipped, {reason}", flush=True)
-        return reason is None
+        found = importlib.util.find_spec(package) is not None
+        return not self.lacks(package, None if found else f"not installed: {remedy}")
+
+    def lacks(self, peer: str, reason: str | None) -> bool:
+        """Whether a peer is left out, for this reason if there is one; says why."""
+        reason = "--no-peers" if self.args.no_peers else reason
+        if reason is not None and peer not in self.skipped:
+            self.skipped[peer] = reason
+            print(f"{peer}: skipped, {reason}", flush=True)
+        return reason is not None
 
     def paired(
         self, contenders: Mapping[str, Callable[[], object]], *, min_rounds=5, budget_s=4.0
