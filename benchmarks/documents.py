@@ -17,7 +17,11 @@ from typing import Any
 import harness
 
 ROOT = Path(__file__).parents[1]
-IN_README = {"attention": "Attention", "model": "Whole models, 512 tokens of context"}
+IN_README = {
+    "attention": "Attention",
+    "model": "Whole models, 512 tokens of context",
+    "serving": "Serving, SmolLM2-135M",
+}
 IN_DOCS = {
     "merge": "merge_attention_states",
     "qkv_write": "qkv_norm_rope_write",
