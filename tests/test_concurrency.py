@@ -191,7 +191,9 @@ def test_in_a_process_of_its_own(program):
     flags = f"--xla_force_host_platform_device_count={PROGRAMS[program]}"
     child = subprocess.run(
         [sys.executable, "-W", "error", __file__, program.__name__],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        # Nothing is loaded that was compiled before: threads are to compile.
+        env=os.environ
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"},
         timeout=TIMEOUT_S,
         capture_output=True,
         text=True,

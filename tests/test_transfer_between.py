@@ -111,6 +111,7 @@ def test_from_process_to_process():
 def run_children(calls, num_devices):
     flags = f"--xla_force_host_platform_device_count={num_devices}"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # one would read what the other is writing
     children = [
         subprocess.Popen(
             [sys.executable, "-W", "error", __file__, *call],
