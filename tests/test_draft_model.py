@@ -177,6 +177,9 @@ def test_drawn_tokens_have_the_models_distribution(engine, model):
         assert chi_square(counts[live], exact[live] * count) < 45
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="the XLA of jax 0.7 copies the pool to gather slots"
+)
 def test_no_pool_is_copied(engine):
     pools = engine.state.k_pages, engine._device.drafter.k_pages
     smallest = min(pools, key=lambda pool: pool.size)
