@@ -3,18 +3,16 @@
 The emulator runs the very sources that nvcc compiles; it sees neither speed nor registers.
 """
 
-import concurrent.futures
 import ctypes
 import dataclasses
 import functools
-import mmap
-import shutil
-import subprocess
 
 import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
-from emulation import DTYPES, FFI, MACHINE, EmulationError, library, poisoned
+from emulation import DTYPES, EmulationError, library, poisoned
+from planting import sites_of, sparse_memory, survivors
 from test_moe import kinds, make_case, oracle, quantized
 
 from jax_paged.moe import _cuda_workspace_words
@@ -337,7 +335,6 @@ BUGS = {
         "combine.cuh", "if (expert < 0 || expert >= args.num_experts) continue;", "", "nobody has",
     ),
 }  # fmt: skip
-COMPILE = ("-std=c++17", "-O0", "-fPIC", "-DJAX_PAGED_EMULATE")
 # In the place of select.h: the kernels that bugs are tried on, so that they compile in a second.
 SELECT = """
 #include "cuda/moe_experts/args.h"
@@ -359,11 +356,9 @@ def far_call():
     hidden, inner, chosen = 264, 256, np.array([8190, 3], np.int32)
     case = make_case(40, 2, 1, hidden=hidden, inner=inner, dtype=jnp.bfloat16)
     call = Call.of(case)
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     for name in ("gate_up", "down"):
         experts = call.operands[name]
-        memory = mmap.mmap(-1, 8192 * experts[0].nbytes, flags=flags)
+        memory = sparse_memory(8192 * experts[0].nbytes)
         far = np.frombuffer(memory, np.uint16).view(experts.dtype).reshape(-1, *experts.shape[1:])
         far[chosen] = experts
         call.operands[name] = far
@@ -395,26 +390,11 @@ def check_all(loaded=None):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """Bug name -> future of the library with the bug, all being compiled two at a time."""
-    machine = tmp_path_factory.mktemp("machine") / "machine.o"
-    sources = [FFI / "emu" / name for name in MACHINE]
-    subprocess.run(["g++", *COMPILE, "-I", FFI, "-r", *sources, "-o", machine], check=True)
-
-    def build(name, file, old, new):
-        folder = tmp_path_factory.mktemp("bug")
-        shutil.copytree(FFI, folder / "ffi")
-        path = folder / "ffi/cuda/moe_experts" / file
-        text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{name}: {file} has {text.count(old)} times {old!r}"
-        path.write_text(text.replace(old, new), encoding="utf-8")
-        path.with_name("select.h").write_text(SELECT, encoding="utf-8")
-        source = folder / "ffi/emu/moe_experts.cc"
-        command = ["g++", *COMPILE, "-I", folder / "ffi", "-shared", source, machine]
-        subprocess.run([*command, "-o", folder / "bug.so"], check=True)
-        return ctypes.CDLL(str(folder / "bug.so"))
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(build, name, *bug[:3]) for name, bug in BUGS.items()}
+    with planting.planted(
+        BUGS, tmp_path_factory.mktemp, op="moe_experts", source="ffi/emu/moe_experts.cc",
+        files={"ffi/cuda/moe_experts/select.h": SELECT}, load=lambda path: ctypes.CDLL(str(path)),
+    ) as libraries:  # fmt: skip
+        yield libraries
 
 
 def test_the_kernels_as_they_are_pass():
@@ -430,18 +410,6 @@ def test_planted_bug_is_caught(name, planted):
 
 def test_every_barrier_and_wait_is_needed_and_missed():
     loaded = library()
-    loaded.take_sites()
-    check_all()
-    sites = [line.split() for line in loaded.take_sites().decode().splitlines()]
+    sites = sites_of(loaded, check_all)
     assert {kind for kind, _ in sites} == {"SyncThreads", "SyncWarp", "CpAsyncWait"}
-    survivors = []
-    for kind, site in sites:
-        loaded.skip_site(site.encode())
-        try:
-            check_all()
-            survivors.append(f"{kind} {site}")
-        except (EmulationError, AssertionError):
-            pass
-        finally:
-            loaded.skip_site(b"")
-    assert not survivors, "skipped without any finding"
+    assert not survivors(loaded, check_all, sites), "skipped without any finding"

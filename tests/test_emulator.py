@@ -1,15 +1,13 @@
 """A test of the tests: bugs planted in the CUDA attention kernels are found by the emulator."""
 
-import concurrent.futures
 import dataclasses
-import mmap
-import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
 from emulation import (
     FFI,
@@ -21,6 +19,7 @@ from emulation import (
     library,
     open_library,
 )
+from planting import COMPILE, sites_of, sparse_memory, survivors
 from test_attention_options import eight_bit
 
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
@@ -251,7 +250,6 @@ BUGS = {
     ),
 }  # fmt: skip
 
-COMPILE = ("-std=c++17", "-O1", "-fPIC", "-DJAX_PAGED_EMULATE")
 
 # The kernels that the planted bugs are tried on: one head_dim, so that they compile in a second.
 KERNELS = """
@@ -287,12 +285,10 @@ def far_batch(layout, q_len=1) -> tuple[Batch, dict[str, Any]]:
     Little of the pool is ever touched. `stored`: see `check`.
     """
     num_pages = 2**20  # of 4 KiB
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     batch = make_batch(Case("far", 4, 2, 64, layout=layout), jnp.bfloat16, [q_len], [40])
     pools = []
     for pages in (batch.k_pages, batch.v_pages):
-        memory = mmap.mmap(-1, num_pages * 4096, flags=flags)
+        memory = sparse_memory(num_pages * 4096)
         pool = np.frombuffer(memory, np.uint16).view(jnp.bfloat16).reshape(-1, *pages.shape[1:])
         pool[num_pages - len(pages) :] = pages
         pools.append(pool)
@@ -383,26 +379,11 @@ def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, sc
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """Bug name -> future of the library with the bug, all being compiled two at a time."""
-    machine = tmp_path_factory.mktemp("machine") / "machine.o"
-    sources = [FFI / "emu" / name for name in MACHINE]
-    command = ["g++", *COMPILE, "-I", FFI, "-r", *sources, "-o", machine]
-    subprocess.run(command, check=True)
-
-    def build(name, file, old, new):
-        folder = tmp_path_factory.mktemp("bug")
-        shutil.copytree(FFI, folder / "ffi")
-        path = folder / "ffi/cuda/attention" / file
-        text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{name}: {file} has {text.count(old)} times {old!r}"
-        path.write_text(text.replace(old, new), encoding="utf-8")
-        (folder / "kernels.cc").write_text(KERNELS, encoding="utf-8")
-        command = ["g++", *COMPILE, "-I", folder / "ffi", "-shared", "kernels.cc", machine]
-        subprocess.run([*command, "-o", "bug.so"], check=True, cwd=folder)
-        return open_library(folder / "bug.so")
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(build, name, *bug[:3]) for name, bug in BUGS.items()}
+    with planting.planted(
+        BUGS, tmp_path_factory.mktemp, op="attention", source="kernels.cc",
+        files={"kernels.cc": KERNELS}, load=open_library, level="-O1",
+    ) as libraries:  # fmt: skip
+        yield libraries
 
 
 def test_the_kernels_as_they_are_pass():
@@ -433,29 +414,17 @@ def battery():
 
 def test_every_barrier_fence_and_wait_is_needed_and_missed():
     loaded = library()
-    loaded.take_sites()
-    battery()
-    sites = [line.split() for line in loaded.take_sites().decode().splitlines()]
+    sites = sites_of(loaded, battery)
     kinds = {kind for kind, _ in sites}
     assert kinds == {"SyncThreads", "SyncWarp", "ThreadFence", "CpAsyncWait"}
     assert len(sites) >= 20
-    survivors = []
-    for kind, site in sites:
-        loaded.skip_site(site.encode())
-        try:
-            battery()
-            survivors.append(f"{kind} {site}")
-        except (EmulationError, AssertionError):
-            pass
-        finally:
-            loaded.skip_site(b"")
-    assert not survivors, "skipped without any finding"
+    assert not survivors(loaded, battery, sites), "skipped without any finding"
 
 
 def test_ucontext_fibers_give_the_same_bits(tmp_path):
     (tmp_path / "kernels.cc").write_text(KERNELS, encoding="utf-8")
     sources = [tmp_path / "kernels.cc", *(FFI / "emu" / name for name in MACHINE)]
-    flags = [*COMPILE, "-I", FFI, "-DJAX_PAGED_EMU_UCONTEXT"]
+    flags = [*COMPILE, "-O1", "-I", FFI, "-DJAX_PAGED_EMU_UCONTEXT"]
     subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "it.so"], check=True)
     batch, _ = next(bf16_batches())
     for a, b in zip(

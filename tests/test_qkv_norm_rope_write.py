@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-import shutil
 import subprocess
 from typing import Any
 
@@ -15,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import DTYPES, FFI, MACHINE, EmulationError, library, poisoned
+from emulation import DTYPES, MACHINE, EmulationError, library, poisoned
 from jax import export
+from planting import COMPILE, plant
 
 import jax_paged
 from jax_paged import explain, paged_attention, qkv_norm_rope_write, write_kv
@@ -408,12 +408,8 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_caught(bug, tmp_path):
     old, new, message = BUGS[bug]
-    shutil.copytree(FFI, tmp_path / "ffi")
-    path = tmp_path / "ffi/cuda/qkv_norm_rope_write/kernel.cuh"
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"the kernel has {text.count(old)} times {old!r}"
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    flags = ["-std=c++17", "-O0", "-fPIC", "-DJAX_PAGED_EMULATE", "-I", tmp_path / "ffi"]
+    plant(tmp_path, "qkv_norm_rope_write/kernel.cuh", old, new)
+    flags = [*COMPILE, "-O0", "-I", tmp_path / "ffi"]
     sources = [tmp_path / "ffi/emu" / name for name in ("qkv_norm_rope_write.cc", *MACHINE)]
     subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "bug.so"], check=True)
     loaded = ctypes.CDLL(str(tmp_path / "bug.so"))
