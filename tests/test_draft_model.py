@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_place import assert_no_pool_is_copied, gathers_in_place
 
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
@@ -13,7 +14,6 @@ from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import RowSamplers, Sampler
 from jax_paged.models.speculate import RULES, Drafts, reject
 from jax_paged.models.testing import small_config
-from jax_paged.testing import pool_sized_ops
 
 VOCAB = 16
 CONFIG = small_config("qwen3", vocab_size=VOCAB, head_dim=8, max_position_embeddings=64)
@@ -177,14 +177,9 @@ def test_drawn_tokens_have_the_models_distribution(engine, model):
         assert chi_square(counts[live], exact[live] * count) < 45
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="the XLA of jax 0.7 copies the pool to gather slots"
-)
+@gathers_in_place
 def test_no_pool_is_copied(engine):
-    pools = engine.state.k_pages, engine._device.drafter.k_pages
-    smallest = min(pools, key=lambda pool: pool.size)
-    for program in engine._steps.values():
-        assert pool_sized_ops(program, smallest) == []
+    assert_no_pool_is_copied(engine)
 
 
 @pytest.mark.parametrize(

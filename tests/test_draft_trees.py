@@ -5,10 +5,11 @@ import itertools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafter import noisy
 from flax import nnx
+from in_place import assert_no_pool_is_copied, gathers_in_place
 
 from jax_paged import pages
 from jax_paged.models import Decoder, generate, score
@@ -18,7 +19,6 @@ from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import RowSamplers
 from jax_paged.models.speculate import RULES, Drafts, draft_tree, propose, reject
 from jax_paged.models.testing import small_config
-from jax_paged.testing import pool_sized_ops
 
 VOCAB, DRAFTS, BRANCHES = 16, 5, 2
 CONFIG = small_config(
@@ -41,11 +41,7 @@ def model():
 @pytest.fixture(scope="module")
 def drafter(model):
     """The model with noise on its head: the model's likeliest token is often its second."""
-    noisy = Decoder(CONFIG, random_source(CONFIG, seed=1))
-    head = np.asarray(model.head[...])
-    noise = np.random.default_rng(5).standard_normal(head.shape, "f4")
-    noisy.head[...] = jnp.asarray(head + np.float32(0.8) * head.std() * noise)
-    return noisy
+    return noisy(model)
 
 
 @pytest.fixture(scope="module")
@@ -260,14 +256,9 @@ def test_of_a_draft_model_that_is_the_model_the_first_branch_is_always_right(mod
     assert engine.num_accepted - start == accepted
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="the XLA of jax 0.7 copies the pool to gather slots"
-)
+@gathers_in_place
 def test_no_pool_is_copied(engine):
-    pools = engine.state.k_pages, engine._device.drafter.k_pages
-    smallest = min(pools, key=lambda pool: pool.size)
-    for program in engine._steps.values():
-        assert pool_sized_ops(program, smallest) == []
+    assert_no_pool_is_copied(engine)
 
 
 def test_more_branches_than_drafts_are_refused(model):

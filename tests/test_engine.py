@@ -12,6 +12,7 @@ from itertools import chain
 import jax
 import numpy as np
 import pytest
+from drafter import noisy
 
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
@@ -49,11 +50,7 @@ def model():
 @pytest.fixture(scope="module")
 def drafter(model):
     """The model with noise on its head, so that it is right now and then."""
-    noisy = Decoder(CONFIG, random_source(CONFIG, seed=1))
-    head = np.asarray(model.head[...])
-    noise = np.random.default_rng(5).standard_normal(head.shape, "f4")
-    noisy.head[...] = jax.numpy.asarray(head + np.float32(0.8) * head.std() * noise)
-    return noisy
+    return noisy(model)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_place import copies_and_selects, gathers_in_place
 from kv_groups import assert_holds, write
 from page_tables import assert_same
 
@@ -17,7 +18,6 @@ from jax_paged.kv import write_kv
 from jax_paged.mla import write_mla_kv
 from jax_paged.pages import PageTable, Status
 from jax_paged.state import KVState
-from jax_paged.testing import pool_sized_ops
 
 OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
 SLID_OUT, STALE_ROW = Status.SLID_OUT, Status.STALE_ROW
@@ -329,22 +329,11 @@ def test_rows_far_longer_than_the_pool_of_a_window_attend_as_densely(implementat
         np.testing.assert_allclose(found[2], wanted, atol=1e-4)
 
 
-def _copies_and_selects(compiled, pool) -> list[str]:
-    moves = re.compile(r" (copy|copy-start|select|broadcast|concatenate|dynamic-update-slice)\(")
-    return [line for line in pool_sized_ops(compiled, pool) if moves.search(line)]
-
-
 @pytest.mark.parametrize(
     "verb",
     [
         *("reserve", "step_batch", "fork", "truncate"),
-        pytest.param(
-            "commit_tree",
-            marks=pytest.mark.skipif(
-                jax.__version_info__ < (0, 10),
-                reason="the XLA of jax 0.7 copies the pool to gather slots",
-            ),
-        ),
+        pytest.param("commit_tree", marks=gathers_in_place),
     ],
 )
 def test_no_verb_copies_a_pool_or_selects_between_pools(verb):
@@ -355,7 +344,7 @@ def test_no_verb_copies_a_pool_or_selects_between_pools(verb):
     function = getattr(groups, verb)
     compiled = jax.jit(function, donate_argnums=0).lower(kv, *[rows] * count).compile()
     smallest = kv.groups[2].kv_pages
-    assert _copies_and_selects(compiled, smallest) == []
+    assert copies_and_selects(compiled, smallest) == []
     pools = [pool for group in kv.groups for pool in jax.tree.leaves(group) if pool.ndim > 3]
     assert len(pools) == 5
     memory = compiled.memory_analysis()

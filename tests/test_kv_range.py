@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_place import gathers_in_place
 
 from jax_paged import gather_kv, scatter_kv
 from jax_paged.layout import LAYOUTS, from_slots_first, slots_first
@@ -143,9 +144,7 @@ def test_scatter_under_jit_is_in_place():
     assert is_in_place(compiled, pool), pool_sized_ops(compiled, pool)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="the XLA of jax 0.7 copies the pool for this gather"
-)
+@gathers_in_place
 def test_gather_does_not_copy_the_pool_and_is_differentiable():
     pool = jax.ShapeDtypeStruct((2, 512, 2, 16, 8), jnp.float32)
     one = (jnp.array([0]), jnp.array([1]), jnp.array([9]))

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_place import copies_and_selects, gathers_in_place
 from page_tables import assert_reset, assert_same, grow, make
 from test_decoder import NUM_TOKENS, ids, make_stepper
-from test_state import _big_state, _copies_and_selects, append, read
+from test_state import _big_state, append, read
 from test_state import make as make_state
 
 from jax_paged import move_slots, pages, state, write_kv
@@ -188,14 +189,12 @@ def test_commit_moves_the_path_in_every_layer(layout):
     assert read(kv, 1) == [3, 4, 101, 103, 104, 200]
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="the XLA of jax 0.7 copies the pool to gather slots"
-)
+@gathers_in_place
 def test_commit_moves_tokens_in_place():
     kv, rows = _big_state(), jnp.zeros(2, jnp.int32)
     pool_bytes = kv.k_pages.size * kv.k_pages.dtype.itemsize
     compiled = jax.jit(state.commit_tree, donate_argnums=0).lower(kv, rows, rows).compile()
-    assert _copies_and_selects(compiled, kv.k_pages) == []
+    assert copies_and_selects(compiled, kv.k_pages) == []
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < pool_bytes // 2

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_place import copies_and_selects
 
 from jax_paged import pages, state
 from jax_paged.kv import write_kv
 from jax_paged.layout import LAYOUTS, slots_first
 from jax_paged.pages import Status
 from jax_paged.state import KVState
-from jax_paged.testing import pool_sized_ops
 
 SIZES = {
     "num_layers": 2,
@@ -201,11 +201,6 @@ def test_a_generation_runs_in_one_while_loop():
     assert read(kv, 0) == read(kv, 1) == list(range(12))
 
 
-def _copies_and_selects(compiled, pool) -> list[str]:
-    moves = re.compile(r" (copy|copy-start|select|broadcast|concatenate|dynamic-update-slice)\(")
-    return [line for line in pool_sized_ops(compiled, pool) if moves.search(line)]
-
-
 def _big_state() -> KVState:
     sizes = {"num_layers": 3, "num_pages": 512, "page_size": 16, "head_dim": 64}
     return jax.eval_shape(lambda: make(**sizes, pages_per_seq=8))
@@ -216,7 +211,7 @@ def test_fork_and_truncate_copy_pages_in_place():
     pool_bytes = kv.k_pages.size * kv.k_pages.dtype.itemsize
     for verb, args in ((state.fork, (rows, rows, rows)), (state.truncate, (rows, rows))):
         compiled = jax.jit(verb, donate_argnums=0).lower(kv, *args).compile()
-        assert _copies_and_selects(compiled, kv.k_pages) == []
+        assert copies_and_selects(compiled, kv.k_pages) == []
         memory = compiled.memory_analysis()
         assert memory is not None
         assert memory.temp_size_in_bytes < pool_bytes // 8
@@ -231,7 +226,7 @@ def test_a_select_between_pools_would_be_noticed():
 
     kv = _big_state()
     compiled = jax.jit(careless, donate_argnums=0).lower(kv, jnp.zeros(2, jnp.int32)).compile()
-    assert _copies_and_selects(compiled, kv.k_pages)
+    assert copies_and_selects(compiled, kv.k_pages)
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -300,4 +295,4 @@ def test_scales_are_copied_in_place():
     kv = jax.eval_shape(lambda: make(dtype="int8", num_pages=64))
     rows = jnp.zeros(1, jnp.int32)
     compiled = jax.jit(state.fork, donate_argnums=0).lower(kv, rows, rows + 1, rows + 3).compile()
-    assert _copies_and_selects(compiled, kv.k_scale) == []
+    assert copies_and_selects(compiled, kv.k_scale) == []

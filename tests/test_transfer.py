@@ -8,6 +8,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from in_place import gathers_in_place
 from transfers import CHUNK, append, assert_same, make, open_row, tokens_of
 
 from jax_paged import state as verbs
@@ -357,9 +358,7 @@ def test_receiving_is_in_place(dtype):
     assert is_in_place(compiled, target.k_pages), pool_sized_ops(compiled, target.k_pages)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="the XLA of jax 0.7 copies the pool for this gather"
-)
+@gathers_in_place
 def test_reading_does_not_copy_the_pool():
     source = make(num_pages=512)
     step = jax.jit(functools.partial(transfer.read, max_tokens=CHUNK))
