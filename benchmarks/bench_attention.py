@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import limits
 import numpy as np
 import vllm_cpu
-from harness import Bench, blocking
+from harness import Bench, agree, blocking
 
 import jax_paged
 from jax_paged.testing import CASES, Case, make_batch
@@ -73,9 +73,7 @@ def measure(bench: Bench, case: Case, q_lens, seq_lens, dtype: str, torch_call, 
         contenders["torch_sdpa"] = torch_call
     if not bench.lacks("vllm_cpu", vllm_cpu.missing()):
         contenders["vllm_cpu"] = vllm_cpu.attention(batch)
-        theirs = contenders["vllm_cpu"]().float().numpy()
-        ours = np.asarray(contenders["native"](), np.float32)
-        np.testing.assert_allclose(theirs, ours, atol=0.02 * np.abs(ours).max(), rtol=0)
+        agree({name: contenders[name] for name in ("native", "vllm_cpu")}, limit=0.02)
     return bench.paired(contenders)
 
 

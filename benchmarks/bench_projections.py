@@ -14,15 +14,13 @@ vLLM its cpu_fused_moe with weights packed beforehand (vllm_cpu.py).
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import limits
 import numpy as np
 import vllm_cpu
-from harness import Bench, blocking
+from harness import Bench, agree, as_tensor, blocking
 
 from jax_paged import linear, moe_experts, quantize_weight
 
@@ -50,14 +48,6 @@ def weights(shape: tuple[int, ...], dtype: str, seed: int) -> tuple[jax.Array, j
     return random(shape, dtype, seed), None
 
 
-def torch_of(x: jax.Array) -> Any:
-    """The array as a torch tensor of its dtype."""
-    import torch
-
-    torch.set_num_threads(limits.NUM_THREADS)
-    return torch.from_numpy(np.array(x.astype(jnp.float32))).to(getattr(torch, x.dtype.name))
-
-
 def transformers_experts(operands: tuple[jax.Array, ...]) -> Callable[[], object]:
     """transformers' experts on the same operands."""
     import torch
@@ -70,27 +60,16 @@ def transformers_experts(operands: tuple[jax.Array, ...]) -> Callable[[], object
     )
     config._experts_implementation = "grouped_mm"  # what whole models get by default
     module = Qwen3MoeExperts(config)
-    module.gate_up_proj = torch.nn.Parameter(torch_of(gate_up), requires_grad=False)
-    module.down_proj = torch.nn.Parameter(torch_of(down), requires_grad=False)
-    ids, tokens = torch.from_numpy(np.array(experts)).long(), torch_of(x)
-    chances = torch_of(routing).to(tokens.dtype)
+    module.gate_up_proj = torch.nn.Parameter(as_tensor(gate_up), requires_grad=False)
+    module.down_proj = torch.nn.Parameter(as_tensor(down), requires_grad=False)
+    ids, tokens = torch.from_numpy(np.array(experts)).long(), as_tensor(x)
+    chances = as_tensor(routing).to(tokens.dtype)
     return lambda: module(tokens, ids, chances)
-
-
-def agree(contenders: Mapping[str, Callable[[], Any]]) -> None:
-    """Each contender must give what ours gives, up to bf16's rounding."""
-    ours = np.asarray(contenders["native"](), np.float32)
-    for name, call in contenders.items():
-        out = call()
-        theirs = np.asarray(out.float() if hasattr(out, "float") else out, np.float32)
-        error = np.abs(theirs - ours).max() / np.abs(ours).max()
-        if not error < 0.03:
-            raise ValueError(f"{name}: differs from native by {error:.3g} of the largest output")
 
 
 def add(bench: Bench, kind: str, case: str, tokens: int, dtype: str, contenders, read, products):
     """Times a row; `read`: bytes of weights that a call needs, `products`: multiply-adds."""
-    agree(contenders)
+    agree(contenders, limit=0.03)  # of bf16's rounding
     times = bench.paired(contenders)
     few = tokens <= FEW
     bench.add(
@@ -111,7 +90,7 @@ def measure_linear(bench: Bench, tokens: int, size_in: int, size_out: int, dtype
         import torch
 
         contenders["torch"] = functools.partial(
-            torch.nn.functional.linear, torch_of(x), torch_of(w)
+            torch.nn.functional.linear, as_tensor(x), as_tensor(w)
         )
     add(bench, "linear", f"{size_in} → {size_out}", tokens, dtype, contenders, w.nbytes,
         tokens * w.size)  # fmt: skip
@@ -136,7 +115,7 @@ def measure_experts(bench: Bench, name: str, sizes, tokens: int, dtype: str) -> 
     if of_down is None and bench.has_peer("transformers", "pip install transformers torch"):
         contenders["transformers"] = transformers_experts(operands)
     if dtype == "bfloat16" and not bench.lacks("vllm_cpu", vllm_cpu.missing()):
-        tensors = torch_of(x), torch_of(gate_up), torch_of(down)
+        tensors = as_tensor(x), as_tensor(gate_up), as_tensor(down)
         contenders["vllm_cpu"] = vllm_cpu.experts(*tensors, experts, 1 / k)
     per_expert = 3 * hidden * inner
     read = len(np.unique(experts)) * per_expert * gate_up.dtype.itemsize

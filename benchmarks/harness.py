@@ -81,6 +81,29 @@ def blocking(function: Callable[..., Any], *arguments, **options) -> Callable[[]
     return lambda: jax.block_until_ready(jitted(*arguments, **traced))
 
 
+def agree(contenders: Mapping[str, Callable[[], Any]], limit: float) -> None:
+    """Checks that each contender gives what the first one does, up to limit · its largest output.
+
+    They may give torch tensors.
+    """
+    ours: np.ndarray | None = None
+    for name, call in contenders.items():
+        out = call()
+        out = np.asarray(out.float() if hasattr(out, "float") else out, np.float32)
+        ours = out if ours is None else ours
+        error = np.abs(out - ours).max() / np.abs(ours).max()
+        if not error <= limit:
+            raise ValueError(f"{name}: differs by {error:.3g} of the largest output")
+
+
+def as_tensor(x: jax.Array | np.ndarray) -> Any:
+    """The array as a torch tensor of its dtype; torch knows no bf16 of numpy's."""
+    import torch
+
+    torch.set_num_threads(limits.NUM_THREADS)
+    return torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, x.dtype.name))
+
+
 def cpu_model() -> str:
     """The processor's name, as the kernel gives it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

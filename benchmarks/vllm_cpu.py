@@ -16,6 +16,7 @@ from typing import Any
 
 import limits
 import numpy as np
+from harness import as_tensor
 
 from jax_paged.layout import POOLS, slots_first
 from jax_paged.testing import Batch
@@ -33,17 +34,20 @@ def missing() -> str | None:
     return None
 
 
-def attention(batch: Batch) -> Callable[[], Any]:
-    """A call that does `ragged_paged_attention` on the batch, of one layer, and gives a tensor."""
+def _ops() -> Any:
     import torch
 
     torch.set_num_threads(limits.NUM_THREADS)
     torch.ops.load_library(os.environ[VARIABLE])
-    ops, case, rows = torch.ops._C, batch.case, len(batch.seq_lens)
-    kind = getattr(torch, batch.q.dtype.name)
+    return torch.ops._C
 
-    def as_torch(x: np.ndarray):  # torch knows no bf16 of numpy's
-        return torch.from_numpy(np.asarray(x, np.float32)).to(kind)
+
+def attention(batch: Batch) -> Callable[[], Any]:
+    """A call that does `ragged_paged_attention` on the batch, of one layer, and gives a tensor."""
+    import torch
+
+    ops, case, rows = _ops(), batch.case, len(batch.seq_lens)
+    q = as_tensor(batch.q)
 
     def integers(x, dtype=torch.int32):
         return torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
@@ -59,16 +63,15 @@ def attention(batch: Batch) -> Callable[[], Any]:
     stored, pools = [], []
     for name, pages in zip(POOLS, (batch.k_pages, batch.v_pages), strict=True):
         tokens = slots_first(pages, case.layout, name).reshape(-1, case.num_kv_heads, case.head_dim)
-        stored.append(as_torch(tokens[slots]))
-        pools.append(torch.zeros(shape, dtype=kind))
+        stored.append(as_tensor(tokens[slots]))
+        pools.append(torch.zeros(shape, dtype=q.dtype))
     ops.cpu_attn_reshape_and_cache(*stored, *pools, integers(slots, torch.int64), isa)
     seq_lens, starts = integers(batch.seq_lens), integers(batch.cu_q_lens)
     schedule = ops.get_scheduler_metadata(
-        rows, case.num_q_heads, case.num_kv_heads, case.head_dim, seq_lens, kind, starts,
+        rows, case.num_q_heads, case.num_kv_heads, case.head_dim, seq_lens, q.dtype, starts,
         case.causal, -1, isa, True, None,
     )  # fmt: skip
-    q, table = as_torch(batch.q), integers(page_table)
-    out = torch.empty_like(q)
+    table, out = integers(page_table), torch.empty_like(q)
 
     def call():
         ops.cpu_attention_with_kv_cache(
@@ -84,8 +87,7 @@ def experts(x: Any, gate_up: Any, down: Any, ids: np.ndarray, weight: float) -> 
     """A call of cpu_fused_moe on tensors as `moe_experts` takes them, all pairs with one weight."""
     import torch
 
-    torch.ops.load_library(os.environ[VARIABLE])
-    ops, packed = torch.ops._C, []
+    ops, packed = _ops(), []
     for weights in (gate_up, down):
         packed.append(torch.empty_like(weights))
         ops.prepack_moe_weight(weights, packed[-1], "vec")
