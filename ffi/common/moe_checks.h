@@ -60,15 +60,15 @@ inline std::string ReadMoe(const MoeBuffers& in, MoeParams* params) {
     return Mismatch(kMoeOp, "gate_up", "hidden and inner sizes that are positive multiples of 8",
                     std::to_string(hidden) + " and " + std::to_string(inner));
   }
-  params->x = in.x.untyped_data();
-  params->gate_up = in.gate_up.untyped_data();
-  params->down = in.down.untyped_data();
+  params->x = static_cast<const char*>(in.x.untyped_data());
+  params->gate_up = static_cast<const char*>(in.gate_up.untyped_data());
+  params->down = static_cast<const char*>(in.down.untyped_data());
   params->experts = in.experts.typed_data();
   params->weights = in.weights.typed_data();
   const bool is_scaled = IsEightBit(params->w_dtype);
   params->gate_up_scale = is_scaled ? in.gate_up_scale.typed_data() : nullptr;
   params->down_scale = is_scaled ? in.down_scale.typed_data() : nullptr;
-  params->out = in.out.untyped_data();
+  params->out = static_cast<char*>(in.out.untyped_data());
   return "";
 }
 

@@ -12,14 +12,14 @@ namespace jax_paged {
 inline constexpr char kMoeOp[] = "jax_paged.moe_experts";
 
 struct MoeParams {
-  const void* x;               // [num_tokens, hidden], dtype
-  const void* gate_up;         // [num_experts, 2 inner, hidden], w_dtype: gate rows first
-  const void* down;            // [num_experts, hidden, inner], w_dtype
+  const char* x;               // [num_tokens, hidden], dtype
+  const char* gate_up;         // [num_experts, 2 inner, hidden], w_dtype: gate rows first
+  const char* down;            // [num_experts, hidden, inner], w_dtype
   const int32_t* experts;      // [num_tokens, experts_per_token]
   const float* weights;        // the same
   const float* gate_up_scale;  // [num_experts, 2 inner]; null where the experts have x's dtype, and
   const float* down_scale;     // [num_experts, hidden]     so is down_scale
-  void* out;                   // [num_tokens, hidden], dtype
+  char* out;                   // [num_tokens, hidden], dtype
   int64_t num_tokens;
   int64_t experts_per_token;
   int64_t num_experts;

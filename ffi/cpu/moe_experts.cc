@@ -33,23 +33,6 @@ namespace {
 constexpr int64_t kMaxPairs = 4096;
 constexpr int64_t kRowsPerItem = 16;  // that are gathered or added by one worker
 
-struct Experts {
-  const char* x;
-  const char* gate_up;
-  const char* down;
-  const int32_t* experts;
-  const float* weights;
-  const float* gate_up_scale;  // null where the experts have x's dtype, and so is down_scale
-  const float* down_scale;
-  char* out;
-  Dtype dtype;
-  Dtype w_dtype;
-  int64_t num_experts;
-  int64_t experts_per_token;
-  int64_t hidden;
-  int64_t inner;
-};
-
 struct Group {
   int32_t expert;
   int64_t first_row;  // of its pairs, among the padded rows
@@ -63,7 +46,7 @@ struct Pairs {
   std::vector<int64_t> row_of;    // by pair in token order: its padded row, or -1 (no such expert)
 };
 
-Pairs SortPairs(const Experts& call, int64_t first_token, int64_t num_tokens) {
+Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens) {
   const int64_t k = call.experts_per_token;
   const int32_t* const experts = call.experts + first_token * k;
   std::vector<int64_t> counts(static_cast<size_t>(call.num_experts), 0);
@@ -91,7 +74,8 @@ Pairs SortPairs(const Experts& call, int64_t first_token, int64_t num_tokens) {
   return pairs;
 }
 
-void RunTurn(ffi::ThreadPool& pool, const Experts& call, int64_t first_token, int64_t num_tokens) {
+void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
+             int64_t num_tokens) {
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const Pairs pairs = SortPairs(call, first_token, num_tokens);
   const int64_t num_rows = static_cast<int64_t>(pairs.token_of.size());
@@ -212,29 +196,14 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
                       ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
                       ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> gate_up_scale,
                       ffi::Buffer<ffi::F32> down_scale, ffi::Result<ffi::AnyBuffer> out) {
-  MoeParams params = {};
+  MoeParams call = {};
   const std::string error =
-      ReadMoe({x, gate_up, down, experts, weights, gate_up_scale, down_scale, *out}, &params);
+      ReadMoe({x, gate_up, down, experts, weights, gate_up_scale, down_scale, *out}, &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  const int64_t num_tokens = params.num_tokens;
-  const Experts call = {static_cast<const char*>(params.x),
-                        static_cast<const char*>(params.gate_up),
-                        static_cast<const char*>(params.down),
-                        params.experts,
-                        params.weights,
-                        params.gate_up_scale,
-                        params.down_scale,
-                        static_cast<char*>(params.out),
-                        params.dtype,
-                        params.w_dtype,
-                        params.num_experts,
-                        params.experts_per_token,
-                        params.hidden,
-                        params.inner};
   const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
   try {
-    for (int64_t token = 0; token < num_tokens; token += turn) {
-      RunTurn(pool, call, token, Clamp(num_tokens - token, 0, turn));
+    for (int64_t token = 0; token < call.num_tokens; token += turn) {
+      RunTurn(pool, call, token, Clamp(call.num_tokens - token, 0, turn));
     }
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kMoeOp) + ": out of memory");

@@ -58,14 +58,14 @@ extern "C" {
 
 // The test has the same struct, field by field.
 struct EmulatedMoe {
-  const void* x;
-  const void* gate_up;
-  const void* down;
+  const char* x;
+  const char* gate_up;
+  const char* down;
   const int32_t* experts;
   const float* weights;
   const float* gate_up_scale;  // null: none
   const float* down_scale;
-  void* out;
+  char* out;
   int32_t* workspace;
   int64_t num_tokens;
   int64_t experts_per_token;

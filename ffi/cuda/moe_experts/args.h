@@ -111,18 +111,15 @@ inline std::string CheckMoeArgs(const MoeParams& in, int64_t workspace_words) {
 inline MoeArgs MakeMoeArgs(const MoeParams& in, int32_t* workspace, int64_t first_token) {
   const int64_t bytes = ByteWidth(in.dtype), k = in.experts_per_token;
   const int64_t left = in.num_tokens - first_token, turn = MoeTurnTokens(in.num_tokens, k);
-  const auto bytes_at = [](const void* data, int64_t offset) {
-    return Global<const char>(static_cast<const char*>(data)) + offset;
-  };
   MoeArgs args;
-  args.x = bytes_at(in.x, first_token * in.hidden * bytes);
-  args.gate_up = bytes_at(in.gate_up, 0);
-  args.down = bytes_at(in.down, 0);
+  args.x = Global<const char>(in.x) + first_token * in.hidden * bytes;
+  args.gate_up = Global<const char>(in.gate_up);
+  args.down = Global<const char>(in.down);
   args.experts = Global<const int32_t>(in.experts) + first_token * k;
   args.weights = Global<const float>(in.weights) + first_token * k;
   args.gate_up_scale = Global<const float>(in.gate_up_scale);
   args.down_scale = Global<const float>(in.down_scale);
-  args.out = Global<char>(static_cast<char*>(in.out)) + first_token * in.hidden * bytes;
+  args.out = Global<char>(in.out) + first_token * in.hidden * bytes;
   args.num_tokens = static_cast<int32_t>(left < turn ? left : turn);
   args.experts_per_token = static_cast<int32_t>(k);
   args.num_pairs = args.num_tokens * args.experts_per_token;
