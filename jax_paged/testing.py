@@ -330,14 +330,22 @@ def is_in_place(compiled: jax.stages.Compiled, pool: jax.Array | jax.ShapeDtypeS
 def pool_sized_ops(
     compiled: jax.stages.Compiled, pool: jax.Array | jax.ShapeDtypeStruct
 ) -> list[str]:
-    """The HLO lines of `compiled` that write a new array with as many elements as `pool`."""
+    """The HLO lines of `compiled` that write a new array with as many elements as `pool`.
+
+    What is inside of a fusion is never written; the fusion itself counts.
+    """
     passes = {
         "custom-call", "parameter", "get-tuple-element", "bitcast", "tuple", "while", "call",
         "conditional", "opt-barrier",
     }  # fmt: skip
-    size = math.prod(pool.shape)
-    found = []
-    for line in (compiled.as_text() or "").splitlines():
+    size, text = math.prod(pool.shape), compiled.as_text() or ""
+    fused = set(re.findall(r" fusion\(.*? calls=(%?[\w.-]+)", text))
+    found, inside = [], False
+    for line in text.splitlines():
+        if line.endswith("{"):
+            inside = line.split(" ", 1)[0] in fused
+        if inside:
+            continue
         match = re.match(r"\s*(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
         if match and match[2] not in passes:
             shapes = re.findall(r"\w+\[([\d,]+)\]", match[1])

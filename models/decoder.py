@@ -344,7 +344,9 @@ class Decoder(_Projections):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """[T, hidden_size], what the first layer takes."""
-        return self.embedding[...][tokens]
+        # The barrier keeps XLA from widening a whole table of bf16 ahead of a loop of steps (CPU).
+        table, tokens = jax.lax.optimization_barrier((self.embedding[...], tokens))
+        return table[tokens]
 
     def run_layers(
         self, x: jax.Array, batch: "StepBatch | tuple[StepBatch, ...]", state: State

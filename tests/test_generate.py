@@ -276,6 +276,21 @@ def test_programs_make_no_pool_sized_array_and_never_call_the_host(model):
     assert state.k_pages.size > 10 * max(x.size for x in jax.tree.leaves(params))
 
 
+def test_no_program_widens_the_embedding():
+    config = small_config("qwen3", vocab_size=2048, hidden_size=64, tie_word_embeddings=True)
+    model = Decoder(config, random_source(config, dtype=jnp.bfloat16))
+    graph, params = generate_module.nnx.split(model)
+    state = create_state(model, num_pages=8, max_seqs=4, pages_per_seq=2)
+    rows, tokens = np.arange(4, dtype=np.int32), np.zeros(8, np.int32)
+    progress = Progress(*(jnp.zeros(4, jnp.int32),) * 3)
+    loop = decode.lower(
+        graph, params, state, progress, rows, rows, rows, Sampler.create(), jnp.int32(3), chunk=4
+    ).compile()
+    chunk = prefill.lower(graph, params, state, rows, rows, tokens).compile()
+    for program in (loop, chunk):
+        assert pool_sized_ops(program, model.embedding[...]) == []
+
+
 def test_similar_sizes_share_a_state_shape(model):
     small, large = state_for(model, [500, 30]), state_for(model, [510, 20])
     assert small.k_pages.shape == large.k_pages.shape
