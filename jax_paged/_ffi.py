@@ -25,10 +25,12 @@ Implementation = Literal["native", "reference"] | None
 
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 # Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
-_CPU_ONLY = frozenset({"jax_paged.linear.v1"})
+_CPU_ONLY = frozenset({"jax_paged.linear.v1", "jax_paged.put_rows.v1"})
 # Targets whose reference XLA knows to split over devices in any way: with several devices that is
 # the implementation.
-_SPLIT_BY_XLA = frozenset({"jax_paged.linear.v1", "jax_paged.moe_experts.v1"})
+_SPLIT_BY_XLA = frozenset(
+    {"jax_paged.linear.v1", "jax_paged.moe_experts.v1", "jax_paged.put_rows.v1"}
+)
 _REMEDIES = {
     "_cpu": "install with `pip install .`, or `pip install -e . --no-build-isolation` to run from "
     "the source tree; implementation='reference' needs no native code",
@@ -111,7 +113,7 @@ def cpu_module() -> ModuleType:
     return module
 
 
-def _targets(name: str) -> tuple[str, ...]:
+def targets(name: str) -> tuple[str, ...]:
     module = _modules[name]
     return () if isinstance(module, str) else tuple(sorted(module.registrations()))
 
@@ -131,13 +133,13 @@ def build_info() -> dict[str, Any]:
     info: dict[str, Any] = {
         "version": importlib.metadata.version("jax_paged"),
         "ffi_api": _runtime_ffi_api(),
-        "targets": sorted({*_targets("_cpu"), *_targets("_cuda")}),
+        "targets": sorted({*targets("_cpu"), *targets("_cuda")}),
     }
     for name in _PLATFORMS:
         module = _modules[name]
         entry: dict[str, Any] = {"status": module if isinstance(module, str) else "ok"}
         if not isinstance(module, str):
-            entry |= {"targets": _targets(name), "ffi_api": tuple(module.ffi_api)}
+            entry |= {"targets": targets(name), "ffi_api": tuple(module.ffi_api)}
             if name == "_cpu":
                 entry |= {"isa": module.isa()}
             else:
@@ -172,7 +174,7 @@ mlir.register_lowering(_unavailable_p, _unavailable_lowering)
 def _why_unavailable(name: str, target: str) -> str | None:
     """The message for a native module that cannot run `target`, or None when it can."""
     module = _modules[name]
-    if target in _targets(name):
+    if target in targets(name):
         return None
     if isinstance(module, str) and module.startswith("driver too old"):
         return f"jax_paged: CUDA kernels cannot run ({module}); {_DRIVER_REMEDY}"

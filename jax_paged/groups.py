@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax_paged import pages
 from jax_paged._page_table import INT32_MAX, all_ok, check_rows, check_size, code, per_row
 from jax_paged._page_windows import loses_window
-from jax_paged.kv import copy_stored_pages
+from jax_paged.kv import copy_rows
 from jax_paged.layout import Layout
 from jax_paged.mla import check_latent_scale
 from jax_paged.pages import Integers, PageCopies, PageTable, SlotMoves, Status, StepBatch
@@ -369,14 +369,12 @@ def _copied_in(
 ) -> KVState | MlaState:
     if isinstance(group, KVState):
         return _with_copies(group, table, copies)
-    (kv_pages,) = copy_stored_pages(True, (group.kv_pages,), *copies)
+    (kv_pages,) = copy_rows(2, (group.kv_pages,), *copies)
     return MlaState(kv_pages, table, group.kv_scale)
 
 
 def _moved_in(group: KVState | MlaState, table: PageTable, moves: SlotMoves) -> KVState | MlaState:
     if isinstance(group, KVState):
         return _with_moves(group, table, moves)
-    shape = group.kv_pages.shape
-    slots = group.kv_pages.reshape(shape[0], shape[1] * shape[2], shape[3])  # pages of one token
-    (slots,) = copy_stored_pages(True, (slots,), *moves)
-    return MlaState(slots.reshape(shape), table, group.kv_scale)
+    (kv_pages,) = copy_rows(3, (group.kv_pages,), *moves)
+    return MlaState(kv_pages, table, group.kv_scale)

@@ -7,6 +7,7 @@ place when that function itself donates the pages; else XLA copies the pool once
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
+from jax_paged._put_rows import put_rows
 from jax_paged.layout import POOLS, Layout, is_stacked, kv_heads_axis, pages_shape
 from jax_paged.rope import RopeStyle
 from jax_paged.sharding import HeadAxes
@@ -421,22 +423,26 @@ def copy_pages(
     src_pages, dst_pages = as_index("src_pages", src_pages), as_index("dst_pages", dst_pages)
     check_shape("src_pages", src_pages, "n", (None,))
     check_shape("dst_pages", dst_pages, "n", src_pages.shape)
-    return copy_stored_pages(stacked, (k_pages, v_pages), src_pages, dst_pages)
+    return copy_rows(1 + stacked, (k_pages, v_pages), src_pages, dst_pages)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def copy_stored_pages(stacked, pools, src_pages, dst_pages):
-    """`copy_pages` in any number of pools that are stored page by page, e.g. scales per token."""
-    num_layers, num_pages = pools[0].shape[:2] if stacked else (1, pools[0].shape[0])
-    valid = (src_pages >= 0) & (src_pages < num_pages) & (dst_pages >= 0) & (dst_pages < num_pages)
-    # Layer and page as one leading axis: older XLA transposes the pool to scatter into the second.
-    first = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_pages
-    source = first + jnp.where(valid, src_pages, 0)[None]
-    target = jnp.where(valid[None], first + dst_pages[None], num_layers * num_pages)  # else dropped
+def copy_rows(leading, pools, src, dst):
+    """`copy_pages` in any pools, of rows that stand behind so many leading axes.
 
-    def copy(pages):
-        flat = pages.reshape(num_layers * num_pages, *pages.shape[1 + stacked :])
-        return flat.at[target].set(flat[source], mode="drop").reshape(pages.shape)
+    1 or, with a num_layers axis in front, 2: pages, of K and V or of scales per token. 3: tokens,
+    where a page has its tokens first.
+    """
+
+    def copy(pool):
+        num_layers = pool.shape[0] if leading > 1 else 1
+        num_rows = math.prod(pool.shape[:leading]) // max(num_layers, 1)
+        valid = (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_rows)
+        first = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_rows
+        source = first + jnp.where(valid, src, 0)[None]
+        target = jnp.where(valid[None], first + dst[None], -1)
+        flat = pool.reshape(num_layers * num_rows, *pool.shape[leading:])
+        return put_rows(pool, target.ravel(), flat[source.ravel()])
 
     return tuple(map(copy, pools))
 

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
+from jax_paged._put_rows import put_rows
 from jax_paged.attention import _cuda_workspace_words
-from jax_paged.reference import layer_scale
+from jax_paged.reference import QMAX, last_of_equal, layer_scale, quantise
 from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
     as_index,
@@ -298,6 +299,12 @@ def write_mla_kv(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(kv_pages, kv, slot_mapping, layer, kv_scale):
-    return reference.write_mla_kv(
-        kv_pages, kv, slot_mapping, layer=layer if kv_pages.ndim == 4 else None, kv_scale=kv_scale
-    )
+    num_slots = kv_pages.shape[-3] * kv_pages.shape[-2]
+    num_layers = kv_pages.shape[0] if kv_pages.ndim == 4 else 1
+    if kv_pages.dtype.name in QMAX:
+        scale = jnp.ones((), jnp.float32) if kv_scale is None else kv_scale
+        kv = quantise(kv, layer_scale(scale, layer), kv_pages.dtype)
+    order, slot = last_of_equal(slot_mapping, num_slots)
+    exists = (slot < num_slots) & (layer >= 0) & (layer < num_layers)
+    rows = jnp.where(exists, layer * num_slots + slot, -1)
+    return put_rows(kv_pages, rows, kv[order].astype(kv_pages.dtype))

@@ -307,18 +307,6 @@ def mla_paged_attention(
     )  # fmt: skip
 
 
-def write_mla_kv(kv_pages, kv, slot_mapping, *, layer=None, kv_scale=None):
-    """`jax_paged.write_mla_kv` in jax.numpy: K of one head, with a V of no width."""
-    k_pages, k = kv_pages[..., None, :], kv[:, None]
-    if kv_pages.dtype.name in QMAX:
-        scale = jnp.ones((), jnp.float32) if kv_scale is None else kv_scale
-        k = quantise(k, layer_scale(scale, layer), kv_pages.dtype)
-    k_pages, _ = scatter_tokens(
-        k_pages, k_pages[..., :0], k, k[..., :0], slot_mapping, layer, "NHD"
-    )
-    return k_pages[..., 0, :]
-
-
 def quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale):
     """k and v in the dtype of the pages, and the scales of their tokens where those are stored.
 
@@ -371,19 +359,26 @@ def read_tokens(pages, slots, layer, layout: Layout, pool: Pool) -> jax.Array:
     return pages[index].reshape(slots.shape[0], shape.num_kv_heads, shape.head_dim)
 
 
+def last_of_equal(slot_mapping, num_slots):
+    """(order, slot): the tokens sorted by slot, and where each of them goes.
+
+    Of several for one slot the last wins, which a scatter does not promise; the others get
+    num_slots, and so do those without a slot in range.
+    """
+    order = jnp.argsort(slot_mapping, stable=True)
+    slot = slot_mapping[order]
+    wins = jnp.ones(slot.shape, bool).at[:-1].set(slot[:-1] != slot[1:])
+    return order, jnp.where(wins & (slot >= 0) & (slot < num_slots), slot, num_slots)
+
+
 def scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout: Layout):
     """Writes tokens that have the dtype of their pages."""
     shape = pages_shape(k_pages, layout)
     num_slots = shape.num_pages * shape.page_size
     layer = jnp.int32(0 if layer is None else layer)
-    # The last of several tokens for one slot wins; a scatter does not promise which would.
-    order = jnp.argsort(slot_mapping, stable=True)
-    in_order = slot_mapping[order]
-    wins = jnp.ones(in_order.shape, bool).at[:-1].set(in_order[:-1] != in_order[1:])
-    wins &= (in_order >= 0) & (in_order < num_slots)
+    order, slot = last_of_equal(slot_mapping, num_slots)
     if shape.num_layers is not None:
-        wins &= (layer >= 0) & (layer < shape.num_layers)
-    slot = jnp.where(wins, in_order, num_slots)  # out of range: dropped
+        slot = jnp.where((layer >= 0) & (layer < shape.num_layers), slot, num_slots)
     page, offset = slot // shape.page_size, slot % shape.page_size
 
     def scatter(pages, tokens, pool):

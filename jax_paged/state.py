@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jax_paged import pages
 from jax_paged._page_table import check_size
-from jax_paged.kv import copy_pages, copy_stored_pages, move_slots
+from jax_paged.kv import copy_pages, copy_rows, move_slots
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
 from jax_paged.pages import Integers, PageCopies, PageTable, SlotMoves, StepBatch
 from jax_paged.validation import (
@@ -223,7 +223,7 @@ def _with_copies(state: KVState, table: PageTable, copies: PageCopies) -> KVStat
     )
     k_scale, v_scale = state.k_scale, state.v_scale
     if is_per_token(k_scale, k_pages):
-        k_scale, v_scale = copy_stored_pages(True, (k_scale, v_scale), *copies)
+        k_scale, v_scale = copy_rows(2, (k_scale, v_scale), *copies)
     return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged._put_rows import put_rows
 from jax_paged.pages import PageTable
 from jax_paged.state import KVState
 from jax_paged.validation import is_per_token
@@ -81,9 +82,8 @@ def copy_in(
     exists &= first + jnp.arange(count, dtype=jnp.int32) >= begin
 
     def put(pool, stored):
-        nowhere = pool.shape[0] * pool.shape[1]
-        places = jnp.where(exists[None], _places(pool, page), nowhere)
-        return _flat(pool).at[places].set(stored, mode="drop").reshape(pool.shape)
+        places = jnp.where(exists[None], _places(pool, page), -1).ravel()
+        return put_rows(pool, places, _flat(stored))
 
     own, drafters = _pools(device.state), _pools(device.drafter)
     pools = tuple(put(*pair) for pair in zip((*own, *drafters), chunk, strict=True))

@@ -194,8 +194,9 @@ def test_gradients_are_those_of_the_reference():
         assert np.abs(mine).max() > 0
 
 
-def test_writes_are_in_place_and_reads_copy_nothing():
-    pool = jax.ShapeDtypeStruct((2, 512, 16, 24), jnp.float32)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_writes_are_in_place_and_reads_copy_nothing(dtype):
+    pool = jax.ShapeDtypeStruct((2, 512, 16, 24), dtype)
 
     def step(kv_pages, kv, q):
         for layer in range(2):
@@ -208,11 +209,11 @@ def test_writes_are_in_place_and_reads_copy_nothing():
             kv = q[:, 0]  # each write depends on the reads before it
         return kv_pages, q
 
-    operands = (pool, jnp.ones((3, 24), jnp.float32), jnp.ones((3, 4, 24), jnp.float32))
+    operands = (pool, jnp.ones((3, 24), dtype), jnp.ones((3, 4, 24), dtype))
     compiled = jax.jit(step, donate_argnums=0).lower(*operands).compile()
     written = pool_sized_ops(compiled, pool)
     assert not [line for line in written if " copy(" in line or " select(" in line], written
-    memory, pool_bytes = compiled.memory_analysis(), 2 * 512 * 16 * 24 * 4
+    memory, pool_bytes = compiled.memory_analysis(), 2 * 512 * 16 * 24 * pool.dtype.itemsize
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes // 8
 

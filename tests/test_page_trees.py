@@ -190,8 +190,9 @@ def test_commit_moves_the_path_in_every_layer(layout):
 
 
 @gathers_in_place
-def test_commit_moves_tokens_in_place():
-    kv, rows = _big_state(), jnp.zeros(2, jnp.int32)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_commit_moves_tokens_in_place(dtype):
+    kv, rows = _big_state(dtype), jnp.zeros(2, jnp.int32)
     pool_bytes = kv.k_pages.size * kv.k_pages.dtype.itemsize
     compiled = jax.jit(state.commit_tree, donate_argnums=0).lower(kv, rows, rows).compile()
     assert copies_and_selects(compiled, kv.k_pages) == []

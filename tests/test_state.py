@@ -201,13 +201,14 @@ def test_a_generation_runs_in_one_while_loop():
     assert read(kv, 0) == read(kv, 1) == list(range(12))
 
 
-def _big_state() -> KVState:
+def _big_state(dtype="float32") -> KVState:
     sizes = {"num_layers": 3, "num_pages": 512, "page_size": 16, "head_dim": 64}
-    return jax.eval_shape(lambda: make(**sizes, pages_per_seq=8))
+    return jax.eval_shape(lambda: make(**sizes, pages_per_seq=8, dtype=dtype))
 
 
-def test_fork_and_truncate_copy_pages_in_place():
-    kv, rows = _big_state(), jnp.zeros(2, jnp.int32)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_fork_and_truncate_copy_pages_in_place(dtype):
+    kv, rows = _big_state(dtype), jnp.zeros(2, jnp.int32)
     pool_bytes = kv.k_pages.size * kv.k_pages.dtype.itemsize
     for verb, args in ((state.fork, (rows, rows, rows)), (state.truncate, (rows, rows))):
         compiled = jax.jit(verb, donate_argnums=0).lower(kv, *args).compile()
