@@ -82,16 +82,30 @@ struct KeyWords {
   JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
 };
 
-// ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
-template <typename T, int ROWS>
+// Prefetches what lies `ahead` bytes behind a step of ScoreTile. Always inline: gcc takes a
+// function that only prefetches for one that does nothing.
+template <typename T, int TOKENS>
+JAX_PAGED_INLINE void PrefetchStep(const T* const* k, int64_t d, int64_t ahead) {
+  JAX_PAGED_UNROLL
+  for (int t = 0; t < TOKENS; ++t) {
+    const char* const from = reinterpret_cast<const char*>(k[t] + d) + ahead;
+    JAX_PAGED_UNROLL
+    for (int64_t i = 0; i < 2 * kWidth * int64_t{sizeof(T)}; i += 64) Prefetch(from + i);
+  }
+}
+
+// ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row. If it PREFETCHES, then what lies
+// `ahead` bytes behind the keys.
+template <typename T, int ROWS, bool PREFETCHES = false>
 JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
-                               int64_t head_dim) {
+                               int64_t head_dim, int64_t ahead = 0) {
   Vec sum[kWidth];
   JAX_PAGED_UNROLL
   for (int i = 0; i < kWidth; ++i) sum[i] = Zero();
   int64_t d = 0;
   if constexpr (kUsesDot<T>) {
     for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      if constexpr (PREFETCHES) PrefetchStep<T, kWidth / ROWS>(k, d, ahead);
       ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, 2 * kWidth}, sum);
     }
     if (d < head_dim) {
@@ -99,6 +113,7 @@ JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const*
     }
   } else {
     for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+      if constexpr (PREFETCHES) PrefetchStep<T, kWidth / ROWS>(k, d, ahead);
       ScoreStep<T, ROWS, 2>(q + d, q_stride, KeyPairs<T>{k, d}, sum);
     }
     if (d + kWidth <= head_dim) {

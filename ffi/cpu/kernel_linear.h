@@ -60,10 +60,11 @@ void StagePanel(const T* w, int64_t w_stride, int64_t depth, int64_t count, floa
 
 // sums[n * ROWS + r] (+)= x[r] . w[n] over the depth [begin, end), a chunk at a time, for n <
 // count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`.
-template <typename T, int ROWS>
+template <typename T, int ROWS, bool PREFETCHES>
 void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t begin,
                  int64_t end, int64_t count, float* sums) {
   constexpr int kColumns = kWidth / ROWS;
+  const int64_t ahead = kLinearColumns * w_stride * int64_t{sizeof(T)};
   for (int64_t n = 0; n < count; n += kColumns) {
     float* to = sums + n * ROWS;
     for (int64_t d = begin; d < end; d += kLinearDepth) {
@@ -74,29 +75,42 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
       }
       const float* from = x + (kUsesDot<T> ? d / 2 : d);
       const int64_t here = end - d < kLinearDepth ? end - d : kLinearDepth;
-      const Vec sum = ScoreTile<T, ROWS>(from, x_stride, rows, here);
+      const Vec sum = ScoreTile<T, ROWS, PREFETCHES>(from, x_stride, rows, here, ahead);
       Store(to, d > 0 ? Add(Load(to), sum) : sum);
     }
   }
 }
 
-// The products of all rows of x with a chunk of rows of w.
-template <typename T>
+// The products of the rows of a tile of x with a chunk of rows of w.
+template <typename T, bool PREFETCHES>
+void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
+                int64_t begin, int64_t end, int64_t count, float* sums) {
+  if (tile == 8) {
+    LinearTiles<T, 8, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+  } else if (tile == 4) {
+    LinearTiles<T, 4, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+  } else if (tile == 2) {
+    LinearTiles<T, 2, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+  } else {
+    LinearTiles<T, 1, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+  }
+}
+
+// The products of all rows of x with a chunk of rows of w. Where w is COLD the first tile of x
+// brings it in; 8-bit codes take so much work that it makes no difference.
+template <typename T, bool COLD>
 void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t w_stride,
                  int64_t begin, int64_t end, int64_t count, float* sums) {
   const int64_t padded = RoundUp(count, kLinearColumns);
   for (int64_t r = 0; r < num_rows;) {
     const int tile = LinearTileRows(num_rows, r);
-    const float* from = x + r * x_stride;
-    float* to = sums + r * padded;
-    if (tile == 8) {
-      LinearTiles<T, 8>(from, x_stride, w, w_stride, begin, end, count, to);
-    } else if (tile == 4) {
-      LinearTiles<T, 4>(from, x_stride, w, w_stride, begin, end, count, to);
-    } else if (tile == 2) {
-      LinearTiles<T, 2>(from, x_stride, w, w_stride, begin, end, count, to);
+    const float* const from = x + r * x_stride;
+    float* const to = sums + r * padded;
+    if (r == 0) {
+      LinearTile<T, COLD && sizeof(T) != 1>(tile, from, x_stride, w, w_stride, begin, end, count,
+                                            to);
     } else {
-      LinearTiles<T, 1>(from, x_stride, w, w_stride, begin, end, count, to);
+      LinearTile<T, false>(tile, from, x_stride, w, w_stride, begin, end, count, to);
     }
     r += tile;
   }
@@ -111,19 +125,19 @@ void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
                 int64_t depth, int64_t count, float* panel, float* sums) {
   const T* w = static_cast<const T*>(weights);
   if (num_rows <= 8) {
-    LinearChunk<T>(x, x_stride, num_rows, w, depth, 0, depth, count, sums);
+    LinearChunk<T, true>(x, x_stride, num_rows, w, depth, 0, depth, count, sums);
     return;
   }
   const int64_t panel_stride = RoundUp(depth < kLinearDepth ? depth : kLinearDepth, kPadFloats);
   for (int64_t begin = 0; begin < depth; begin += kLinearDepth) {
     const int64_t end = depth - begin < kLinearDepth ? depth : begin + kLinearDepth;
     if constexpr (kSameType<T, P>) {
-      LinearChunk<T>(x, x_stride, num_rows, w + begin, depth, begin, end, count, sums);
+      LinearChunk<T, true>(x, x_stride, num_rows, w + begin, depth, begin, end, count, sums);
     } else {
       StagePanel<T>(w + begin, depth, end - begin, count, panel, panel_stride);
       const P* staged = reinterpret_cast<const P*>(panel);
       const int64_t stride = panel_stride * int64_t{sizeof(float) / sizeof(P)};
-      LinearChunk<P>(x, x_stride, num_rows, staged, stride, begin, end, count, sums);
+      LinearChunk<P, false>(x, x_stride, num_rows, staged, stride, begin, end, count, sums);
     }
   }
 }
