@@ -11,23 +11,22 @@
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
-// Adds N vectors of dimensions, of ROWS queries x (kWidth / ROWS) keys, to the sums. What is used
-// most often stays in registers: keys or queries.
-template <typename T, int ROWS, int N, typename Keys>
+// Adds N vectors of dimensions, of ROWS queries x TOKENS keys, to the sums. What is used most often
+// stays in registers: keys or queries.
+template <typename T, int ROWS, int TOKENS, int N, typename Keys>
 JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& keys, Vec* sum) {
-  constexpr int kTokens = kWidth / ROWS;
-  if constexpr (kTokens <= 2) {
-    Vec key[kTokens * N];
+  if constexpr (TOKENS <= 2) {
+    Vec key[TOKENS * N];
     JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) keys.Get(t, key + t * N);
+    for (int t = 0; t < TOKENS; ++t) keys.Get(t, key + t * N);
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       JAX_PAGED_UNROLL
       for (int j = 0; j < N; ++j) {
         Vec query = Load(q + r * q_stride + j * kWidth);
-        if (kTokens > 1) Pin(query);
+        if (TOKENS > 1) Pin(query);
         JAX_PAGED_UNROLL
-        for (int t = 0; t < kTokens; ++t) {
+        for (int t = 0; t < TOKENS; ++t) {
           Vec& s = sum[t * ROWS + r];
           s = MultiplyAdd<T>(query, key[t * N + j], s);
         }
@@ -44,7 +43,7 @@ JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& ke
       }
     }
     JAX_PAGED_UNROLL
-    for (int t = 0; t < kTokens; ++t) {
+    for (int t = 0; t < TOKENS; ++t) {
       Vec key[N];
       keys.Get(t, key);
       JAX_PAGED_UNROLL
@@ -82,47 +81,67 @@ struct KeyWords {
   JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
 };
 
-// Prefetches what lies `ahead` bytes behind a step of ScoreTile. Always inline: gcc takes a
-// function that only prefetches for one that does nothing.
-template <typename T, int TOKENS>
-JAX_PAGED_INLINE void PrefetchStep(const T* const* k, int64_t d, int64_t ahead) {
+// sum[token * ROWS + row] of ROWS x TOKENS products, one vector each. If it PREFETCHES, then what
+// lies `ahead` bytes behind the keys. (Not in a function of its own: gcc takes one that only
+// prefetches for one that does nothing.)
+template <typename T, int ROWS, int TOKENS, bool PREFETCHES>
+JAX_PAGED_INLINE void ScoreSums(const float* q, int64_t q_stride, const T* const* k,
+                                int64_t head_dim, int64_t ahead, Vec* sum) {
   JAX_PAGED_UNROLL
-  for (int t = 0; t < TOKENS; ++t) {
-    const char* const from = reinterpret_cast<const char*>(k[t] + d) + ahead;
-    JAX_PAGED_UNROLL
-    for (int64_t i = 0; i < 2 * kWidth * int64_t{sizeof(T)}; i += 64) Prefetch(from + i);
-  }
-}
-
-// ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row. If it PREFETCHES, then what lies
-// `ahead` bytes behind the keys.
-template <typename T, int ROWS, bool PREFETCHES = false>
-JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
-                               int64_t head_dim, int64_t ahead = 0) {
-  Vec sum[kWidth];
-  JAX_PAGED_UNROLL
-  for (int i = 0; i < kWidth; ++i) sum[i] = Zero();
+  for (int i = 0; i < ROWS * TOKENS; ++i) sum[i] = Zero();
   int64_t d = 0;
-  if constexpr (kUsesDot<T>) {
-    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-      if constexpr (PREFETCHES) PrefetchStep<T, kWidth / ROWS>(k, d, ahead);
-      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, 2 * kWidth}, sum);
+  for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+    if constexpr (PREFETCHES) {
+      JAX_PAGED_UNROLL
+      for (int t = 0; t < TOKENS; ++t) {
+        const char* const from = reinterpret_cast<const char*>(k[t] + d) + ahead;
+        JAX_PAGED_UNROLL
+        for (int64_t i = 0; i < 2 * kWidth * int64_t{sizeof(T)}; i += 64) Prefetch(from + i);
+      }
     }
+    if constexpr (kUsesDot<T>) {
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, 2 * kWidth}, sum);
+    } else {
+      ScoreStep<T, ROWS, TOKENS, 2>(q + d, q_stride, KeyPairs<T>{k, d}, sum);
+    }
+  }
+  if constexpr (kUsesDot<T>) {
     if (d < head_dim) {
-      ScoreStep<T, ROWS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, head_dim - d}, sum);
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, head_dim - d}, sum);
     }
   } else {
-    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-      if constexpr (PREFETCHES) PrefetchStep<T, kWidth / ROWS>(k, d, ahead);
-      ScoreStep<T, ROWS, 2>(q + d, q_stride, KeyPairs<T>{k, d}, sum);
-    }
     if (d + kWidth <= head_dim) {
-      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/false>{k, d}, sum);
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/false>{k, d}, sum);
       d += kWidth;
     }
     if (d < head_dim) {
-      ScoreStep<T, ROWS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/true>{k, d}, sum);
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/true>{k, d}, sum);
     }
+  }
+}
+
+// ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
+template <typename T, int ROWS>
+JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
+                               int64_t head_dim) {
+  Vec sum[kWidth];
+  ScoreSums<T, ROWS, kWidth / ROWS, /*PREFETCHES=*/false>(q, q_stride, k, head_dim, /*ahead=*/0,
+                                                          sum);
+  return SumEach(sum);
+}
+
+// The same bits, of keys that lie one behind the other in memory and are not in a cache. One query
+// takes one key after the other, which reads memory in a single stream; more take so long per key
+// that the tile's keys come in one by one, from 16 keys ahead.
+template <typename T, int ROWS>
+JAX_PAGED_INLINE Vec StreamTile(const float* q, int64_t q_stride, const T* const* k,
+                                int64_t head_dim, int64_t key_bytes) {
+  constexpr int kTokens = ROWS == 1 ? 1 : kWidth / ROWS;
+  const int64_t ahead = ROWS == 1 ? 4096 : 16 * key_bytes;
+  Vec sum[kWidth];
+  for (int i = 0; i < kWidth; i += ROWS * kTokens) {
+    ScoreSums<T, ROWS, kTokens, /*PREFETCHES=*/true>(q, q_stride, k + i / ROWS, head_dim, ahead,
+                                                     sum + i);
   }
   return SumEach(sum);
 }

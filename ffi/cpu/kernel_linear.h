@@ -60,11 +60,10 @@ void StagePanel(const T* w, int64_t w_stride, int64_t depth, int64_t count, floa
 
 // sums[n * ROWS + r] (+)= x[r] . w[n] over the depth [begin, end), a chunk at a time, for n <
 // count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`.
-template <typename T, int ROWS, bool PREFETCHES>
+template <typename T, int ROWS, bool STREAMS>
 void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t begin,
                  int64_t end, int64_t count, float* sums) {
   constexpr int kColumns = kWidth / ROWS;
-  const int64_t ahead = kLinearColumns * w_stride * int64_t{sizeof(T)};
   for (int64_t n = 0; n < count; n += kColumns) {
     float* to = sums + n * ROWS;
     for (int64_t d = begin; d < end; d += kLinearDepth) {
@@ -75,24 +74,29 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
       }
       const float* from = x + (kUsesDot<T> ? d / 2 : d);
       const int64_t here = end - d < kLinearDepth ? end - d : kLinearDepth;
-      const Vec sum = ScoreTile<T, ROWS, PREFETCHES>(from, x_stride, rows, here, ahead);
+      Vec sum;
+      if constexpr (STREAMS) {
+        sum = StreamTile<T, ROWS>(from, x_stride, rows, here, w_stride * int64_t{sizeof(T)});
+      } else {
+        sum = ScoreTile<T, ROWS>(from, x_stride, rows, here);
+      }
       Store(to, d > 0 ? Add(Load(to), sum) : sum);
     }
   }
 }
 
 // The products of the rows of a tile of x with a chunk of rows of w.
-template <typename T, bool PREFETCHES>
+template <typename T, bool STREAMS>
 void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
                 int64_t begin, int64_t end, int64_t count, float* sums) {
   if (tile == 8) {
-    LinearTiles<T, 8, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 8, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
   } else if (tile == 4) {
-    LinearTiles<T, 4, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 4, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
   } else if (tile == 2) {
-    LinearTiles<T, 2, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 2, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
   } else {
-    LinearTiles<T, 1, PREFETCHES>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 1, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
   }
 }
 
