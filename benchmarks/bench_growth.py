@@ -5,7 +5,8 @@
 Qwen3-MoE at 512 M parameters (8 layers) in bf16, one thing at a time grown from batch 1 and 512
 tokens of context: the context, the batch, the pool (pages that no row holds: a step must not depend
 on them), the layers. ms is per step of the compiled decode loop. The K and V of the context are
-zeros, which makes no difference in time.
+zeros, which makes no difference in time; the rows of a batch are alike, and so choose the same
+experts, unlike those of bench_model.
 
 `compile` is the decode step of Qwen3-30B-A3B, 48 unrolled layers, from shapes alone: nothing is
 allocated. Tracing and lowering, and XLA's compiling, in one go, each once.
