@@ -431,7 +431,7 @@ def test_cuda_takes_every_option_at_lowering_and_explain_says_so(window, monkeyp
     options = slopes_and_sinks() | {"sliding_window": window, "soft_cap": 2.0}
     arguments, defaults = small_batch().ragged()
     jax.clear_caches()
-    monkeypatch.setattr(_ffi, "_targets", lambda _: ("jax_paged.attention.v1",))  # as if built
+    monkeypatch.setattr(_ffi, "targets", lambda _: ("jax_paged.attention.v1",))  # as if built
     traced = jax.jit(lambda: attend(small_batch(), options)[0]).trace()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     call = next(line for line in text.splitlines() if "@jax_paged.attention.v1" in line)

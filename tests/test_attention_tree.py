@@ -310,7 +310,7 @@ def test_a_wrong_tree_is_told_in_one_line(options, message):
 def test_trees_lower_to_the_cuda_kernels(monkeypatch):
     batch, options, _ = small_batch()
     jax.clear_caches()
-    monkeypatch.setattr(_ffi, "_targets", lambda _: ("jax_paged.attention.v1",))  # as if built
+    monkeypatch.setattr(_ffi, "targets", lambda _: ("jax_paged.attention.v1",))  # as if built
     traced = jax.jit(lambda: attend(batch, options)[0]).trace()
     assert "jax_paged.attention.v1" in traced.lower(lowering_platforms=("cuda",)).as_text()
     monkeypatch.undo()

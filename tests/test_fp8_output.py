@@ -128,7 +128,7 @@ def test_a_wrong_option_is_named(options, message):
 
 def test_an_fp8_output_lowers_to_the_cuda_kernels(monkeypatch):
     jax.clear_caches()
-    monkeypatch.setattr(_ffi, "_targets", lambda _: ("jax_paged.attention.v1",))
+    monkeypatch.setattr(_ffi, "targets", lambda _: ("jax_paged.attention.v1",))
     q, *rest = batch("bfloat16")
     traced = jax.jit(
         lambda q: ragged_paged_attention(q, *rest, out_dtype="float8_e4m3fn", out_scale=2.0)
