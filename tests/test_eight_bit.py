@@ -175,7 +175,7 @@ def test_kv_dtype_reads_the_usual_names():
 def test_8_bit_pages_lower_to_the_cuda_kernels(monkeypatch):
     jax.clear_caches()
     monkeypatch.setattr(
-        _ffi, "_targets", lambda _: tuple(f"jax_paged.{name}.v1" for name in TARGETS)
+        _ffi, "targets", lambda _: tuple(f"jax_paged.{name}.v1" for name in TARGETS)
     )
     k, slots = tokens(10), jnp.zeros(6, jnp.int32)
     pages = pool("int8")
