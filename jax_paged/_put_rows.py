@@ -52,8 +52,17 @@ def _vmap(axis_size, in_batched, *operands):
     return jax.vmap(_scatter, axes, axis_size=axis_size)(*operands), True
 
 
+def flat_rows(pool: jax.Array, leading: int) -> jax.Array:
+    """The pool with so many leading axes as one."""
+    return pool.reshape(math.prod(pool.shape[:leading]), *pool.shape[leading:])
+
+
+def in_each_layer(num_layers: int, num_rows: int, index: jax.Array) -> jax.Array:
+    """[num_layers, …], which of the flat rows row `index` of each layer is."""
+    return jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_rows + index[None]
+
+
 def _scatter(pool, rows, values):
-    leading = pool.ndim - values.ndim + 1
-    flat = pool.reshape(math.prod(pool.shape[:leading]), *pool.shape[leading:])
+    flat = flat_rows(pool, pool.ndim - values.ndim + 1)
     rows = jnp.where(rows < 0, flat.shape[0], rows)
     return flat.at[rows].set(values, mode="drop").reshape(pool.shape)

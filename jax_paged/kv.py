@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
-from jax_paged._put_rows import put_rows
+from jax_paged._put_rows import flat_rows, in_each_layer, put_rows
 from jax_paged.layout import POOLS, Layout, is_stacked, kv_heads_axis, pages_shape
 from jax_paged.rope import RopeStyle
 from jax_paged.sharding import HeadAxes
@@ -434,17 +434,12 @@ def copy_rows(leading, pools, src, dst):
     where a page has its tokens first.
     """
 
-    def copy(pool):
-        num_layers = pool.shape[0] if leading > 1 else 1
-        num_rows = math.prod(pool.shape[:leading]) // max(num_layers, 1)
-        valid = (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_rows)
-        first = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_rows
-        source = first + jnp.where(valid, src, 0)[None]
-        target = jnp.where(valid[None], first + dst[None], -1)
-        flat = pool.reshape(num_layers * num_rows, *pool.shape[leading:])
-        return put_rows(pool, target.ravel(), flat[source.ravel()])
-
-    return tuple(map(copy, pools))
+    num_layers = pools[0].shape[0] if leading > 1 else 1
+    num_rows = math.prod(pools[0].shape[:leading]) // max(num_layers, 1)
+    valid = (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_rows)
+    source = in_each_layer(num_layers, num_rows, jnp.where(valid, src, 0)).ravel()
+    target = jnp.where(valid[None], in_each_layer(num_layers, num_rows, dst), -1).ravel()
+    return tuple(put_rows(pool, target, flat_rows(pool, leading)[source]) for pool in pools)
 
 
 def move_slots(

@@ -2,8 +2,8 @@
 
 A row is copied in chunks of a fixed number of pages, so that one program serves rows of any length.
 Out: a gather of the chunk's pages in all layers, then a copy to page-locked host memory that nobody
-waits for. In: a copy to the device and a scatter in place. Stored values travel as they are, 8-bit
-ones with their scales per token, and a draft model's with them.
+waits for. In: a copy to the device, whose pages are then put in place. Stored values travel as they
+are, 8-bit ones with their scales per token, and a draft model's with them.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged._put_rows import put_rows
+from jax_paged._put_rows import flat_rows, in_each_layer, put_rows
 from jax_paged.pages import PageTable
 from jax_paged.state import KVState
 from jax_paged.validation import is_per_token
@@ -46,11 +46,6 @@ def _with_pools(state: KVState, pools: tuple[Any, ...]) -> KVState:
     return dataclasses.replace(state, **dict(zip(names, pools, strict=True)))
 
 
-def _flat(pool: jax.Array) -> jax.Array:
-    """Layer and page as one leading axis, as `copy_pages` has it."""
-    return pool.reshape(pool.shape[0] * pool.shape[1], *pool.shape[2:])
-
-
 def _pages(table: PageTable, row, first, count: int) -> tuple[jax.Array, jax.Array]:
     """The pages in columns first … of a row, 0 where there is none; and whether there is one."""
     column = first + jnp.arange(count, dtype=jnp.int32)
@@ -61,7 +56,7 @@ def _pages(table: PageTable, row, first, count: int) -> tuple[jax.Array, jax.Arr
 
 def _places(pool: jax.Array, page: jax.Array) -> jax.Array:
     """Where pages lie in a flat pool: [num_layers, pages]."""
-    return jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None] * pool.shape[1] + page[None]
+    return in_each_layer(*pool.shape[:2], page)
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -69,7 +64,7 @@ def copy_out(device: Device, row: jax.Array, first: jax.Array, *, count: int) ->
     """The pages in columns first … first + count − 1 of a row, of both models."""
     page, _ = _pages(device.state.table, row, first, count)
     pools = (*_pools(device.state), *_pools(device.drafter))
-    return tuple(_flat(pool)[_places(pool, page)] for pool in pools)
+    return tuple(flat_rows(pool, 2)[_places(pool, page)] for pool in pools)
 
 
 @functools.partial(jax.jit, donate_argnames="device")
@@ -83,7 +78,7 @@ def copy_in(
 
     def put(pool, stored):
         places = jnp.where(exists[None], _places(pool, page), -1).ravel()
-        return put_rows(pool, places, _flat(stored))
+        return put_rows(pool, places, flat_rows(stored, 2))
 
     own, drafters = _pools(device.state), _pools(device.drafter)
     pools = tuple(put(*pair) for pair in zip((*own, *drafters), chunk, strict=True))

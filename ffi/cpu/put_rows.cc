@@ -12,6 +12,7 @@
 #include "common/ffi_checks.h"
 #include "common/schedule.h"
 #include "cpu/handlers.h"
+#include "cpu/in_place.h"
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -21,7 +22,6 @@ namespace jax_paged::cpu {
 namespace {
 
 constexpr char kOp[] = "jax_paged.put_rows";
-constexpr int64_t kSerialBytes = 200'000;  // some 20 microseconds
 
 std::string Check(const ffi::AnyBuffer& pool, ShapeView rows, const ffi::AnyBuffer& values,
                   const ffi::AnyBuffer& out) {
@@ -44,16 +44,13 @@ ffi::Error PutRows(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi
                    ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> result) {
   const std::string error = Check(pool, Shape(rows), values, *result);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  // XLA aliases the result to the pool and copies beforehand where it cannot; be safe if not.
-  char* const to = static_cast<char*>(result->untyped_data());
-  if (pool.untyped_data() != result->untyped_data()) {
-    std::memcpy(to, pool.untyped_data(), pool.size_bytes());
-  }
+  CopyUnlessAliased(pool, *result);
   const int64_t count = Shape(rows)[0];
   if (values.size_bytes() == 0) return ffi::Error::Success();
   const int64_t bytes = static_cast<int64_t>(values.size_bytes()) / count;
   const int64_t num_rows = static_cast<int64_t>(pool.size_bytes()) / bytes;
   const char* const from = static_cast<const char*>(values.untyped_data());
+  char* const to = static_cast<char*>(result->untyped_data());
   const int32_t* const row = rows.typed_data();
   const int64_t workers = count * bytes < kSerialBytes ? 1 : Clamp(threads.num_threads(), 1, count);
   ParallelFor(threads, workers, workers, [&](int64_t item, int64_t) {

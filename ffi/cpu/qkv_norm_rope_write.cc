@@ -5,14 +5,13 @@
 // caller's alone.
 
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "common/qkv_checks.h"
 #include "common/schedule.h"
 #include "cpu/handlers.h"
+#include "cpu/in_place.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
@@ -22,8 +21,6 @@ namespace ffi = xla::ffi;
 namespace jax_paged::cpu {
 namespace {
 
-// Below this many bytes of qkv, some 20 microseconds, a second thread costs more than it brings.
-constexpr int64_t kSerialBytes = 200'000;
 constexpr int64_t kBlocksPerWorker = 4;
 
 // A head's weights as floats, in `floats` unless they are so already; null when there are none.
@@ -49,12 +46,8 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
                                      q_norm, k_norm, layer, *q, *k_result, *v_result},
                                     eps, style, layout, &params);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
-  for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {
-    if (from.untyped_data() != to.untyped_data()) {
-      std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
-    }
-  }
+  CopyUnlessAliased(k_pages, *k_result);
+  CopyUnlessAliased(v_pages, *v_result);
 
   float q_floats[kMaxQkvHeadDim], k_floats[kMaxQkvHeadDim];
   const int64_t head_dim = params.k_pool.head_dim, heads = params.k_pool.num_kv_heads;

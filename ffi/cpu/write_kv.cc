@@ -9,12 +9,12 @@
 #include <cstring>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "common/ffi_checks.h"
 #include "common/page_view.h"
 #include "common/schedule.h"
 #include "cpu/handlers.h"
+#include "cpu/in_place.h"
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -22,9 +22,6 @@ namespace ffi = xla::ffi;
 
 namespace jax_paged::cpu {
 namespace {
-
-// Below this many bytes, some 20 microseconds, a second thread costs more than it brings.
-constexpr int64_t kSerialBytes = 200'000;
 
 // One head's row of a token, atom by atom.
 template <int ATOM_BYTES>
@@ -69,12 +66,8 @@ ffi::Error WriteKv(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer 
   const int64_t num_tokens = Shape(slot_mapping)[0];
   const int64_t heads = k_pool.num_kv_heads;
 
-  // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
-  for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {
-    if (from.untyped_data() != to.untyped_data()) {
-      std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
-    }
-  }
+  CopyUnlessAliased(k_pages, *k_result);
+  CopyUnlessAliased(v_pages, *v_result);
   const int32_t layer_index = *layer.typed_data();
   if (layer_index < 0 || layer_index >= k_pool.num_layers) return ffi::Error::Success();
 
