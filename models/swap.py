@@ -56,7 +56,8 @@ def _pages(table: PageTable, row, first, count: int) -> tuple[jax.Array, jax.Arr
 
 def _places(pool: jax.Array, page: jax.Array) -> jax.Array:
     """Where pages lie in a flat pool: [num_layers, pages]."""
-    return in_each_layer(*pool.shape[:2], page)
+    num_layers, num_pages = pool.shape[:2]
+    return in_each_layer(num_layers, num_pages, page)
 
 
 @functools.partial(jax.jit, static_argnames="count")
