@@ -11,6 +11,7 @@ time limit, so that a crash or a hang of one is a line in the result and the nex
   gpu tests     tests/gpu: numerics against the float64 oracle, bits, replay, in-place writes
   op tests      the op suites that also run on the CPU, as far as they are of the native ops
   decode        bandwidth against a copy, and peers;  prefill   arithmetic against a matrix product
+  experts       moe_experts by both, and XLA's ragged_dot
   model         a decode loop of a small Qwen3-MoE with command buffers off, on, and over loops
   memcheck, racecheck, initcheck   compute-sanitizer over every kernel, where the tool is on PATH
 
@@ -256,6 +257,7 @@ def stages(dry: bool, capability: str | None) -> list[Callable[[], Stage]]:
         lambda: pytest_stage("op tests", dry, 50, "-k", ops, *suites),
         lambda: worker_stage("decode", dry, 90, "gpu_attention.py", "decode"),
         lambda: worker_stage("prefill", dry, 45, "gpu_attention.py", "prefill"),
+        lambda: worker_stage("experts", dry, 30, "gpu_experts.py"),
         *(lambda label=label: model_stage(label, dry) for label in labels),
         *(
             lambda tool=tool: sanitizer_stage(tool, dry)

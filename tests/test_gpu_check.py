@@ -41,7 +41,7 @@ def test_dry_mode_runs_every_stage(tmp_path):
     ran = [name for name, stage in stages.items() if stage["status"] == "passed"]
     assert ran == [
         "device", "environment", "gpu tests", "op tests", "decode", "prefill",
-        "model, command buffers with loops", "memcheck", "racecheck", "initcheck",
+        "experts", "model, command buffers with loops", "memcheck", "racecheck", "initcheck",
     ]  # fmt: skip
     assert " passed" in stages["gpu tests"]["output"]
     for kind in ("decode", "prefill"):
@@ -53,6 +53,9 @@ def test_dry_mode_runs_every_stage(tmp_path):
         assert timed[0]["verdict"] == "dry"  # has a target, which nothing is held against
         peers = {row["peer"] for row in rows if row["kind"] == f"{kind} peer"}
         assert {"torch_sdpa", "flashinfer"} <= peers
+    rows = stages["experts"]["rows"]
+    assert [row["kind"] for row in rows] == ["ceilings", "experts", "experts peer", "experts"]
+    assert all(row["worst_error"] < 0.01 for row in rows if row["kind"] == "experts")
     assert all(row["ok"] for row in stages["memcheck"]["rows"])
     for key in ("device", "jax", "cpu", "build", "sources"):
         assert record["environment"][key]
