@@ -5,7 +5,7 @@
 For each shape the contenders take turns (harness.paired). Decode is bound by reading the KV cache:
 GB/s counts each K and V byte once, and % is of the read bandwidth. Prefill is bound by arithmetic:
 GFLOP/s counts the causal half, and % is of the f32 FMA rate (in bf16 more than 100 % is possible
-where the processor multiplies bf16 pairs). Each limit is measured just after the row it belongs to.
+where the processor multiplies bf16 pairs). A row's limit takes turns with its contenders.
 torch SDPA (where torch is installed) reads contiguous K and V without pages, each KV head
 once (q folded to [batch, num_kv_heads, group, head_dim] in decode): the best that torch offers.
 vLLM's CPU kernel (vllm_cpu.py tells how to get it) reads the same pages in its own layout.
@@ -19,6 +19,7 @@ import limits
 import numpy as np
 import vllm_cpu
 from harness import Bench, agree, blocking
+from limits import Limit
 
 import jax_paged
 from jax_paged.testing import CASES, Case, make_batch
@@ -56,8 +57,17 @@ def torch_prefill(case: Case, tokens: int, dtype: str):
     return lambda: attend(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def measure(bench: Bench, case: Case, q_lens, seq_lens, dtype: str, torch_call, implementations):
-    """Times the contenders on one batch; vLLM's must give what ours gives."""
+def measure(
+    bench: Bench,
+    case: Case,
+    q_lens,
+    seq_lens,
+    dtype: str,
+    torch_call,
+    implementations,
+    limit: Limit,
+):
+    """Times the contenders on one batch, and the limit; vLLM's must give what ours gives."""
     batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens)
     arguments, options = batch.ragged()
     if max(q_lens) == 1:
@@ -74,7 +84,7 @@ def measure(bench: Bench, case: Case, q_lens, seq_lens, dtype: str, torch_call, 
     if not bench.lacks("vllm_cpu", vllm_cpu.missing()):
         contenders["vllm_cpu"] = vllm_cpu.attention(batch)
         agree({name: contenders[name] for name in ("native", "vllm_cpu")}, limit=0.02)
-    return bench.paired(contenders)
+    return bench.beside(limit, contenders)
 
 
 def main() -> None:
@@ -93,20 +103,21 @@ def main() -> None:
         for dtype in ("bfloat16", "float32"):
             case = dataclasses.replace(CASES[name], **changes)
             torch_call = torch_decode(case, batch, context, dtype) if has_torch else None
-            times = measure(bench, case, [1] * batch, [context] * batch, dtype, torch_call,
-                            ("native", "reference"))  # fmt: skip
+            times, limit = measure(bench, case, [1] * batch, [context] * batch, dtype, torch_call,
+                                   ("native", "reference"), bench.reads())  # fmt: skip
             item = jnp.dtype(dtype).itemsize
             kv_bytes = 2 * batch * context * case.num_kv_heads * case.head_dim * item
             bench.add("decode", name, f"{batch} × {context}{text}", dtype, times, amount=kv_bytes,
-                      unit="GB/s", limit=bench.read_limit(), heads=heads(case))  # fmt: skip
+                      unit="GB/s", limit=limit, heads=heads(case))  # fmt: skip
     for name, tokens in prefill:
         for dtype in ("bfloat16", "float32"):
             case = CASES[name]
             torch_call = torch_prefill(case, tokens, dtype) if has_torch else None
-            times = measure(bench, case, [tokens], [tokens], dtype, torch_call, ("native",))
+            times, limit = measure(bench, case, [tokens], [tokens], dtype, torch_call, ("native",),
+                                   bench.multiply_adds())  # fmt: skip
             flops = 2 * np.float64(tokens) ** 2 * case.num_q_heads * case.head_dim
             bench.add("prefill", name, tokens, dtype, times, amount=float(flops), unit="GFLOP/s",
-                      limit=bench.fma_limit(), heads=heads(case))  # fmt: skip
+                      limit=limit, heads=heads(case))  # fmt: skip
     bench.finish()
 
 

@@ -39,7 +39,6 @@ def torch_merge(shape: tuple[int, int, int], dtype: str):
 def main() -> None:
     bench = Bench("Merging attention states on this machine.")
     has_torch = bench.has_peer("torch", "pip install torch")
-    bandwidth = bench.read_limit()
     merge = jax_paged.merge_attention_states
     for shape in bench.pick(SHAPES, quick=SHAPES[:2], dry=[(3, 4, 64)]):
         for dtype in bench.pick(("bfloat16", "float16", "float32"), dry=("bfloat16",)):
@@ -54,11 +53,11 @@ def main() -> None:
             }
             if has_torch:
                 contenders["torch"] = torch_merge(shape, dtype)
-            times = bench.paired(contenders, budget_s=1.0)
+            times, limit = bench.beside(bench.reads(), contenders, budget_s=1.0)
             moved = 3 * shape[0] * shape[1] * (shape[2] * jnp.dtype(dtype).itemsize + 4)
             size = " × ".join(map(str, shape))
             bench.add("merge", "tokens × heads × dim", size, dtype, times, amount=moved,
-                      unit="GB/s", limit=bandwidth)  # fmt: skip
+                      unit="GB/s", limit=limit)  # fmt: skip
     bench.finish()
 
 

@@ -8,8 +8,8 @@ processor multiplies bf16 pairs, else f32. The contenders of one row take turns 
 call makes 16 tokens for each row, or takes a prompt in; ms is per step, or per prompt.
 
 The limit of decode is the weight-read roofline: tokens per second if a step did nothing but read
-its weights, the chosen experts' and the K and V (`step_bytes`), at the read bandwidth measured just
-beside the row. Prefill has none here.
+its weights, the chosen experts' and the K and V (`step_bytes`), at the read bandwidth measured in
+turns with the contenders. Prefill has none here.
 
 transformers (where installed) has the same sizes and dtype, its own random weights and its default
 expert and attention implementations; int8 stands against its f32. llama.cpp (llama_peer.py) reads
@@ -122,9 +122,10 @@ def main() -> None:
             for batch in batches:
                 ours = Steps(model, batch, context, steps)
                 ours.fill()
-                times = bench.paired({"native": ours.decode, **peers(batch, 0)}, budget_s=10.0)
+                contenders = {"native": ours.decode, **peers(batch, 0)}
+                times, bandwidth = bench.beside(bench.reads(), contenders, budget_s=10.0)
                 times = {key: timing.over(steps) for key, timing in times.items()}
-                roofline = batch * 1e9 * bench.read_limit() / step_bytes(model, batch, context)
+                roofline = batch * 1e9 * bandwidth / step_bytes(model, batch, context)
                 bench.add("decode", name, f"batch {batch}", label, times, amount=batch,
                           unit="tok/s", limit=roofline, **options)  # fmt: skip
             ours = Steps(model, 1, context, steps)

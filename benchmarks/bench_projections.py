@@ -2,11 +2,11 @@
 
     python benchmarks/bench_projections.py [--quick] [--save FILE]
 
-The contenders of a row take turns (harness.paired). With few tokens both ops are bound by reading
-weights: GB/s counts each weight that is used once (of experts those that some token chose), and %
-is of the read bandwidth. With many they are bound by arithmetic: % is of the f32 FMA rate, which
-bf16 can pass where the processor multiplies bf16 pairs. Each limit is measured just after its row.
-8-bit weights have a scale per output, and x is bf16.
+A row's contenders and its limit take turns (harness.paired). With few tokens both ops are bound
+by reading weights: GB/s counts each weight that is used once (of experts those that some token
+chose), and % is of the read bandwidth. With many they are bound by arithmetic: % is of the f32 FMA
+rate, which bf16 can pass where the processor multiplies bf16 pairs. 8-bit weights have a scale per
+output, and x is bf16.
 
 XLA is the reference: a product that dequantises, and for experts pairs sorted by expert and blocks
 of each expert's products. transformers is its Qwen3MoeExperts with its default implementation,
@@ -70,11 +70,11 @@ def transformers_experts(operands: tuple[jax.Array, ...]) -> Callable[[], object
 def add(bench: Bench, kind: str, case: str, tokens: int, dtype: str, contenders, read, products):
     """Times a row; `read`: bytes of weights that a call needs, `products`: multiply-adds."""
     agree(contenders, limit=0.03)  # of bf16's rounding
-    times = bench.paired(contenders)
     few = tokens <= FEW
+    times, limit = bench.beside(bench.reads() if few else bench.multiply_adds(), contenders)
     bench.add(
         kind, case, f"{tokens} tokens", dtype, times, amount=float(read if few else 2 * products),
-        unit="GB/s" if few else "GFLOP/s", limit=bench.read_limit() if few else bench.fma_limit(),
+        unit="GB/s" if few else "GFLOP/s", limit=limit,
     )  # fmt: skip
 
 

@@ -76,12 +76,13 @@ def measure(bench: Bench, case: Case, tokens: int, dtype: str):
 
         return call
 
-    return bench.paired(
+    return bench.beside(
+        bench.reads(),
         {
             "native": contender(fused("native")),
             "reference": contender(fused("reference")),
             "write_kv": contender(lambda *operands: separate(case, *operands)),
-        }
+        },
     )
 
 
@@ -89,8 +90,8 @@ def main() -> None:
     bench = Bench("qkv_norm_rope_write against separate steps.")
     for name, tokens in bench.pick(SHAPES, quick=SHAPES[:2], dry=[("smollm2_135m", 3)]):
         for dtype in ("bfloat16", "float32"):
-            case, limit = CASES[name], bench.read_limit()
-            times = measure(bench, case, tokens, dtype)
+            case = CASES[name]
+            times, limit = measure(bench, case, tokens, dtype)
             heads = case.num_q_heads + 2 * case.num_kv_heads
             moved = 2 * tokens * heads * case.head_dim * jnp.dtype(dtype).itemsize
             bench.add("qkv_write", name, tokens, dtype, times, amount=moved, unit="GB/s",

@@ -7,7 +7,7 @@ Each row is made by `Bench.add`:
     ms                          contender → [median, 10th, 90th percentile], ours first
     ratio                       contender → its median over ours; above 1, ours is faster
     rate, unit                  work per second, where the bench counts work
-    limit, percent_of_limit     in the same unit, measured just beside the row
+    limit, percent_of_limit     in the same unit, measured in turns with the contenders
 
 `run_all.py` runs every benchmark and `documents.py` makes tables and plots of the files.
 """
@@ -185,13 +185,23 @@ class Bench:
             min_rounds, budget_s = 1, 0.0
         return paired(contenders, min_rounds=min_rounds, budget_s=budget_s)
 
-    def read_limit(self) -> float:
-        """Read bandwidth now, GB/s."""
-        return limits.read_gb_per_s(2**20, 1) if self.dry else limits.read_gb_per_s()
+    def reads(self) -> limits.Limit:
+        """Read bandwidth: a limit in GB/s."""
+        return limits.reads(2**20) if self.dry else limits.reads()
 
-    def fma_limit(self) -> float:
-        """Rate of f32 fused multiply-adds now, GFLOP/s."""
-        return limits.fma_gflop_per_s(10_000, 1) if self.dry else limits.fma_gflop_per_s()
+    def multiply_adds(self) -> limits.Limit:
+        """Rate of f32 fused multiply-adds: a limit in GFLOP/s."""
+        return limits.multiply_adds(10_000) if self.dry else limits.multiply_adds()
+
+    def beside(
+        self, limit: limits.Limit, contenders: Mapping[str, Callable[[], object]], *, budget_s=4.0
+    ) -> tuple[dict[str, Timing], float]:
+        """`paired`, where measuring the limit takes its turn too: (times, the limit's rate).
+
+        What else uses the memory meanwhile then slows both.
+        """
+        times = self.paired({**contenders, "limit": limit.call}, budget_s=budget_s)
+        return times, limit.work / 1e9 / times.pop("limit").median
 
     def add(
         self,

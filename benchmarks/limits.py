@@ -7,11 +7,13 @@ many threads as the process may use, each on its own memory.
 """
 
 import ctypes
+import dataclasses
 import functools
 import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,38 +47,53 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _all_threads_seconds(call) -> float:
-    """Wall seconds of one call per thread, all at once (ctypes releases the GIL)."""
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        list(pool.map(lambda _: None, range(NUM_THREADS)))
-        start = time.perf_counter()
-        list(pool.map(call, range(NUM_THREADS)))
-        return time.perf_counter() - start
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_THREADS)
 
 
-def read_gb_per_s(total_bytes: int = 2**29, repeats: int = 7) -> float:
-    """Median read bandwidth of all threads in GB/s (10⁹), far beyond the caches."""
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What this machine does at best: a call does so much work (bytes or operations), no more."""
+
+    call: Callable[[], object]
+    work: float
+
+    def rate(self, repeats: int = 7) -> float:
+        """Median work per second over 10⁹: GB/s or GFLOP/s."""
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self.call()
+            seconds.append(time.perf_counter() - start)
+        return self.work / sorted(seconds)[repeats // 2] / 1e9
+
+
+def _on_all_threads(call: Callable[[int], object]) -> Callable[[], object]:
+    """One call per thread, all at once (ctypes releases the GIL)."""
+    return lambda: list(_threads().map(call, range(NUM_THREADS)))
+
+
+@functools.cache
+def reads(total_bytes: int = 2**28) -> Limit:
+    """Reading memory far beyond the caches, each thread its own part."""
     each = total_bytes // NUM_THREADS // 512 * 512
     data = [np.ones(each // 8, np.uint64) for _ in range(NUM_THREADS)]
 
     def read(thread: int):
         return _library().read_all(data[thread].ctypes.data, each, 1)
 
-    seconds = sorted(_all_threads_seconds(read) for _ in range(repeats))
-    return each * NUM_THREADS / seconds[repeats // 2] / 1e9
+    return Limit(_on_all_threads(read), each * NUM_THREADS)
 
 
-def fma_gflop_per_s(count: int = 20_000_000, repeats: int = 5) -> float:
-    """Median f32 fused multiply-add rate of all threads in GFLOP/s."""
+@functools.cache
+def multiply_adds(count: int = 10_000_000) -> Limit:
+    """f32 fused multiply-adds in registers."""
     library = _library()
-    seconds = sorted(
-        _all_threads_seconds(lambda _: library.multiply_add(count, 0.5, 0.25))
-        for _ in range(repeats)
-    )
-    flops = 2 * 12 * library.vector_width() * count * NUM_THREADS
-    return flops / seconds[repeats // 2] / 1e9
+    call = _on_all_threads(lambda _: library.multiply_add(count, 0.5, 0.25))
+    return Limit(call, 2 * 12 * library.vector_width() * count * NUM_THREADS)
 
 
 if __name__ == "__main__":
-    bandwidth, peak = read_gb_per_s(), fma_gflop_per_s()
+    bandwidth, peak = reads().rate(), multiply_adds().rate()
     print(f"{NUM_THREADS} threads: read {bandwidth:.1f} GB/s, {peak:.0f} GFLOP/s f32")
