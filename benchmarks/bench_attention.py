@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import limits
 import numpy as np
 import vllm_cpu
-from harness import Bench, agree, blocking
+from harness import Bench, agree, as_pool, blocking
 from limits import Limit
 
 import jax_paged
@@ -70,6 +70,7 @@ def measure(
     """Times the contenders on one batch, and the limit; vLLM's must give what ours gives."""
     batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens)
     arguments, options = batch.ragged()
+    arguments = (arguments[0], *map(as_pool, arguments[1:3]), *arguments[3:])
     if max(q_lens) == 1:
         arguments, function = arguments[:5], jax_paged.paged_attention
         del options["causal"]

@@ -10,7 +10,7 @@ faster. A window sees a quarter of the context.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import Bench
+from harness import Bench, as_pool
 
 import jax_paged
 
@@ -33,9 +33,10 @@ def contenders(batch: int, context: int, dtype: str):
         unit = jnp.float32(30 if dtype_like.dtype == jnp.int8 else 1)
         return tuple((x * unit).astype(dtype_like.dtype) for x in real)
 
-    pages = {kv: pools(jnp.zeros((), kv)) for kv in (dtype, "float8_e4m3fn", "float8_e5m2", "int8")}
+    kinds = (dtype, "float8_e4m3fn", "float8_e5m2", "int8")
+    pages = {kv: tuple(map(as_pool, pools(jnp.zeros((), kv)))) for kv in kinds}
     per_head = jnp.linspace(0.5, 1, NUM_KV_HEADS, dtype=jnp.float32)
-    per_token = jnp.full(shape[:-1], 0.5, jnp.float32)
+    per_token = as_pool(jnp.full(shape[:-1], 0.5, jnp.float32))
     heads = jnp.linspace(-1, 1, NUM_Q_HEADS, dtype=jnp.float32)
     static = {
         "soft_cap": {"soft_cap": 30.0},

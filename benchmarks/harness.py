@@ -28,6 +28,8 @@ import jax
 import limits
 import numpy as np
 
+from jax_paged._zero_pool import zero_pool
+
 RESULTS = Path(__file__).parent / "results"
 # Before each call: the last contender's idle threads (OpenMP's spin for milliseconds) go to sleep.
 PAUSE_S = 0.02
@@ -102,6 +104,12 @@ def as_tensor(x: jax.Array | np.ndarray) -> Any:
 
     torch.set_num_threads(limits.NUM_THREADS)
     return torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, x.dtype.name))
+
+
+def as_pool(pages: jax.Array) -> jax.Array:
+    """A copy of the pages in the kind of memory that the pools of a state have."""
+    fill = jax.jit(lambda pool, pages: pool.at[:].set(pages), donate_argnums=0)
+    return fill(zero_pool(pages.shape, pages.dtype), pages)
 
 
 def cpu_model() -> str:

@@ -64,7 +64,8 @@ def attention(batch: Batch) -> Callable[[], Any]:
     for name, pages in zip(POOLS, (batch.k_pages, batch.v_pages), strict=True):
         tokens = slots_first(pages, case.layout, name).reshape(-1, case.num_kv_heads, case.head_dim)
         stored.append(as_tensor(tokens[slots]))
-        pools.append(torch.zeros(shape, dtype=q.dtype))
+        memory = np.zeros(pages.nbytes, np.uint8)  # numpy asks for huge pages, like our pools
+        pools.append(torch.from_numpy(memory).view(q.dtype).view(shape))
     ops.cpu_attn_reshape_and_cache(*stored, *pools, integers(slots, torch.int64), isa)
     seq_lens, starts = integers(batch.seq_lens), integers(batch.cu_q_lens)
     schedule = ops.get_scheduler_metadata(

@@ -25,11 +25,16 @@ Implementation = Literal["native", "reference"] | None
 
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 # Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
-_CPU_ONLY = frozenset({"jax_paged.linear.v1", "jax_paged.put_rows.v1"})
+_CPU_ONLY = frozenset({"jax_paged.linear.v1", "jax_paged.put_rows.v1", "jax_paged.zero_pool.v1"})
 # Targets whose reference XLA knows to split over devices in any way: with several devices that is
 # the implementation.
 _SPLIT_BY_XLA = frozenset(
-    {"jax_paged.linear.v1", "jax_paged.moe_experts.v1", "jax_paged.put_rows.v1"}
+    {
+        "jax_paged.linear.v1",
+        "jax_paged.moe_experts.v1",
+        "jax_paged.put_rows.v1",
+        "jax_paged.zero_pool.v1",
+    }
 )
 _REMEDIES = {
     "_cpu": "install with `pip install .`, or `pip install -e . --no-build-isolation` to run from "

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax_paged import pages
 from jax_paged._page_table import INT32_MAX, all_ok, check_rows, check_size, code, per_row
 from jax_paged._page_windows import loses_window
+from jax_paged._zero_pool import zero_pool
 from jax_paged.kv import copy_rows
 from jax_paged.layout import Layout
 from jax_paged.mla import check_latent_scale
@@ -75,7 +76,7 @@ class MlaState:
         num_layers = check_size("num_layers", num_layers)
         latent_dim = check_size("latent_dim", latent_dim)
         shape = (num_layers, table.num_pages, table.page_size, latent_dim)
-        kv_pages = jnp.zeros(shape, dtype)
+        kv_pages = zero_pool(shape, jnp.dtype(dtype))
         kv_scale = check_latent_scale(kv_scale, kv_pages)
         kv_scale = None if kv_scale is None else jnp.array(kv_scale, jnp.float32)
         return MlaState(kv_pages, table, kv_scale)

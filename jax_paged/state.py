@@ -13,7 +13,6 @@ slot as the pages do, and the verbs copy them with their pages.
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 
 from jax_paged import pages
 from jax_paged._page_table import check_size
+from jax_paged._zero_pool import zero_pool
 from jax_paged.kv import copy_pages, copy_rows, move_slots
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
 from jax_paged.pages import Integers, PageCopies, PageTable, SlotMoves, StepBatch
@@ -105,14 +105,12 @@ class KVState:
         is_eight_bit = dtype in EIGHT_BIT_DTYPES
         expect(not is_eight_bit or layout != "vllm5d", "layout", "'HND' or 'NHD'", repr(layout))
         expect((k_scale is None) == (v_scale is None), "v_scale", "given as k_scale is", v_scale)
-        k_pages, v_pages = _zeros(
-            make_shape(shape, layout, "k", dtype=dtype),
-            make_shape(shape._replace(head_dim=v_head_dim), layout, "v"),
-            jnp.dtype(dtype),
-        )
+        k_pages = zero_pool(make_shape(shape, layout, "k", dtype=dtype), jnp.dtype(dtype))
+        v_shape = shape._replace(head_dim=v_head_dim)
+        v_pages = zero_pool(make_shape(v_shape, layout, "v"), jnp.dtype(dtype))
         if is_eight_bit and k_scale is None:
             scale_shape = make_shape(shape, "HND")[:-1]
-            k_scale, v_scale = _zeros(scale_shape, scale_shape, jnp.dtype("float32"))
+            k_scale, v_scale = (zero_pool(scale_shape, jnp.dtype("float32")) for _ in "kv")
         else:
             k_scale = check_kv_scale("k_scale", k_scale, k_pages, shape)
             v_scale = check_kv_scale("v_scale", v_scale, v_pages, shape)
@@ -127,11 +125,6 @@ def check_pages_dtype(dtype: Any) -> None:
     allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
     names = " or ".join(d.name for d in allowed)
     expect(dtype is not None and dtype in allowed, "dtype", names, dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(k_shape, v_shape, dtype):
-    return jnp.zeros(k_shape, dtype), jnp.zeros(v_shape, dtype)
 
 
 def reserve(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVState, jax.Array]:

@@ -1,0 +1,81 @@
+"""Pools of zeros, and that on Linux their memory is in huge pages, also after updates in place."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import _ffi, state
+from jax_paged._zero_pool import TARGET, zero_pool
+from jax_paged.kv import write_kv
+from jax_paged.state import KVState
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_bytes(array: jax.Array) -> int:
+    """Bytes of the mapping that holds the array's middle that are in huge pages."""
+    address = array.unsafe_buffer_pointer() + array.nbytes // 2
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 5, 7), (3, 1 << 20)])
+def test_all_are_zero_of_the_shape_and_dtype(shape, dtype):
+    memory = np.full((1 << 22,), 7, np.uint8)  # likely to be handed out again
+    del memory
+    pool = zero_pool(shape, jnp.dtype(dtype))
+    assert (pool.shape, pool.dtype) == (shape, jnp.dtype(dtype))
+    assert not np.asarray(pool).astype(np.float32).any()
+
+
+def test_two_pools_are_two_buffers():
+    a, b = (zero_pool((4, 1000), jnp.dtype("float32")) for _ in range(2))
+    assert a.unsafe_buffer_pointer() != b.unsafe_buffer_pointer()
+
+
+def test_without_native_code_it_is_xla_s(monkeypatch):
+    monkeypatch.setattr(_ffi, "targets", lambda _: ())
+    text = zero_pool.lower((5, 7), jnp.dtype("bfloat16")).as_text()
+    assert TARGET not in text
+    assert "broadcast" in text or "constant" in text
+
+
+def test_under_an_outer_jit_and_as_shapes_alone():
+    pools = jax.jit(lambda: (zero_pool((3, 5), jnp.dtype("int8")),) * 2)()
+    assert [pool.sum() for pool in pools] == [0, 0]
+    shape = jax.eval_shape(lambda: zero_pool((3, 5), jnp.dtype("bfloat16")))
+    assert (shape.shape, shape.dtype) == ((3, 5), jnp.bfloat16)
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text(), reason="no transparent huge pages here"
+)
+def test_pools_stay_in_huge_pages():
+    kv = KVState.create(
+        num_layers=2, num_pages=2048, page_size=16, num_kv_heads=4, head_dim=64, max_seqs=2,
+        pages_per_seq=4, dtype="bfloat16",
+    )  # fmt: skip
+    least = kv.k_pages.nbytes // 2  # the kernel may have none left
+    assert min(huge_bytes(pool) for pool in (kv.k_pages, kv.v_pages)) >= least
+
+    @jax.jit
+    def step(kv):
+        kv, _ = state.reserve(kv, [0], 20)
+        kv, batch, _ = state.step_batch(kv, [0], [20], num_tokens=20)
+        k = jnp.ones((20, 4, 64), jnp.bfloat16)
+        k_pages, v_pages = write_kv(kv.k_pages, kv.v_pages, k, k, batch.slot_mapping, layer=1)
+        return KVState(k_pages, v_pages, kv.table, kv.layout)
+
+    kv = jax.jit(step, donate_argnums=0)(kv)
+    assert min(huge_bytes(pool) for pool in (kv.k_pages, kv.v_pages)) >= least
+    assert float(kv.k_pages.astype(jnp.float32).sum()) == 20 * 4 * 64
