@@ -206,9 +206,12 @@ class Bench:
     ) -> tuple[dict[str, Timing], float]:
         """`paired`, where measuring the limit takes its turn too: (times, the limit's rate).
 
-        What else uses the memory meanwhile then slows both.
+        What else uses the memory meanwhile then slows both. Its turn is after ours: behind a peer
+        it would meet that one's threads before they sleep.
         """
-        times = self.paired({**contenders, "limit": limit.call}, budget_s=budget_s)
+        ours, *_ = contenders
+        in_turns = {ours: contenders[ours], "limit": limit.call, **contenders}
+        times = self.paired(in_turns, budget_s=budget_s)
         return times, limit.work / 1e9 / times.pop("limit").median
 
     def add(
