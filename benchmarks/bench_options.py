@@ -84,7 +84,7 @@ def main() -> None:
     batch, context = bench.pick((args.batch, args.context), dry=(2, 64))
     for dtype in bench.pick(("bfloat16", "float32"), dry=("float32",)):
         calls = contenders(batch, context, dtype)
-        times = bench.paired(calls, budget_s=args.budget, min_rounds=3)
+        times = bench.paired(calls, budget_s=args.budget, min_rounds=3, pause_s=0.0)
         for name, timing in times.items():
             of_plain = timing.median / times["plain"].median
             both = {"native": timing, "plain": times["plain"]}

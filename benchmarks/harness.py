@@ -31,7 +31,7 @@ import numpy as np
 from jax_paged._zero_pool import zero_pool
 
 RESULTS = Path(__file__).parent / "results"
-# Before each call: the last contender's idle threads (OpenMP's spin for milliseconds) go to sleep.
+# Before each call: a peer's idle threads (OpenMP's spin for milliseconds) go to sleep.
 PAUSE_S = 0.02
 
 T = TypeVar("T")
@@ -51,11 +51,13 @@ class Timing:
 
 
 def paired(
-    contenders: Mapping[str, Callable[[], object]], *, min_rounds: int = 5, budget_s: float = 4.0
-) -> dict[str, Timing]:
+    contenders: Mapping[str, Callable[[], object]], *, min_rounds: int = 5, budget_s: float = 4.0,
+    pause_s: float = PAUSE_S,
+) -> dict[str, Timing]:  # fmt: skip
     """Times zero-argument calls that return when their work is done, one after another, in rounds.
 
-    Each is warmed up once. Rounds go on until budget_s is spent, at least min_rounds.
+    Each is warmed up once. Rounds go on until budget_s is spent, at least min_rounds. A pause slows
+    what follows, arithmetic more than reading: contenders without threads of their own need none.
     """
     for call in contenders.values():
         call()
@@ -63,7 +65,7 @@ def paired(
     began = time.perf_counter()
     while len(next(iter(seconds.values()))) < min_rounds or time.perf_counter() - began < budget_s:
         for name, call in contenders.items():
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
             start = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - start)
@@ -186,12 +188,13 @@ class Bench:
         return reason is not None
 
     def paired(
-        self, contenders: Mapping[str, Callable[[], object]], *, min_rounds=5, budget_s=4.0
-    ) -> dict[str, Timing]:
+        self, contenders: Mapping[str, Callable[[], object]], *, min_rounds=5, budget_s=4.0,
+        pause_s=PAUSE_S,
+    ) -> dict[str, Timing]:  # fmt: skip
         """`harness.paired`, in a dry run once."""
         if self.dry:
             min_rounds, budget_s = 1, 0.0
-        return paired(contenders, min_rounds=min_rounds, budget_s=budget_s)
+        return paired(contenders, min_rounds=min_rounds, budget_s=budget_s, pause_s=pause_s)
 
     def reads(self) -> limits.Limit:
         """Read bandwidth: a limit in GB/s."""
