@@ -19,7 +19,6 @@ import limits
 import numpy as np
 import vllm_cpu
 from harness import Bench, agree, as_pool, blocking
-from limits import Limit
 
 import jax_paged
 from jax_paged.testing import CASES, Case, make_batch
@@ -58,15 +57,9 @@ def torch_prefill(case: Case, tokens: int, dtype: str):
 
 
 def measure(
-    bench: Bench,
-    case: Case,
-    q_lens,
-    seq_lens,
-    dtype: str,
-    torch_call,
-    implementations,
-    limit: Limit,
-):
+    bench: Bench, case: Case, q_lens, seq_lens, dtype: str, torch_call, implementations,
+    limit: limits.Limit,
+):  # fmt: skip
     """Times the contenders on one batch, and the limit; vLLM's must give what ours gives."""
     batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens)
     arguments, options = batch.ragged()

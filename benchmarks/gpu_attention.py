@@ -18,7 +18,7 @@ import gpu_peers
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_timing import Report, ceilings, median_ratio, per_call, rate, seconds_of, worst_error
+from gpu_timing import Report, median_ratio, per_call, percent, rate, seconds_of, worst_error
 
 from jax_paged.testing import CASES, TOLERANCES, Case
 
@@ -194,8 +194,8 @@ def measure(shape: Shape, best: dict[str, float | None], report: Report) -> None
         "mb": shape.kv_bytes() / 1e6,
         "gb_per_s": gb_per_s,
         "tflop_per_s": tflop_per_s,
-        "percent_of_copy": _percent(gb_per_s, best["copy_gb_per_s"]),
-        "percent_of_matmul": _percent(tflop_per_s, best["bf16_tflop_per_s"]),
+        "percent_of_copy": percent(gb_per_s, best["copy_gb_per_s"]),
+        "percent_of_matmul": percent(tflop_per_s, best["bf16_tflop_per_s"]),
         "worst_error": error,
         "target": shape.target,
     }
@@ -228,24 +228,12 @@ def measure(shape: Shape, best: dict[str, float | None], report: Report) -> None
     report.add(**row, ratios=ratios)
 
 
-def _percent(figure: float | None, limit: float | None) -> float | None:
-    return None if figure is None or limit is None else 100 * figure / limit
-
-
 def main() -> None:
     report, args = Report.from_args(
         "Decode or prefill attention on this GPU.",
         kind={"choices": list(SHAPES)},
     )
-    best: dict[str, float | None] = dict.fromkeys(
-        ("copy_gb_per_s", "read_gb_per_s", "bf16_tflop_per_s")
-    )
-
-    def measure_ceilings():
-        best.update(ceilings(report.dry))
-        report.add(kind="ceilings", device=jax.devices()[0].device_kind, **best)
-
-    report.attempt(measure_ceilings, kind="ceilings")
+    best = report.ceilings()
     for shape in (DRY_SHAPES if report.dry else SHAPES)[args.kind]:
         what = {"kind": args.kind, "case": shape.case, "size": shape.size, "dtype": shape.dtype}
         report.attempt(functools.partial(measure, shape, best, report), **what)

@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_timing import Report, ceilings, median_ratio, per_call, rate, seconds_of, worst_error
+from gpu_timing import Report, median_ratio, per_call, percent, rate, seconds_of, worst_error
 
 from jax_paged import moe_experts, quantize_weight
 
-FEW = 32  # tokens up to which reading weights is the bound
 MOST_ERROR = 2e-2  # of bf16 roundings of h and of the result, in either
 
 
@@ -147,27 +146,17 @@ def measure(shape: Shape, best: dict[str, float | None], report: Report) -> None
     report.add(
         kind="experts", **what, us=1e6 * timing.median,
         percentiles=[1e6 * timing.p10, 1e6 * timing.p90], mb=read / 1e6, gb_per_s=gb_per_s,
-        tflop_per_s=tflop_per_s, percent_of_copy=_percent(gb_per_s, best["copy_gb_per_s"]),
-        percent_of_matmul=_percent(tflop_per_s, best["bf16_tflop_per_s"]), worst_error=error,
+        tflop_per_s=tflop_per_s, percent_of_copy=percent(gb_per_s, best["copy_gb_per_s"]),
+        percent_of_matmul=percent(tflop_per_s, best["bf16_tflop_per_s"]), worst_error=error,
         target=shape.target,
     )  # fmt: skip
     if shape.dtype == "bfloat16":
         report.attempt(time_peer, kind="experts peer", peer="ragged_dot", **what)
 
 
-def _percent(figure: float | None, limit: float | None) -> float | None:
-    return None if figure is None or limit is None else 100 * figure / limit
-
-
 def main() -> None:
     report, _ = Report.from_args("Experts on this GPU.")
-    best: dict[str, float | None] = {}
-
-    def measure_ceilings():
-        best.update(ceilings(report.dry))
-        report.add(kind="ceilings", device=jax.devices()[0].device_kind, **best)
-
-    report.attempt(measure_ceilings, kind="ceilings")
+    best = report.ceilings()
     for shape in DRY_SHAPES if report.dry else SHAPES:
         what = {"kind": "experts", "size": f"{shape.tokens} tokens", "dtype": shape.dtype}
         report.attempt(functools.partial(measure, shape, best, report), **what)

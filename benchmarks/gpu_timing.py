@@ -178,6 +178,19 @@ class Report:
             file.write(json.dumps(row) + "\n")
         print({k: v for k, v in row.items() if k != "percentiles"}, flush=True)
 
+    def ceilings(self) -> dict[str, float | None]:
+        """`ceilings`, handed over as a row; all None where measuring them failed."""
+        best: dict[str, float | None] = dict.fromkeys(
+            ("copy_gb_per_s", "read_gb_per_s", "bf16_tflop_per_s")
+        )
+
+        def measure():
+            best.update(ceilings(self.dry))
+            self.add(kind="ceilings", device=jax.devices()[0].device_kind, **best)
+
+        self.attempt(measure, kind="ceilings")
+        return best
+
     def check_time(self, timing: Timing) -> None:
         """Raises when the time was lost in noise; in a dry run it does not matter."""
         if not (self.dry or timing.median > 0):
@@ -193,6 +206,11 @@ class Report:
             traceback.print_exc()
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self.add(**what, error=text[:400])
+
+
+def percent(figure: float | None, limit: float | None) -> float | None:
+    """A figure in percent of its limit, None where either was lost."""
+    return None if figure is None or limit is None else 100 * figure / limit
 
 
 def median_ratio(a: Timing, b: Timing) -> float | None:

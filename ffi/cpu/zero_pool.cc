@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <string>
 
 #include "common/schedule.h"
 #include "cpu/handlers.h"
