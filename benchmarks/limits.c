@@ -4,11 +4,14 @@
 #include <stdint.h>
 
 // Reads `bytes` bytes (a multiple of 512) `rounds` times; returns a value that depends on all of
-// it.
+// it. Prefetched by hand: there are virtual machines where that nearly doubles the rate.
 uint64_t read_all(const uint64_t* data, size_t bytes, int rounds) {
   uint64_t lanes[64] = {0};
   for (int round = 0; round < rounds; ++round) {
     for (size_t i = 0; i < bytes / 8; i += 64) {
+      for (int line = 0; line < 512; line += 64) {
+        __builtin_prefetch((const char*)(data + i) + 4096 + line, 0, 0);
+      }
       for (int lane = 0; lane < 64; ++lane) lanes[lane] ^= data[i + lane];
     }
     __asm__ volatile("" ::: "memory");

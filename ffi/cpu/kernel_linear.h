@@ -101,7 +101,7 @@ void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t 
 }
 
 // The products of all rows of x with a chunk of rows of w. Where w is COLD the first tile of x
-// brings it in; 8-bit codes take so much work that it makes no difference.
+// brings it in.
 template <typename T, bool COLD>
 void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t w_stride,
                  int64_t begin, int64_t end, int64_t count, float* sums) {
@@ -111,8 +111,7 @@ void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w,
     const float* const from = x + r * x_stride;
     float* const to = sums + r * padded;
     if (r == 0) {
-      LinearTile<T, COLD && sizeof(T) != 1>(tile, from, x_stride, w, w_stride, begin, end, count,
-                                            to);
+      LinearTile<T, COLD>(tile, from, x_stride, w, w_stride, begin, end, count, to);
     } else {
       LinearTile<T, false>(tile, from, x_stride, w, w_stride, begin, end, count, to);
     }

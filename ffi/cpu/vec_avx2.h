@@ -169,7 +169,8 @@ JAX_PAGED_INLINE Vec MultiplyAdd(Vec a, Vec b, Vec c) {
   return Fma(a, b, c);
 }
 
-JAX_PAGED_INLINE void Prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+// Into L2: few lines at a time can be on their way into L1 (docs/performance.md, Prefetch).
+JAX_PAGED_INLINE void Prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
 }  // namespace jax_paged::cpu::avx2
 
