@@ -26,6 +26,7 @@ from jax_paged.layout import (
 from jax_paged.rope import RopeStyle
 
 WILD_PAGE = 2_147_480_000
+MAX_DRAWN = 16_777_213  # random numbers of an array; a longer one repeats them, shifted: it is prime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +132,12 @@ def make_batch(
             owned[table[row, index], : int(seq_lens[row]) - index * page] = True
 
     def draw(size: tuple[int, ...]) -> np.ndarray:
+        count = min(math.prod(size), MAX_DRAWN)
         if uniform is None:
-            return rng.standard_normal(size, "f4")
-        return np.float32(uniform) * (2 * rng.random(size, "f4") - 1)
+            numbers = rng.standard_normal(count, "f4")
+        else:
+            numbers = np.float32(uniform) * (2 * rng.random(count, "f4") - 1)
+        return np.resize(numbers.astype(dtype), size)
 
     shape = PagesShape(case.num_layers, num_pages, case.num_kv_heads, page, case.head_dim)
     layer = None if case.num_layers is None else int(rng.integers(case.num_layers))
@@ -141,7 +145,7 @@ def make_batch(
     def pages(head_dim: int, pool: Pool) -> np.ndarray:
         array = np.full(make_shape(shape._replace(head_dim=head_dim), "NHD"), np.nan, dtype)
         view = array if layer is None else array[layer]  # [page, slot, head, dim]
-        view[owned] = draw((owned.sum(), case.num_kv_heads, head_dim)).astype(dtype)
+        view[owned] = draw((owned.sum(), case.num_kv_heads, head_dim))
         return np.ascontiguousarray(from_slots_first(array, case.layout, pool))
 
     ends = np.cumsum(q_lens[:num_seqs], dtype=np.int32)
@@ -150,7 +154,7 @@ def make_batch(
     wild = np.array([-5, 0, num_tokens, 2**31 - 1], np.int32)
     seq_lens = np.concatenate([seq_lens[:num_seqs], rng.choice(wild, rows - num_seqs)])
     cu_q_lens = np.concatenate([[0], ends, rng.choice(wild, rows - num_seqs)])
-    q = draw((num_tokens, case.num_q_heads, case.head_dim)).astype(dtype)
+    q = draw((num_tokens, case.num_q_heads, case.head_dim))
     q[used_tokens:] = np.nan
     v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
     return Batch(

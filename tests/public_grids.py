@@ -86,12 +86,15 @@ def build(problem: Problem, seed: int) -> tuple[Batch, Batch, dict[str, Any]]:
         return batch, batch, {}
     limit, dtype = LARGEST[problem.kv], jnp.dtype(problem.kv)
     scales = {"k": np.float32(problem.k_scale), "v": np.float32(problem.v_scale)}
+    owned = batch.page_table[(batch.page_table >= 0) & (batch.page_table < len(batch.k_pages))]
     stored, real = {}, {}
     for pool, scale in scales.items():
-        pages = getattr(batch, f"{pool}_pages").astype(np.float32)
-        codes = np.clip(pages / scale, -limit, limit).astype(dtype)
-        stored[f"{pool}_pages"] = codes
-        real[f"{pool}_pages"] = codes.astype(np.float32) * scale
+        pages = getattr(batch, f"{pool}_pages")
+        codes = np.full(pages.shape, np.nan, dtype)
+        codes[owned] = np.clip(pages[owned].astype(np.float32) / scale, -limit, limit).astype(dtype)
+        values = np.full(pages.shape, np.nan, np.float32)
+        values[owned] = codes[owned].astype(np.float32) * scale
+        stored[f"{pool}_pages"], real[f"{pool}_pages"] = codes, values
     return (
         dataclasses.replace(batch, **stored),
         dataclasses.replace(batch, **real),

@@ -29,7 +29,8 @@ LONG = os.environ.get("JAX_PAGED_LONG") == "1"
 SAMPLE = 5  # problems of a grid that CI runs
 LIGHT = 3e9  # multiplications that they may take
 LIGHT_BYTES = 1 << 27  # and bytes of K
-WHOLE = 2e9  # up to here the oracle computes all queries, beyond it some of each row
+WHOLE = 2e9  # up to here the oracle computes all queries, beyond it some of some rows
+PROBED_ROWS = 16
 
 
 @functools.cache
@@ -51,14 +52,16 @@ PARAMETERS = [
 
 
 def probes(problem, seed: int) -> np.ndarray:
-    """The tokens that are compared: all, or the first, last and some other queries of each row."""
+    """The tokens that are compared: all, or the first, last and some other queries of some rows."""
     total = sum(q for q, _ in problem.rows)
     if problem.products <= WHOLE:
         return np.arange(total)
     rng, start, picked = np.random.default_rng(seed), 0, []
-    for q_len, _ in problem.rows:
+    rows = {0, len(problem.rows) - 1, *rng.permutation(len(problem.rows))[:PROBED_ROWS]}
+    for row, (q_len, _) in enumerate(problem.rows):
         edge = np.r_[:8, q_len - 8 : q_len]
-        picked.append(start + np.r_[edge, rng.integers(0, q_len, 16)].clip(0, q_len - 1))
+        if row in rows:
+            picked.append(start + np.r_[edge, rng.integers(0, q_len, 16)].clip(0, q_len - 1))
         start += q_len
     return np.unique(np.concatenate(picked))
 
@@ -78,6 +81,7 @@ def test_grid(index, problem):
         else:
             options["causal"] = problem.case.causal
             out, lse = ragged_paged_attention(*arguments, **options)
+        assert jnp.isfinite(out).all()
         assert_attention_close(out[queries], lse[queries], *(x[queries] for x in expected))
 
 
