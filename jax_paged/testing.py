@@ -26,7 +26,7 @@ from jax_paged.layout import (
 from jax_paged.rope import RopeStyle
 
 WILD_PAGE = 2_147_480_000
-MAX_DRAWN = 16_777_213  # random numbers of an array; a longer one repeats them, shifted: it is prime
+MAX_DRAWN = 16_777_213  # random numbers of an array, a prime: a longer one repeats them, shifted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@
 //            registers (ScoreTile: the same step as the logits of decode)
 //   block    some rows of w, so few that a chunk of them stays in L2; all tiles of x pass over it,
 //            so w is read from memory once
-//   chunk    with more than one tile, kLinearDepth of the depth: then a tile's rows of x stay in L1
+//   chunk    of the depth, so much that a tile's rows of x stay in L1; tiles of 8 rows take one
+//            chunk after the other
 //   panel    8-bit weights become floats (or bf16 words) in registers where one tile uses them;
 //            with more tiles once for all of them, a block and chunk at a time in a panel that L2
 //            holds. The caller multiplies the sums by the scales
@@ -17,6 +18,13 @@
 #define JAX_PAGED_CPU_KERNEL_LINEAR_H_
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// The chunks of a depth: equal parts, with 8 rows of x 20 KiB at most.
+template <typename T>
+int64_t ChunkDepth(int64_t depth) {
+  constexpr int64_t kMost = kUsesDot<T> ? kLinearDepth : kLinearDepth / 2;
+  return RoundUp(CeilDiv(depth, CeilDiv(depth, kMost)), kPadFloats);
+}
 
 // Rows of x as the tiles want them: [PadLinearRows(num_rows), x_stride] floats (or bf16 words).
 template <typename T>
@@ -62,18 +70,18 @@ void StagePanel(const T* w, int64_t w_stride, int64_t depth, int64_t count, floa
 // count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`.
 template <typename T, int ROWS, bool STREAMS>
 void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t begin,
-                 int64_t end, int64_t count, float* sums) {
+                 int64_t end, int64_t chunk, int64_t count, float* sums) {
   constexpr int kColumns = kWidth / ROWS;
   for (int64_t n = 0; n < count; n += kColumns) {
     float* to = sums + n * ROWS;
-    for (int64_t d = begin; d < end; d += kLinearDepth) {
+    for (int64_t d = begin; d < end; d += chunk) {
       const T* rows[kColumns];
       JAX_PAGED_UNROLL
       for (int t = 0; t < kColumns; ++t) {
         rows[t] = w + (n + t < count ? n + t : count - 1) * w_stride + (d - begin);
       }
       const float* from = x + (kUsesDot<T> ? d / 2 : d);
-      const int64_t here = end - d < kLinearDepth ? end - d : kLinearDepth;
+      const int64_t here = end - d < chunk ? end - d : chunk;
       Vec sum;
       if constexpr (STREAMS) {
         sum = StreamTile<T, ROWS>(from, x_stride, rows, here, w_stride * int64_t{sizeof(T)});
@@ -88,15 +96,15 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
 // The products of the rows of a tile of x with a chunk of rows of w.
 template <typename T, bool STREAMS>
 void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
-                int64_t begin, int64_t end, int64_t count, float* sums) {
+                int64_t begin, int64_t end, int64_t chunk, int64_t count, float* sums) {
   if (tile == 8) {
-    LinearTiles<T, 8, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 8, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
   } else if (tile == 4) {
-    LinearTiles<T, 4, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 4, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
   } else if (tile == 2) {
-    LinearTiles<T, 2, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 2, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
   } else {
-    LinearTiles<T, 1, STREAMS>(x, x_stride, w, w_stride, begin, end, count, sums);
+    LinearTiles<T, 1, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
   }
 }
 
@@ -104,16 +112,16 @@ void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t 
 // brings it in.
 template <typename T, bool COLD>
 void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t w_stride,
-                 int64_t begin, int64_t end, int64_t count, float* sums) {
+                 int64_t begin, int64_t end, int64_t chunk, int64_t count, float* sums) {
   const int64_t padded = RoundUp(count, kLinearColumns);
   for (int64_t r = 0; r < num_rows;) {
     const int tile = LinearTileRows(num_rows, r);
     const float* const from = x + r * x_stride;
     float* const to = sums + r * padded;
     if (r == 0) {
-      LinearTile<T, COLD>(tile, from, x_stride, w, w_stride, begin, end, count, to);
+      LinearTile<T, COLD>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, to);
     } else {
-      LinearTile<T, false>(tile, from, x_stride, w, w_stride, begin, end, count, to);
+      LinearTile<T, false>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, to);
     }
     r += tile;
   }
@@ -127,20 +135,19 @@ template <typename T, typename P = T>
 void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
                 int64_t depth, int64_t count, float* panel, float* sums) {
   const T* w = static_cast<const T*>(weights);
-  if (num_rows <= 8) {
-    LinearChunk<T, true>(x, x_stride, num_rows, w, depth, 0, depth, count, sums);
-    return;
-  }
-  const int64_t panel_stride = RoundUp(depth < kLinearDepth ? depth : kLinearDepth, kPadFloats);
-  for (int64_t begin = 0; begin < depth; begin += kLinearDepth) {
-    const int64_t end = depth - begin < kLinearDepth ? depth : begin + kLinearDepth;
-    if constexpr (kSameType<T, P>) {
-      LinearChunk<T, true>(x, x_stride, num_rows, w + begin, depth, begin, end, count, sums);
-    } else {
-      StagePanel<T>(w + begin, depth, end - begin, count, panel, panel_stride);
+  static_assert(kUsesDot<T> == kUsesDot<P>, "the order of additions is that of the chunks");
+  const bool stages = !kSameType<T, P> && num_rows > 8;
+  const int64_t chunk = ChunkDepth<T>(depth);
+  const int64_t step = num_rows <= 4 ? depth : chunk;
+  for (int64_t begin = 0; begin < depth; begin += step) {
+    const int64_t end = depth - begin < step ? depth : begin + step;
+    if (!stages) {
+      LinearChunk<T, true>(x, x_stride, num_rows, w + begin, depth, begin, end, chunk, count, sums);
+    } else if constexpr (!kSameType<T, P>) {
+      StagePanel<T>(w + begin, depth, end - begin, count, panel, chunk);
       const P* staged = reinterpret_cast<const P*>(panel);
-      const int64_t stride = panel_stride * int64_t{sizeof(float) / sizeof(P)};
-      LinearChunk<P, false>(x, x_stride, num_rows, staged, stride, begin, end, count, sums);
+      const int64_t stride = chunk * int64_t{sizeof(float) / sizeof(P)};
+      LinearChunk<P, false>(x, x_stride, num_rows, staged, stride, begin, end, chunk, count, sums);
     }
   }
 }

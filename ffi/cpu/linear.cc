@@ -48,7 +48,7 @@ void Multiply(ffi::ThreadPool& pool, const Projection& call) {
   const int64_t workers =
       num_columns * row_bytes < kSerialBytes ? 1 : Clamp(pool.num_threads(), 1, 1024);
   const int64_t padded_rows = PadLinearRows(num_rows);
-  const int64_t x_stride = RoundUp(depth, kPadFloats);
+  const int64_t x_stride = LinearStride(depth);
   const int64_t sums_floats = padded_rows * RoundUp(block, kLinearColumns);
   const int64_t panel_floats = call.scale ? LinearPanelFloats(depth, block) : 0;
   const int64_t floats = padded_rows * x_stride + workers * (sums_floats + panel_floats);

@@ -12,7 +12,7 @@
 
 namespace jax_paged::cpu {
 
-inline constexpr int64_t kLinearDepth = 1024;  // a tile of 8 rows of so many floats fits L1
+inline constexpr int64_t kLinearDepth = 1280;  // of a chunk, at most
 inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
 
 // Bytes of a row of w as the tiles of x find it: where there are several, 8-bit weights are staged
@@ -32,6 +32,10 @@ inline int64_t LinearBlockColumns(int64_t row_bytes) {
 inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
   return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
 }
+
+// Floats from a row of x to the next: no multiple of 4 KiB, at which all rows would fall into the
+// same few sets of L1.
+inline int64_t LinearStride(int64_t depth) { return RoundUp(depth, kPadFloats) + 16; }
 
 // Rows of the tile that starts at row0 of num_rows; the last one may reach beyond.
 inline int LinearTileRows(int64_t num_rows, int64_t row0) {

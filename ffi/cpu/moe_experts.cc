@@ -82,8 +82,8 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
   const int64_t num_groups = static_cast<int64_t>(pairs.groups.size());
   const int64_t bytes = ByteWidth(call.dtype), w_bytes = ByteWidth(call.w_dtype);
   const int64_t workers = Clamp(pool.num_threads(), 1, 1024);
-  const int64_t x_stride = RoundUp(call.hidden, kPadFloats);
-  const int64_t h_stride = RoundUp(call.inner, kPadFloats);
+  const int64_t x_stride = LinearStride(call.hidden);
+  const int64_t h_stride = LinearStride(call.inner);
   int64_t most_rows = 0;
   for (const Group& group : pairs.groups) {
     const int64_t padded = PadLinearRows(group.num_rows);

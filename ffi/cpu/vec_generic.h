@@ -177,7 +177,9 @@ JAX_PAGED_INLINE Vec MultiplyAdd(Vec a, Vec b, Vec c) {
 }
 
 // Into L2: few lines at a time can be on their way into L1 (docs/performance.md, Prefetch).
-JAX_PAGED_INLINE void Prefetch(const char* p) { __builtin_prefetch(p, /*write=*/0, /*locality=*/2); }
+JAX_PAGED_INLINE void Prefetch(const char* p) {
+  __builtin_prefetch(p, /*write=*/0, /*locality=*/2);
+}
 
 }  // namespace jax_paged::cpu::generic
 
