@@ -121,11 +121,14 @@ def as_pool(pages: jax.Array) -> jax.Array:
 
 
 def cpu_model() -> str:
-    """The processor's name, as the kernel gives it."""
+    """The processor's name as the kernel gives it; family and model, since names can be vague."""
+    known = {}
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+        name, _, value = line.partition(":")
+        known.setdefault(name.strip(), value.strip())
+    if "model name" not in known:
+        return platform.processor()
+    return f"{known['model name']}, family {known['cpu family']}, model {known['model']}"
 
 
 def environment() -> dict[str, object]:
