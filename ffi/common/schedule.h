@@ -4,7 +4,7 @@
 //          of a group inside) share each KV head. Few packed rows: a decode row; more: a prefill
 //          row.
 //   unit   (row, KV head, block of packed rows). A decode row is one block, a prefill row is cut
-//          into equal blocks of at most kPrefillBlock packed rows.
+//          into blocks of at most kPrefillBlock packed rows, of whole queries where they fit.
 //   split  a range of `split_tokens` KV tokens of a unit, at multiples of split_tokens from the
 //          first token that the row sees (token 0, or the left edge of its window), so that all
 //          blocks of a row share their boundaries. Pinned tokens are splits of their own, before
@@ -26,7 +26,7 @@
 namespace jax_paged {
 
 inline constexpr int32_t kDecodeMaxRows = 16;    // packed rows of a decode row
-inline constexpr int32_t kPrefillBlock = 96;     // packed rows of a prefill block
+inline constexpr int32_t kPrefillBlock = 192;    // packed rows of a prefill block, at most
 inline constexpr int32_t kKeyBlock = 64;         // KV tokens that a kernel takes at once, at most
 inline constexpr int64_t kMinSplitTokens = 256;  // automatic splits are not shorter
 inline constexpr int64_t kItemsPerWorker = 4;    // aimed at by automatic splits
@@ -212,8 +212,11 @@ inline RowPlan ShapeRow(const Row& row, const ScheduleOptions& options) {
     plan.block_rows = plan.packed_rows;
   } else {
     plan.kind = RowKind::kPrefill;
-    plan.num_blocks = CeilDiv(plan.packed_rows, kPrefillBlock);
-    plan.block_rows = CeilDiv(plan.packed_rows, plan.num_blocks);
+    // Half a block and more makes two blocks, so that two workers share it.
+    const bool two = plan.packed_rows > kPrefillBlock / 2 && plan.packed_rows <= kPrefillBlock;
+    plan.num_blocks = two ? 2 : CeilDiv(plan.packed_rows, kPrefillBlock);
+    plan.block_rows = RoundUp(CeilDiv(plan.packed_rows, plan.num_blocks), options.group_size);
+    if (plan.block_rows > kPrefillBlock) plan.block_rows = kPrefillBlock;
     plan.num_blocks = CeilDiv(plan.packed_rows, plan.block_rows);
   }
   return plan;

@@ -1,5 +1,5 @@
-// Prefill: a block of up to 96 packed rows against K and V in key blocks of 64 tokens, as two small
-// matrix products in registers.
+// Prefill: a block of up to 192 packed rows against K and V in key blocks of 64 tokens, as two
+// small matrix products in registers.
 //
 //   pack     K of the key block transposed to panels [64 / panel][depth][panel], V to panels
 //            [v_head_dim / panel][64][panel]; a panel is two vectors wide
