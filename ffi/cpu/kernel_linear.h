@@ -22,8 +22,7 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 // The chunks of a depth: equal parts, with 8 rows of x 20 KiB at most.
 template <typename T>
 int64_t ChunkDepth(int64_t depth) {
-  constexpr int64_t kMost = kUsesDot<T> ? kLinearDepth : kLinearDepth / 2;
-  return RoundUp(CeilDiv(depth, CeilDiv(depth, kMost)), kPadFloats);
+  return LinearChunkDepth(depth, kUsesDot<T> ? kLinearDepth : kLinearDepth / 2);
 }
 
 // Rows of x as the tiles want them: [PadLinearRows(num_rows), x_stride] floats (or bf16 words).

@@ -33,9 +33,19 @@ inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
   return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
 }
 
-// Floats from a row of x to the next: no multiple of 4 KiB, at which all rows would fall into the
-// same few sets of L1.
-inline int64_t LinearStride(int64_t depth) { return RoundUp(depth, kPadFloats) + 16; }
+// The chunks of a depth: equal parts of at most `most`.
+inline int64_t LinearChunkDepth(int64_t depth, int64_t most) {
+  return RoundUp(CeilDiv(depth, CeilDiv(depth, most)), kPadFloats);
+}
+
+// Floats from a row of x to the next: so many that, modulo the 4 KiB after which L1's sets come
+// again, a chunk of one row begins where that of the row before ends, and all sets are used alike.
+inline int64_t LinearStride(int64_t depth) {
+  constexpr int64_t kPeriod = 4096 / sizeof(float);
+  const int64_t stride = RoundUp(depth, kPadFloats);
+  const int64_t chunk = LinearChunkDepth(depth, kLinearDepth / 2);
+  return stride + (chunk + RoundUp(stride, kPeriod) - stride) % kPeriod;
+}
 
 // Rows of the tile that starts at row0 of num_rows; the last one may reach beyond.
 inline int LinearTileRows(int64_t num_rows, int64_t row0) {
