@@ -130,19 +130,14 @@ JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const*
   return SumEach(sum);
 }
 
-// The same bits, of keys that lie one behind the other in memory and are not in a cache. One query
-// takes one key after the other, which reads memory in a single stream; more take so long per key
-// that the tile's keys come in one by one, from 16 keys ahead.
+// The same bits, of keys that lie one behind the other in memory and are not in a cache: several
+// queries take so long per key that the tile's keys come in one by one, from 16 keys ahead.
 template <typename T, int ROWS>
 JAX_PAGED_INLINE Vec StreamTile(const float* q, int64_t q_stride, const T* const* k,
                                 int64_t head_dim, int64_t key_bytes) {
-  constexpr int kTokens = ROWS == 1 ? 1 : kWidth / ROWS;
-  const int64_t ahead = ROWS == 1 ? 4096 : 16 * key_bytes;
   Vec sum[kWidth];
-  for (int i = 0; i < kWidth; i += ROWS * kTokens) {
-    ScoreSums<T, ROWS, kTokens, /*PREFETCHES=*/true>(q, q_stride, k + i / ROWS, head_dim, ahead,
-                                                     sum + i);
-  }
+  ScoreSums<T, ROWS, kWidth / ROWS, /*PREFETCHES=*/true>(q, q_stride, k, head_dim, 16 * key_bytes,
+                                                         sum);
   return SumEach(sum);
 }
 

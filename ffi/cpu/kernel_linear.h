@@ -92,6 +92,36 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
   }
 }
 
+// The same bits for one row of x, of w that is in no cache: whole rows of w, one after the other,
+// so that memory is read in a single stream.
+template <typename T>
+void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
+                  int64_t chunk, int64_t count, float* sums) {
+  constexpr int kChunks = 8;  // at a time, so that their sums stay in L1
+  constexpr int64_t kAhead = 8192;
+  for (int64_t n = 0; n < count; n += kWidth) {
+    for (int64_t from = begin; from < end; from += kChunks * chunk) {
+      const int64_t limit = end - from < kChunks * chunk ? end : from + kChunks * chunk;
+      Vec sum[kChunks][kWidth];
+      for (int t = 0; t < kWidth; ++t) {
+        const T* const row = w + (n + t < count ? n + t : count - 1) * w_stride - begin;
+        Vec* to = &sum[0][t];
+        for (int64_t d = from; d < limit; d += chunk, to += kWidth) {
+          const T* const part = row + d;
+          ScoreSums<T, 1, 1, /*PREFETCHES=*/true>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0,
+                                                  &part, limit - d < chunk ? limit - d : chunk,
+                                                  kAhead, to);
+        }
+      }
+      const Vec* of_chunk = sum[0];
+      for (int64_t d = from; d < limit; d += chunk, of_chunk += kWidth) {
+        const Vec here = SumEach(of_chunk);
+        Store(sums + n, d > 0 ? Add(Load(sums + n), here) : here);
+      }
+    }
+  }
+}
+
 // The products of the rows of a tile of x with a chunk of rows of w.
 template <typename T, bool STREAMS>
 void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
@@ -102,8 +132,10 @@ void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t 
     LinearTiles<T, 4, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
   } else if (tile == 2) {
     LinearTiles<T, 2, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+  } else if constexpr (STREAMS) {
+    LinearStream<T>(x, w, w_stride, begin, end, chunk, count, sums);
   } else {
-    LinearTiles<T, 1, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+    LinearTiles<T, 1, false>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
   }
 }
 
