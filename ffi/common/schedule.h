@@ -212,11 +212,11 @@ inline RowPlan ShapeRow(const Row& row, const ScheduleOptions& options) {
     plan.block_rows = plan.packed_rows;
   } else {
     plan.kind = RowKind::kPrefill;
-    // Half a block and more makes two blocks, so that two workers share it.
-    const bool two = plan.packed_rows > kPrefillBlock / 2 && plan.packed_rows <= kPrefillBlock;
-    plan.num_blocks = two ? 2 : CeilDiv(plan.packed_rows, kPrefillBlock);
+    // What would be a single block is cut into halves, so that two workers share it.
+    const bool is_short = plan.packed_rows <= kPrefillBlock;
+    plan.num_blocks = CeilDiv(plan.packed_rows, is_short ? kPrefillBlock / 2 : kPrefillBlock);
     plan.block_rows = RoundUp(CeilDiv(plan.packed_rows, plan.num_blocks), options.group_size);
-    if (plan.block_rows > kPrefillBlock) plan.block_rows = kPrefillBlock;
+    plan.block_rows = Clamp(plan.block_rows, 1, kPrefillBlock);
     plan.num_blocks = CeilDiv(plan.packed_rows, plan.block_rows);
   }
   return plan;

@@ -92,8 +92,8 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
   }
 }
 
-// The same bits for one row of x, of w that is in no cache: whole rows of w, one after the other,
-// so that memory is read in a single stream.
+// The same bits for one row of x, of w that is in no cache: the rows of w one after the other, each
+// over the whole depth, so that memory is read in a single stream.
 template <typename T>
 void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
                   int64_t chunk, int64_t count, float* sums) {
@@ -104,10 +104,10 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
       const int64_t limit = end - from < kChunks * chunk ? end : from + kChunks * chunk;
       Vec sum[kChunks][kWidth];
       for (int t = 0; t < kWidth; ++t) {
-        const T* const row = w + (n + t < count ? n + t : count - 1) * w_stride - begin;
+        const T* const row = w + (n + t < count ? n + t : count - 1) * w_stride;
         Vec* to = &sum[0][t];
         for (int64_t d = from; d < limit; d += chunk, to += kWidth) {
-          const T* const part = row + d;
+          const T* const part = row + (d - begin);
           ScoreSums<T, 1, 1, /*PREFETCHES=*/true>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0,
                                                   &part, limit - d < chunk ? limit - d : chunk,
                                                   kAhead, to);
