@@ -109,7 +109,8 @@ def make_batch(
       q_lens, seq_lens: new tokens and KV length per row. Rows from num_seqs on are dead: what is
         given for them is replaced by wild values.
       num_tokens: length of the flat batch (default: what the live rows need; more = NaN padding).
-      num_pages: of the pool (default three more than the rows own).
+      num_pages: of the pool (default three more than the rows own). If fewer, then rows share pages,
+        in another order each.
       shared_pages: rows share the pages of their common full prefix with row 0.
       uniform: q, K and V are uniform within ±uniform; None: standard normal.
     """
@@ -119,17 +120,16 @@ def make_batch(
     pages_of = [-(-int(n) // page) for n in seq_lens[:num_seqs]]
     pages_per_seq = max([*pages_of, 1]) if pages_per_seq is None else pages_per_seq
     num_pages = sum(pages_of) + 3 if num_pages is None else num_pages
-    free = list(rng.permutation(num_pages))
+    free = np.resize(rng.permutation(num_pages), sum(pages_of))
     table = rng.choice(np.array([-1, WILD_PAGE, -7, num_pages], np.int32), (rows, pages_per_seq))
     owned = np.zeros((num_pages, page), bool)
     for row, count in enumerate(pages_of):
-        for index in range(count):
-            full_in_both = (index + 1) * page <= min(int(seq_lens[row]), int(seq_lens[0]))
-            if shared_pages and row and full_in_both:
-                table[row, index] = table[0, index]
-            else:
-                table[row, index] = free.pop()
-            owned[table[row, index], : int(seq_lens[row]) - index * page] = True
+        length, shared = int(seq_lens[row]), 0
+        if shared_pages and row:
+            shared = min(length, int(seq_lens[0])) // page
+            table[row, :shared] = table[0, :shared]
+        table[row, shared:count], free = np.split(free, [count - shared])
+        owned[table[row, :count]] |= np.arange(count * page).reshape(count, page) < length
 
     def draw(size: tuple[int, ...]) -> np.ndarray:
         count = min(math.prod(size), MAX_DRAWN)

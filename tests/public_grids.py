@@ -17,6 +17,7 @@ import numpy as np
 from jax_paged.testing import Batch, Case, make_batch
 
 PAGE_SPLITS = ({}, {"num_kv_splits": 1}, {"split_tokens": 512})  # automatic, the seed's v1 and v2
+MAX_ELEMENTS = 1 << 26  # of a pool: beyond it rows share pages
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
@@ -42,12 +43,20 @@ class Problem:
         return pairs * case.num_q_heads * 2 * case.head_dim
 
     @property
+    def pool_pages(self) -> int:
+        """As many as the suite has, or as the rows own and three."""
+        case = self.case
+        if self.num_pages is not None:
+            return self.num_pages
+        pages_of = [-(-kv // case.page_size) for _, kv in self.rows]
+        limit = MAX_ELEMENTS // (case.page_size * case.num_kv_heads * case.head_dim)
+        return min(sum(pages_of), max(limit, *pages_of)) + 3
+
+    @property
     def pool_bytes(self) -> int:
         """Of K or V."""
-        case = self.case
-        pages = self.num_pages or sum(-(-kv // case.page_size) for _, kv in self.rows) + 3
-        width = 1 if self.kv else jnp.dtype(self.dtype).itemsize
-        return pages * case.page_size * case.num_kv_heads * case.head_dim * width
+        case, width = self.case, 1 if self.kv else jnp.dtype(self.dtype).itemsize
+        return self.pool_pages * case.page_size * case.num_kv_heads * case.head_dim * width
 
 
 GRIDS: dict[str, tuple[dict[str, tuple], Callable[..., Problem | None]]] = {}
@@ -79,14 +88,15 @@ def build(problem: Problem, seed: int) -> tuple[Batch, Batch, dict[str, Any]]:
     """(the batch as the op gets it, what it means for the oracle, the scales)."""
     q_lens, kv_lens = zip(*problem.rows, strict=True)
     batch = make_batch(
-        problem.case, jnp.dtype(problem.dtype), q_lens, kv_lens, num_pages=problem.num_pages,
+        problem.case, jnp.dtype(problem.dtype), q_lens, kv_lens, num_pages=problem.pool_pages,
         uniform=problem.uniform, seed=seed,
     )  # fmt: skip
     if problem.kv is None:
         return batch, batch, {}
     limit, dtype = LARGEST[problem.kv], jnp.dtype(problem.kv)
     scales = {"k": np.float32(problem.k_scale), "v": np.float32(problem.v_scale)}
-    owned = batch.page_table[(batch.page_table >= 0) & (batch.page_table < len(batch.k_pages))]
+    table = batch.page_table
+    owned = np.unique(table[(table >= 0) & (table < len(batch.k_pages))])
     stored, real = {}, {}
     for pool, scale in scales.items():
         pages = getattr(batch, f"{pool}_pages")
