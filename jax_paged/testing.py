@@ -109,8 +109,8 @@ def make_batch(
       q_lens, seq_lens: new tokens and KV length per row. Rows from num_seqs on are dead: what is
         given for them is replaced by wild values.
       num_tokens: length of the flat batch (default: what the live rows need; more = NaN padding).
-      num_pages: of the pool (default three more than the rows own). If fewer, then rows share pages,
-        in another order each.
+      num_pages: of the pool (default three more than the rows own). If fewer, then rows share
+        pages, in another order each.
       shared_pages: rows share the pages of their common full prefix with row 0.
       uniform: q, K and V are uniform within ±uniform; None: standard normal.
     """

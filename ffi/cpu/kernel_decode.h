@@ -30,9 +30,9 @@ struct DecodeState {
   int32_t v_head_dim;
   const LogitScale* scale;
   float soft_cap;
-  const float* key_offset;              // edited logits: per listed token of the block
-  float slope[kDecodeMaxRows];          // edited logits: ALiBi
-  float distance[kDecodeMaxRows];       // edited logits: of the block's first token from the query
+  const float* key_offset;              // ALiBi: per listed token of the block; without: null
+  float slope[kDecodeMaxRows];          // ALiBi
+  float distance[kDecodeMaxRows];       // ALiBi: of the block's first token from the query
   const uint64_t* seen;                 // of the block in a tree (SetSeen), null: rows see ranges
   float top[kDecodeMaxRows];            // largest logit so far, raw
   float m[kDecodeMaxRows];              // top * scale->scale
@@ -117,6 +117,13 @@ template <int ROWS>
 __attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int begin, int end,
                                         float* scores) {
   constexpr int kTokens = kWidth / ROWS;
+  const float factor = state.scale->factor, soft_cap = state.soft_cap;
+  if (!state.key_offset) {
+    for (float* s = scores + begin * ROWS; s < scores + end * ROWS; s += kWidth) {
+      Store(s, CappedLogit(Load(s), factor, soft_cap));
+    }
+    return;
+  }
   float slopes[kWidth], distances[kWidth];
   for (int i = 0; i < kWidth; ++i) {
     slopes[i] = state.slope[row0 + i % ROWS];
@@ -133,7 +140,7 @@ __attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int 
         offset = KeepFirst(offset, i * ROWS, state.key_offset[t + i]);
     }
     float* s = scores + t * ROWS;
-    Store(s, EditedLogit(Load(s), state.scale->factor, state.soft_cap, slope, Add(first, offset)));
+    Store(s, Fma(slope, Add(first, offset), CappedLogit(Load(s), factor, soft_cap)));
   }
 }
 
@@ -159,12 +166,12 @@ __attribute__((noinline)) void AddEdges(const float* scores, const int* hidden, 
 }
 
 // Turns the logits of listed tokens [start, padded) of a tile into weights: 0 for those that a row
-// does not see. Rows all see tokens [all, end). Returns in alpha what the rows' o is to be scaled
-// by.
+// does not see. Rows all see tokens [all, end). Returns the largest weight of each lane, and in
+// alpha what the rows' o is to be scaled by.
 template <int ROWS>
-JAX_PAGED_INLINE void WeighTile(const int* hidden, const int* visible, int all, int end, int start,
-                                int padded, int row0, float* scores, float* alpha,
-                                DecodeState* state) {
+JAX_PAGED_INLINE Vec WeighTile(const int* hidden, const int* visible, int all, int end, int start,
+                               int padded, int row0, float* scores, float* alpha,
+                               DecodeState* state) {
   constexpr int kTokens = kWidth / ROWS;
   for (int t = start; t < all; ++t) {
     for (int r = 0; r < ROWS; ++r) {
@@ -207,6 +214,7 @@ JAX_PAGED_INLINE void WeighTile(const int* hidden, const int* visible, int all, 
   }
   float* l = state->l[row0 / 8];
   Store(l, Fma(Load(l), keep, sum));
+  return Exp2(Fma(top, scale, minus_m));
 }
 
 // One block for packed rows [row0, row0 + ROWS). Row r sees the block's listed tokens [hidden[r],
@@ -281,6 +289,17 @@ inline void StartDecode(const AttentionParams& params, const LogitScale& scale, 
   for (int r = 0; r < padded; ++r) state->top[r] = state->m[r] = -kInfinity;
   for (auto& lanes : state->l) Store(lanes, Zero());
   state->seen = nullptr;
+  state->key_offset = nullptr;
+}
+
+// ALiBi of a block that begins at `token`.
+inline void SetDistances(const AlibiRow* alibi, int padded, int64_t token, const float* key_offset,
+                         DecodeState* state) {
+  state->key_offset = key_offset;
+  for (int r = 0; r < padded; ++r) {
+    state->slope[r] = alibi[r].slope;
+    state->distance[r] = static_cast<float>(token - alibi[r].position);
+  }
 }
 
 inline void FinishDecode(const DecodeState& state, int num_rows, const Partial& part) {
@@ -308,8 +327,8 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
 
   // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
   int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
-  EditedRow edited[kDecodeMaxRows];
-  SetRows(params, row, item, span, num_rows, padded, first, limit, scale.edited ? edited : nullptr);
+  AlibiRow alibi[kDecodeMaxRows];
+  SetRows(params, row, item, span, num_rows, padded, first, limit, scale.alibi ? alibi : nullptr);
   float key_offset[kKeyBlock];
   uint64_t seen[kDecodeMaxRows];
   int hidden[kDecodeMaxRows] = {};
@@ -353,13 +372,9 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
       SetSeen(params, row, item, span, num_rows, padded, block.count_before, block.begin, seen);
       state.seen = seen;
     }
-    if (scale.edited) {
+    if (scale.alibi) {
       ListOffsets(params, row, item.row, block, key_offset);
-      state.key_offset = key_offset;
-      for (int r = 0; r < padded; ++r) {
-        state.slope[r] = edited[r].slope;
-        state.distance[r] = static_cast<float>(token - edited[r].position);
-      }
+      SetDistances(alibi, padded, token, key_offset, &state);
     }
     for (int r = 0; r < num_rows;) {
       const int tile = TileRows(num_rows, r);

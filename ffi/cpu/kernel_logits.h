@@ -15,6 +15,7 @@ struct LogitScale {
   float sign;
   float scale;   // s, or the edited logit, times it is in units of log2
   float factor;  // edited logits: s times it is the logit before the soft cap
+  bool alibi;    // edited logits fall with the distance
   bool edited;   // there is a soft cap or ALiBi
 
   explicit LogitScale(const AttentionParams& params) {
@@ -27,7 +28,8 @@ struct LogitScale {
       sign = 0.0f;
       scale = factor = 1.0f;
     }
-    edited = params.soft_cap > 0.0f || params.alibi_slopes;
+    alibi = params.alibi_slopes != nullptr;
+    edited = params.soft_cap > 0.0f || alibi;
     if (edited) scale = kLog2E;
   }
 };
@@ -37,8 +39,7 @@ struct LogitScale {
 JAX_PAGED_INLINE Vec Tanh(Vec x) {
   constexpr float kP[5] = {1.0f, 0.13379714f, 0.0034940301f, 2.0583408e-5f, 1.3318973e-8f};
   constexpr float kQ[5] = {1.0f, 0.46713030f, 0.025871055f, 0.00032830855f, 7.761978e-7f};
-  const Vec minus = Set1(-1.0f), low = Set1(-9.0f);
-  x = Mul(minus, MaxSkipNan(Mul(minus, MaxSkipNan(x, low)), low));
+  x = MinKeepNan(Set1(9.0f), MaxSkipNan(x, Set1(-9.0f)));
   const Vec y = Mul(x, x);
   Vec p = Set1(kP[4]), q = Set1(kQ[4]);
   JAX_PAGED_UNROLL
@@ -46,14 +47,13 @@ JAX_PAGED_INLINE Vec Tanh(Vec x) {
     p = Fma(p, y, Set1(kP[i]));
     q = Fma(q, y, Set1(kQ[i]));
   }
-  return Div(Mul(x, p), q);
+  return Ratio(Mul(x, p), q);
 }
 
-// The logit of products s: soft_cap tanh(s factor / soft_cap) + slope (key - query).
-JAX_PAGED_INLINE Vec EditedLogit(Vec s, float factor, float soft_cap, Vec slope, Vec distance) {
-  Vec x = Mul(s, Set1(factor));
-  if (soft_cap > 0.0f) x = Mul(Set1(soft_cap), Tanh(Mul(x, Set1(1.0f / soft_cap))));
-  return Fma(slope, distance, x);
+// Products s as logits without ALiBi: soft_cap tanh(s factor / soft_cap), or s factor.
+JAX_PAGED_INLINE Vec CappedLogit(Vec s, float factor, float soft_cap) {
+  if (!(soft_cap > 0.0f)) return Mul(s, Set1(factor));
+  return Mul(Set1(soft_cap), Tanh(Mul(s, Set1(factor / soft_cap))));
 }
 
 // offset[i] = position of listed token i, less block.begin; repeats the last one.
@@ -69,19 +69,19 @@ void ListOffsets(const AttentionParams& params, const Row& row, int32_t row_inde
   for (int i = listed; i < kKeyBlock; ++i) offset[i] = listed ? offset[listed - 1] : 0.0f;
 }
 
-// What the edit needs to know of a packed row.
-struct EditedRow {
-  float slope;       // 0: no ALiBi
+// What ALiBi needs to know of a packed row, whose logits it gives slope (key - query).
+struct AlibiRow {
+  float slope;
   int64_t position;  // of its query, as if the split's tokens stood where they are stored
 };
 
 // Of a split's tokens, packed row r of an item sees [first[r], limit[r]). Rows from num_rows to
-// padded are like the last one. `edited` may be null. Out of line, as is CountBefore: once for all
+// padded are like the last one. `alibi` may be null. Out of line, as is CountBefore: once for all
 // dtypes.
 __attribute__((noinline)) inline void SetRows(const AttentionParams& params, const Row& row,
                                               const WorkItem& item, const KeySpan& span,
                                               int num_rows, int padded, int64_t* first,
-                                              int64_t* limit, EditedRow* edited) {
+                                              int64_t* limit, AlibiRow* alibi) {
   const int64_t offset = span.pinned ? 0 : row.slot_offset;
   for (int r = 0; r < padded; ++r) {
     const int64_t packed = item.packed_begin + (r < num_rows ? r : num_rows - 1);
@@ -92,10 +92,10 @@ __attribute__((noinline)) inline void SetRows(const AttentionParams& params, con
     if (params.rope.cos && !params.causal) {
       limit[r] = Clamp(params.rope.max_positions - offset, 0, limit[r]);
     }
-    if (!edited) continue;
+    if (!alibi) continue;
     const int64_t head = int64_t{item.kv_head} * params.group_size + packed % params.group_size;
-    edited[r] = {params.alibi_slopes ? params.alibi_slopes[head] : 0.0f,
-                 TokenAt(params, row, item.row, QueryPosition(row, query)) - offset};
+    alibi[r] = {params.alibi_slopes[head],
+                TokenAt(params, row, item.row, QueryPosition(row, query)) - offset};
   }
 }
 

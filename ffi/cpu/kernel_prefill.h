@@ -151,14 +151,18 @@ void ScoreRows(const WorkerScratch& scratch, const int* hidden, const int* visib
   }
 }
 
-// Turns products [hidden, visible) of a row into logits, and perhaps some before them. `distance`
-// is that of the block's first token from the query.
+// Turns products [hidden, visible) of a row into logits, and perhaps some before them, in a block
+// that begins at `token`. `alibi` may be null.
 __attribute__((noinline)) inline void EditRow(float* scores, int hidden, int visible,
-                                              const LogitScale& scale, float soft_cap, float slope,
-                                              float distance, const float* key_offset) {
+                                              const LogitScale& scale, float soft_cap,
+                                              const AlibiRow* alibi, int64_t token,
+                                              const float* key_offset) {
+  const Vec slope = Set1(alibi ? alibi->slope : 0.0f);
+  const Vec first = Set1(alibi ? static_cast<float>(token - alibi->position) : 0.0f);
   for (int t = hidden / kWidth * kWidth; t < visible; t += kWidth) {
-    const Vec far = Add(Set1(distance), Load(key_offset + t));
-    Store(scores + t, EditedLogit(Load(scores + t), scale.factor, soft_cap, Set1(slope), far));
+    Vec x = CappedLogit(Load(scores + t), scale.factor, soft_cap);
+    if (alibi) x = Fma(slope, Add(first, Load(key_offset + t)), x);
+    Store(scores + t, x);
   }
 }
 
@@ -246,10 +250,10 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
   const int padded_rows = static_cast<int>(RoundUp(num_rows, kGemmRows));
   // Tokens [first, limit) are seen; padding rows see what the last row sees.
   int64_t first[kPrefillBlock], limit[kPrefillBlock];
-  EditedRow edited[kPrefillBlock];
+  AlibiRow alibi[kPrefillBlock];
   float top[kPrefillBlock];
   SetRows(params, row, item, span, num_rows, padded_rows, first, limit,
-          scale.edited ? edited : nullptr);
+          scale.alibi ? alibi : nullptr);
   for (int r = 0; r < padded_rows; ++r) top[r] = -kInfinity;
   KeyBlock<T> stored, floats;
   int hidden[kPrefillBlock], visible[kPrefillBlock];
@@ -271,10 +275,10 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
     PackValues(block, params.v_head_dim, scratch.v_panels);
     ScoreRows<T>(scratch, hidden, visible, padded_rows, params.head_dim);
     if (scale.edited) {
-      ListOffsets(params, row, item.row, block, key_offset);
+      if (scale.alibi) ListOffsets(params, row, item.row, block, key_offset);
       for (int r = 0; r < num_rows; ++r) {
         EditRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale, params.soft_cap,
-                edited[r].slope, static_cast<float>(token - edited[r].position), key_offset);
+                scale.alibi ? &alibi[r] : nullptr, token, key_offset);
       }
     }
     const bool hides = HidesKeys(row, span, block_end);

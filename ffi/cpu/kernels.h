@@ -37,7 +37,7 @@ struct WorkerScratch {
   // dtype.
   float* k_rows;   // [2, kKeyBlock, head_dim]
   float* v_rows;   // [2, kKeyBlock, v_head_dim]
-  float* k_stage;  // 8-bit pages: [kKeyBlock, q_stride] keys of a block as floats, or as bf16
+  float* k_stage;  // 8-bit pages: [kKeyBlock, q_stride] keys of a block as floats, or queries
   float* v_stage;  // 8-bit pages: [kKeyBlock, o_stride] the same of values
   int64_t q_stride;
   int64_t o_stride;

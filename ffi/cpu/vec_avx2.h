@@ -21,6 +21,8 @@ JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return _mm256_max_ps(x, so_far); }
+JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return _mm256_min_ps(limit, x); }
+JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) { return Div(a, b); }
 
 JAX_PAGED_INLINE Vec Load(const float* p) { return _mm256_loadu_ps(p); }
 JAX_PAGED_INLINE void Store(float* p, Vec x) { _mm256_storeu_ps(p, x); }

@@ -22,6 +22,11 @@ JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return _mm512_max_ps(x, so_far); }
+JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return _mm512_min_ps(limit, x); }
+JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) {
+  const Vec r = _mm512_rcp14_ps(b);
+  return _mm512_mul_ps(a, _mm512_fmadd_ps(_mm512_fnmadd_ps(b, r, Set1(1.0f)), r, r));
+}
 
 JAX_PAGED_INLINE Vec Load(const float* p) { return _mm512_loadu_ps(p); }
 JAX_PAGED_INLINE Vec LoadHalf(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }

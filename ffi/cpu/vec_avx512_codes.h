@@ -58,32 +58,47 @@ JAX_PAGED_INLINE __m512i LoadCodes(const void* p, int64_t n) {
   return _mm512_maskz_loadu_epi8(keep, p);
 }
 
-// The words of 64 codes, in order: 32 and 32.
+// 32 codes of each of two tokens, zeros after n.
+JAX_PAGED_INLINE __m512i LoadTwo(const void* even, const void* odd, int64_t n) {
+  const __mmask32 keep = n >= 32 ? ~0u : (1u << n) - 1u;
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(keep, even)),
+                            _mm256_maskz_loadu_epi8(keep, odd), 1);
+}
+
+// 64 words: the first and the second 32.
+struct Words {
+  Vec a, b;
+};
+
 template <typename Codes>
-JAX_PAGED_INLINE void StoreWords(const Codes& table, __m512i codes, char* to) {
+JAX_PAGED_INLINE Words Unpack(const Codes& table, __m512i codes) {
+  const WordBytes x = table.Look(codes);
+  return {_mm512_castsi512_ps(_mm512_unpacklo_epi8(x.low, x.high)),
+          _mm512_castsi512_ps(_mm512_unpackhi_epi8(x.low, x.high))};
+}
+
+// The words of 64 codes in order.
+template <typename Codes>
+JAX_PAGED_INLINE Words WordsOf(const Codes& table, __m512i codes) {
   // Unpacking works on quarters of a register: give each the codes of both results.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  const WordBytes x = table.Look(_mm512_permutexvar_epi64(order, codes));
-  _mm512_storeu_si512(to, _mm512_unpacklo_epi8(x.low, x.high));
-  _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi8(x.low, x.high));
+  return Unpack(table, _mm512_permutexvar_epi64(order, codes));
 }
 
-// The words of 64 codes of two tokens, side by side: [64][2].
+// The words of 32 codes of two tokens, side by side: [32][2].
 template <typename Codes>
-JAX_PAGED_INLINE void StoreWordPairs(const Codes& table, __m512i even, __m512i odd, float* to) {
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const WordBytes a = table.Look(_mm512_permutexvar_epi32(order, even));
-  const WordBytes b = table.Look(_mm512_permutexvar_epi32(order, odd));
-  const __m512i a0 = _mm512_unpacklo_epi8(a.low, a.high);
-  const __m512i a1 = _mm512_unpackhi_epi8(a.low, a.high);
-  const __m512i b0 = _mm512_unpacklo_epi8(b.low, b.high);
-  const __m512i b1 = _mm512_unpackhi_epi8(b.low, b.high);
-  _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a0, b0));
-  _mm512_storeu_si512(to + 16, _mm512_unpackhi_epi16(a0, b0));
-  _mm512_storeu_si512(to + 32, _mm512_unpacklo_epi16(a1, b1));
-  _mm512_storeu_si512(to + 48, _mm512_unpackhi_epi16(a1, b1));
+JAX_PAGED_INLINE Words PairsOf(const Codes& table, __m512i codes) {
+  alignas(64) static constexpr uint8_t kOrder[64] = {
+      0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51,  //
+      4,  36, 5,  37, 6,  38, 7,  39, 20, 52, 21, 53, 22, 54, 23, 55,  //
+      8,  40, 9,  41, 10, 42, 11, 43, 24, 56, 25, 57, 26, 58, 27, 59,  //
+      12, 44, 13, 45, 14, 46, 15, 47, 28, 60, 29, 61, 30, 62, 31, 63};
+  return Unpack(table, _mm512_permutexvar_epi8(_mm512_load_si512(kOrder), codes));
 }
 
+JAX_PAGED_INLINE bool AnyAbove(Vec x, Vec limit) {
+  return _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ) != 0;
+}
 // Lane i = p[i / ROWS]. Reads 16 floats.
 template <int ROWS>
 JAX_PAGED_INLINE Vec PerToken(const float* p) {
@@ -113,12 +128,6 @@ JAX_PAGED_INLINE void StoreWeightPairs(Vec weights, float* to, int rest) {
 // sum + weights of two tokens (a pair, for all lanes) x values of two tokens.
 JAX_PAGED_INLINE Vec AddPair(Vec sum, float weights, Vec values) {
   return MultiplyAdd<BFloat16>(Set1(weights), values, sum);
-}
-// One token of 16 pairs.
-JAX_PAGED_INLINE Vec HalfOfPairs(const float* p, bool odd) {
-  const __m512i bits = _mm512_loadu_si512(p);
-  return _mm512_castsi512_ps(odd ? _mm512_and_si512(bits, _mm512_set1_epi32(-65536))
-                                 : _mm512_slli_epi32(bits, 16));
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

@@ -41,6 +41,14 @@ JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return {a.lo * b.lo, a.hi * b.hi}; }
 JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return {a.lo / b.lo, a.hi / b.hi}; }
 // a * b + c, rounded once or twice.
 JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return {a.lo * b.lo + c.lo, a.hi * b.hi + c.hi}; }
+// a / b to 2 ulp, for 1 <= b < 2^24.
+JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) { return Div(a, b); }
+// The smaller one; x where it is NaN.
+JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) {
+  Lanes a = ToLanes(limit), b = ToLanes(x);
+  for (int i = 0; i < kWidth; ++i) a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
+  return FromLanes(a);
+}
 // The larger one; so_far where x is NaN.
 JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) {
   Lanes a = ToLanes(so_far), b = ToLanes(x);
