@@ -39,7 +39,8 @@ _SPLIT_BY_XLA = frozenset(
 _REMEDIES = {
     "_cpu": "install with `pip install .`, or `pip install -e . --no-build-isolation` to run from "
     "the source tree; implementation='reference' needs no native code",
-    "_cuda": "reinstall with JAX_PAGED_CUDA=on and an nvcc on PATH, or JAX_PAGED_CUDA=wheels; "
+    "_cuda": "reinstall with JAX_PAGED_CUDA=on (every architecture) or JAX_PAGED_CUDA_ARCHS=90-real "
+    "(one) and an nvcc on PATH, or with JAX_PAGED_CUDA=wheels; "
     "implementation='reference' needs no native code",
 }
 
@@ -118,6 +119,11 @@ def cpu_module() -> ModuleType:
     return module
 
 
+def _cuda_why_not() -> str:
+    """Why the build made no CUDA kernels; empty where it made them."""
+    return getattr(_modules["_cpu"], "cuda_why_not", "")
+
+
 def targets(name: str) -> tuple[str, ...]:
     module = _modules[name]
     return () if isinstance(module, str) else tuple(sorted(module.registrations()))
@@ -133,7 +139,8 @@ def build_info() -> dict[str, Any]:
       and, when ok, the handlers and how they were built; for `cuda` the version of the toolkit
       (`toolkit`, `toolkit_major`) and `driver`, the newest CUDA (major, minor) that the driver
       runs, None without a driver. An older major version than the toolkit's is a status, and an
-      error when a program is lowered for CUDA.
+      error when a program is lowered for CUDA. Where CUDA kernels were not built, `why` and
+      `remedy` tell why not, and how to get them.
     """
     info: dict[str, Any] = {
         "version": importlib.metadata.version("jax_paged"),
@@ -154,6 +161,8 @@ def build_info() -> dict[str, Any]:
                     "driver": _driver_version(module),
                     "architectures": module.architectures,
                 }
+        elif name == "_cuda" and module == "not built":
+            entry |= {"why": _cuda_why_not(), "remedy": _REMEDIES[name]}
         info[name.removeprefix("_")] = entry
     return info
 
@@ -184,6 +193,8 @@ def _why_unavailable(name: str, target: str) -> str | None:
     if isinstance(module, str) and module.startswith("driver too old"):
         return f"jax_paged: CUDA kernels cannot run ({module}); {_DRIVER_REMEDY}"
     reason = module if isinstance(module, str) else f"this build has no {target}"
+    if name == "_cuda" and module == "not built":
+        reason = _cuda_why_not() or reason
     return f"jax_paged: {_PLATFORMS[name]} kernels not built ({reason}); {_REMEDIES[name]}"
 
 

@@ -14,6 +14,7 @@
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_kernels.h"
+#include "cuda_why_not.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -157,6 +158,7 @@ NB_MODULE(_cpu, module) {
   namespace cpu = jax_paged::cpu;
   cpu::ChosenKernels();  // a wrong JAX_PAGED_CPU_ISA fails here, at import
   module.attr("ffi_api") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  module.attr("cuda_why_not") = JAX_PAGED_CUDA_WHY_NOT;
   module.def("registrations", &cpu::Registrations,
              "The FFI handlers: a dict of target name to capsule.");
   module.def(

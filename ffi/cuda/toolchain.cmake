@@ -1,11 +1,54 @@
-# Finds an nvcc and proves that it works, before enable_language(CUDA), where a broken toolkit is a
-# hard CMake error and "auto" could not fall back to a CPU-only build.
-#
-# jax_paged_find_nvcc(<auto|on|wheels> <out: ok> <out: reason>)
+# Decides whether CUDA kernels are built, for which architectures and with which nvcc, and proves that
+# it works: with a broken toolkit enable_language(CUDA) is an error, and "auto" could not go on.
+
+set(ALL_CUDA_ARCHITECTURES "80-real;90-real;100-real;120")
+
+# jax_paged_choose_cuda(<out: why CUDA kernels are not built; empty: they are>)
+#   Reads JAX_PAGED_CUDA and JAX_PAGED_CUDA_ARCHS (CMakeLists.txt); sets CMAKE_CUDA_COMPILER,
+#   CMAKE_CUDA_ARCHITECTURES and CUDA_LIB_DIR. What was asked for and cannot be is an error.
+macro(jax_paged_choose_cuda WHY_NOT)
+  string(TOLOWER "${JAX_PAGED_CUDA}" CUDA_WANTED)
+  if(NOT CUDA_WANTED MATCHES "^(auto|on|off|wheels)$")
+    message(FATAL_ERROR
+      "jax_paged: JAX_PAGED_CUDA must be auto, on, off or wheels, got '${JAX_PAGED_CUDA}'")
+  endif()
+  set(CMAKE_CUDA_ARCHITECTURES "${ALL_CUDA_ARCHITECTURES}")
+  set(${WHY_NOT} "")
+  if(CUDA_WANTED STREQUAL "off")
+    set(${WHY_NOT} "JAX_PAGED_CUDA=off")
+  elseif(JAX_PAGED_CUDA_ARCHS)
+    set(CMAKE_CUDA_ARCHITECTURES "${JAX_PAGED_CUDA_ARCHS}")
+    if(CUDA_WANTED STREQUAL "auto")
+      set(CUDA_WANTED "on")
+    endif()
+  elseif(CUDA_WANTED STREQUAL "auto")
+    execute_process(COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/cuda/gpus.py"
+      RESULT_VARIABLE GPUS_RESULT OUTPUT_VARIABLE GPUS OUTPUT_STRIP_TRAILING_WHITESPACE)
+    if(GPUS_RESULT STREQUAL "0")
+      set(CMAKE_CUDA_ARCHITECTURES "${GPUS}")
+    else()
+      set(${WHY_NOT} "${GPUS}, and JAX_PAGED_CUDA=auto builds for the GPUs that it finds")
+    endif()
+  endif()
+  if(NOT ${WHY_NOT})
+    jax_paged_find_nvcc(${CUDA_WANTED} ${WHY_NOT})
+  endif()
+  if(NOT ${WHY_NOT})
+    list(JOIN CMAKE_CUDA_ARCHITECTURES ", " NAMES)
+    message(STATUS "jax_paged: CUDA kernels: built for ${NAMES} by ${CMAKE_CUDA_COMPILER}")
+  elseif(CUDA_WANTED MATCHES "^(on|wheels)$")
+    message(FATAL_ERROR
+      "jax_paged: JAX_PAGED_CUDA=${CUDA_WANTED}, but CUDA kernels cannot be built: ${${WHY_NOT}}")
+  else()
+    message(STATUS "jax_paged: CUDA kernels: not built (${${WHY_NOT}}); JAX_PAGED_CUDA=on builds "
+      "them for every architecture, JAX_PAGED_CUDA_ARCHS=90-real for that one")
+  endif()
+endmacro()
+
+# jax_paged_find_nvcc(<on|auto|wheels> <out: why there is none that works; empty: there is>)
 #   Order: CMAKE_CUDA_COMPILER, $CUDACXX, (wheels only) the nvidia-cuda-nvcc package, PATH,
-#   $CUDA_HOME, /usr/local/cuda. Sets CMAKE_CUDA_COMPILER, CMAKE_CUDA_ARCHITECTURES, CUDA_LIB_DIR.
-macro(jax_paged_find_nvcc WANTED OK WHY_NOT)
-  set(${OK} OFF)
+#   $CUDA_HOME, /usr/local/cuda.
+macro(jax_paged_find_nvcc WANTED WHY_NOT)
   set(${WHY_NOT} "no nvcc in CUDACXX, PATH, CUDA_HOME or /usr/local/cuda")
   if(NOT CMAKE_CUDA_COMPILER AND DEFINED ENV{CUDACXX})
     set(CMAKE_CUDA_COMPILER "$ENV{CUDACXX}")
@@ -34,20 +77,21 @@ macro(jax_paged_find_nvcc WANTED OK WHY_NOT)
     endif()
     file(WRITE "${CMAKE_BINARY_DIR}/probe.cu"
       "#include <cuda_bf16.h>\n__global__ void k(float* x) { *x = 1; }\nvoid f(float* x) { k<<<1, 1>>>(x); }\n")
+    set(PROBE_TARGETS "")
+    foreach(ARCH IN LISTS CMAKE_CUDA_ARCHITECTURES)
+      string(REGEX REPLACE "-(real|virtual)$" "" ARCH "${ARCH}")
+      list(APPEND PROBE_TARGETS "-gencode=arch=compute_${ARCH},code=sm_${ARCH}")
+    endforeach()
     execute_process(
-      COMMAND "${CMAKE_CUDA_COMPILER}" -std=c++17 -arch=sm_80 -shared -Xcompiler -fPIC
+      COMMAND "${CMAKE_CUDA_COMPILER}" -std=c++17 ${PROBE_TARGETS} -shared -Xcompiler -fPIC
         "${CMAKE_BINARY_DIR}/probe.cu" -o "${CMAKE_BINARY_DIR}/probe.so"
       RESULT_VARIABLE PROBE_RESULT OUTPUT_VARIABLE PROBE_LOG ERROR_VARIABLE PROBE_LOG)
     if(PROBE_RESULT STREQUAL "0")
-      set(${OK} ON)
-      if(JAX_PAGED_CUDA_ARCHS)
-        set(CMAKE_CUDA_ARCHITECTURES "${JAX_PAGED_CUDA_ARCHS}")
-      else()
-        set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;100-real;120")
-      endif()
+      set(${WHY_NOT} "")
     else()
       string(STRIP "${PROBE_LOG}" PROBE_LOG)
-      set(${WHY_NOT} "${CMAKE_CUDA_COMPILER} cannot build a test kernel: ${PROBE_LOG} (${PROBE_RESULT})")
+      list(JOIN CMAKE_CUDA_ARCHITECTURES ", " NAMES)
+      set(${WHY_NOT} "${CMAKE_CUDA_COMPILER} cannot build a test kernel for ${NAMES}: ${PROBE_LOG} (${PROBE_RESULT})")
     endif()
   endif()
 endmacro()
