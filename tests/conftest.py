@@ -11,9 +11,37 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import jax
 import pytest
+from tiers import default_tier, part_of
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--deep",
+        nargs="?",
+        const="all",
+        metavar="K/N",
+        help="run all combinations of parameters (tests/tiers.py); K/N: part K of N of those that a "
+        "plain run leaves out",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    deep, single = config.getoption("--deep"), any("::" in arg for arg in config.args)
+    if deep == "all" or single:  # what is asked for by name runs
+        return
+    default = default_tier(items)
+    kept = default
+    if deep is not None:
+        number, parts = map(int, deep.split("/"))
+        left = set(default)
+        kept = part_of([item for item in items if item not in left], number, parts)
+    keep = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+    items[:] = kept
 
 
 def pytest_report_header(config):

@@ -8,9 +8,12 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import pytest
 from emulation import FFI, MACHINE, EmulationError
 
+T = TypeVar("T")
 COMPILE = ("-std=c++17", "-fPIC", "-DJAX_PAGED_EMULATE")
 
 
@@ -21,6 +24,16 @@ def plant(folder: Path, file: str, old: str, new: str) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
     path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def asked_for(bugs: Mapping[str, T], request: pytest.FixtureRequest) -> dict[str, T]:
+    """Those of the bugs that tests of the requesting file are going to ask for."""
+    names = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    return {name: bug for name, bug in bugs.items() if name in names}
 
 
 @contextlib.contextmanager

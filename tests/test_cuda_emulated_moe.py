@@ -389,9 +389,9 @@ def check_all(loaded=None):
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
+def planted(request, tmp_path_factory):
     with planting.planted(
-        BUGS, tmp_path_factory.mktemp, op="moe_experts", source="ffi/emu/moe_experts.cc",
+        planting.asked_for(BUGS, request), tmp_path_factory.mktemp, op="moe_experts", source="ffi/emu/moe_experts.cc",
         files={"ffi/cuda/moe_experts/select.h": SELECT}, load=lambda path: ctypes.CDLL(str(path)),
     ) as libraries:  # fmt: skip
         yield libraries
@@ -401,6 +401,7 @@ def test_the_kernels_as_they_are_pass():
     check_all()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_caught(name, planted):
     loaded = planted[name].result()
@@ -408,6 +409,7 @@ def test_planted_bug_is_caught(name, planted):
         check_all(loaded)
 
 
+@pytest.mark.deep
 def test_every_barrier_and_wait_is_needed_and_missed():
     loaded = library()
     sites = sites_of(loaded, check_all)

@@ -1,13 +1,14 @@
 """The table of all pairs of options (test_attention_options.py) on the emulated CUDA kernels.
 
-400 of its rows, or all with JAX_PAGED_LONG=1: launches, orders of CTAs and warps and cp.async
+The rows that cover all pairs, 400 rows (deep), or all with JAX_PAGED_LONG=1: launches, orders of CTAs and warps and cp.async
 timing differ from row to row, pools and padding are NaN, the race checker is on.
 """
 
 import numpy as np
 import pytest
 from emulation import Device, emulate
-from test_attention_options import LONG, NUM_CASES, build
+from test_attention_options import LONG, NUM_CASES, build, num_covering
+from tiers import numbered
 
 from jax_paged.testing import assert_attention_close, dense_oracle
 
@@ -24,7 +25,7 @@ def of_layer(batch, scale):
     return np.ascontiguousarray(np.broadcast_to(scale, (case.num_kv_heads,)))
 
 
-@pytest.mark.parametrize("index", range(NUM_EMULATED))
+@pytest.mark.parametrize("index", numbered(range(NUM_EMULATED), num_covering()))
 def test_pairs_of_options_match_float64(index):
     stored, real, options, more = build(index)
     more = {k: of_layer(stored, x) if k.endswith("scale") else x for k, x in more.items()}

@@ -378,9 +378,9 @@ def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, sc
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
+def planted(request, tmp_path_factory):
     with planting.planted(
-        BUGS, tmp_path_factory.mktemp, op="attention", source="kernels.cc",
+        planting.asked_for(BUGS, request), tmp_path_factory.mktemp, op="attention", source="kernels.cc",
         files={"kernels.cc": KERNELS}, load=open_library, level="-O1",
     ) as libraries:  # fmt: skip
         yield libraries
@@ -390,6 +390,7 @@ def test_the_kernels_as_they_are_pass():
     check_all(library())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_caught(name, planted):
     loaded = planted[name].result()
@@ -412,6 +413,7 @@ def battery():
     check(real, stored=stored, scales=scales)
 
 
+@pytest.mark.deep
 def test_every_barrier_fence_and_wait_is_needed_and_missed():
     loaded = library()
     sites = sites_of(loaded, battery)
@@ -421,6 +423,7 @@ def test_every_barrier_fence_and_wait_is_needed_and_missed():
     assert not survivors(loaded, battery, sites), "skipped without any finding"
 
 
+@pytest.mark.deep
 def test_ucontext_fibers_give_the_same_bits(tmp_path):
     (tmp_path / "kernels.cc").write_text(KERNELS, encoding="utf-8")
     sources = [tmp_path / "kernels.cc", *(FFI / "emu" / name for name in MACHINE)]

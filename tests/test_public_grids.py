@@ -1,7 +1,7 @@
 """Public suites' grids through our ops: vLLM's, FlashInfer's and JAX's (see public_grids.py).
 
-CI runs a seeded sample of each grid's lighter problems; JAX_PAGED_LONG=1 runs all, which takes
-hours: `-k` with a grid's name picks one.
+A seeded sample of each grid's lighter problems runs, some of it in the deep tier alone;
+JAX_PAGED_LONG=1 runs all, which takes hours: `-k` with a grid's name picks one.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from jax_paged.layout import slots_first
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
 LONG = os.environ.get("JAX_PAGED_LONG") == "1"
-SAMPLE = 5  # problems of a grid that CI runs
+SAMPLE = 5  # problems of a grid that run
+DEFAULT_SAMPLE = 1  # of which in the default tier
 LIGHT = 3e9  # multiplications that they may take
 LIGHT_BYTES = 1 << 27  # and bytes of K
 WHOLE = 2e9  # up to here the oracle computes all queries, beyond it some of some rows
@@ -45,9 +46,12 @@ def chosen(name: str):
 
 
 PARAMETERS = [
-    pytest.param(index, problem, id=f"{name}-{text}".replace("/", "_"))
+    pytest.param(
+        index, problem, id=f"{name}-{text}".replace("/", "_"),
+        marks=[pytest.mark.deep] if number >= DEFAULT_SAMPLE else [],
+    )
     for name in GRIDS
-    for index, text, problem in chosen(name)
+    for number, (index, text, problem) in enumerate(chosen(name))
 ]
 
 
