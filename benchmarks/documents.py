@@ -3,43 +3,96 @@
     python benchmarks/documents.py    (`run_all.py` does it too)
 
 What stands between `<!-- measured -->` and `<!-- end -->` in README.md and docs/performance.md is
-replaced: in README attention and whole models, in the other all the rest. Plots need matplotlib
+replaced. README gets the rows of `PICKS`, docs/performance.md all rows. Plots need matplotlib
 (`pip install 'jax_paged[plot]'`) and go to docs/plots.
 """
 
+import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 
 ROOT = Path(__file__).parents[1]
-IN_README = {
+TITLES = {
     "attention": "Attention",
     "model": "Whole models, 512 tokens of context",
     "serving": "Serving, SmolLM2-135M",
-}
-IN_DOCS = {
     "merge": "merge_attention_states",
     "qkv_write": "qkv_norm_rope_write",
     "projections": "Projections and experts",
     "options": "Options of attention, in decode",
     "decode_overhead": "Overhead of a decode step, toy models",
-    "growth": "Growth: Qwen3-MoE 512M, batch 1, 512 tokens, but for what is named",
+    "growth": "Growth of a decode step: Qwen3-MoE 512M, batch 1, 512 tokens, one of them changed",
 }
 LABELS = {
     "reference": "XLA", "torch_sdpa": "torch SDPA", "write_kv": "XLA, then write_kv",
-    "vllm_cpu": "vLLM CPU",
+    "vllm_cpu": "vLLM CPU", "one by one": "one request at a time", "no drafts": "without drafts",
 }  # fmt: skip
+CORES = {"AMD EPYC, family 25, model 17": "Zen 4"}
 Result = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pick:
+    """A row of README's table: rows of one benchmark that differ only in size.
+
+    peers: the contenders to show; () = all.
+    """
+
+    title: str
+    benchmark: str
+    kind: str
+    case: str
+    sizes: tuple[str, ...]
+    dtype: str
+    peers: tuple[str, ...] = ()
+
+    @property
+    def subject(self) -> str:
+        """What the title begins with."""
+        return self.title.split(",")[0]
+
+    def rows(self, results: Mapping[str, Result]) -> list[dict[str, Any]]:
+        """The measured rows in the order of `sizes`, or none unless all are there."""
+        measured = results.get(self.benchmark, {"rows": []})["rows"]
+        alike = {
+            row["size"]: row
+            for row in measured
+            if (row["kind"], row["case"], row["dtype"]) == (self.kind, self.case, self.dtype)
+        }
+        return [alike[size] for size in self.sizes] if alike.keys() >= set(self.sizes) else []
+
+    def ratios(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+        """What each peer's time is over ours, for each of the rows."""
+        names = self.peers or tuple(rows[0]["ratio"])
+        return {LABELS.get(name, name): [row["ratio"][name] for row in rows] for name in names}
+
+
+_HEADS_32_4_128 = "qwen3_30b_a3b"
+PICKS = (
+    Pick("Attention, decode: 32 rows of 4096 tokens, bf16",
+         "attention", "decode", _HEADS_32_4_128, ("32 × 4096",), "bfloat16"),
+    Pick("Attention, decode: 32 rows of 4096 tokens, f32",
+         "attention", "decode", _HEADS_32_4_128, ("32 × 4096",), "float32"),
+    Pick("Attention, prefill: 2048 tokens, bf16",
+         "attention", "prefill", _HEADS_32_4_128, ("2048",), "bfloat16"),
+    Pick("Qwen3-MoE 512M, decode: batch 1 and 32, bf16",
+         "model", "decode", "qwen3_moe_512m", ("batch 1", "batch 32"), "bfloat16"),
+    Pick("SmolLM2-135M, decode: batch 1 and 8, int8 weights",
+         "model", "decode", "smollm2_135m", ("batch 1", "batch 8"), "int8", ("llama.cpp Q4_1",)),
+    Pick("SmolLM2-135M, serving: 32 requests, bf16",
+         "serving", "trace", "smollm2_135m", ("32 requests",), "bfloat16"),
+)  # fmt: skip
 
 
 def load(results: Path) -> dict[str, Result]:
     """The result files that there are, by the name of their benchmark."""
-    paths = {name: results / f"{name}.json" for name in (*IN_README, *IN_DOCS)}
+    paths = {name: results / f"{name}.json" for name in TITLES}
     return {
         name: json.loads(path.read_text(encoding="utf-8"))
         for name, path in paths.items()
@@ -47,14 +100,18 @@ def load(results: Path) -> dict[str, Result]:
     }
 
 
+def machine(environment: Mapping[str, Any]) -> str:
+    """The processor, its threads, the instruction set and the version of jax."""
+    core = CORES.get(environment["cpu"])
+    name = f"{environment['cpu']} ({core})" if core else environment["cpu"]
+    threads = f", {environment['threads']} threads" if "threads" in environment else ""
+    return f"{name}{threads}, instruction set {environment['isa']}, jax {environment['jax']}"
+
+
 def where(result: Result) -> str:
     """The sentence that says where it was measured."""
     at = result["environment"]
-    threads = f", {at['threads']} threads" if "threads" in at else ""
-    text = (
-        f"One run on {at['cpu']}{threads}, instruction set {at['isa']}, jax {at['jax']}, commit "
-        f"{at['commit']}, {at['date']}; medians."
-    )
+    text = f"One run on {machine(at)}, commit {at['commit']}, {at['date']}; medians."
     for peer, reason in result["skipped"].items():
         text += f" {peer}: {reason}."
     return text
@@ -96,6 +153,36 @@ def sections(results: Mapping[str, Result], titles: Mapping[str, str], plots: li
     return "\n\n".join(parts)
 
 
+def summary(results: Mapping[str, Result], plots: list[str]) -> str:
+    """README's block: the rows of `PICKS`, and once the machine that they were measured on."""
+    found = [(pick, rows) for pick in PICKS if (rows := pick.rows(results))]
+    parts = []
+    if found:
+        environments = [results[pick.benchmark]["environment"] for pick, _ in found]
+        machines = list(dict.fromkeys(map(machine, environments)))
+        parts.append(f"Measured on {'; '.join(machines)}.")
+        parts += [f"![Times as fast as peers]({path})" for path in plots]
+        lines = ["| what | jax_paged | times as fast as |", "| --- | --- | --- |"]
+        for pick, rows in found:
+            ratios = (
+                f"{peer} {' and '.join(f'{value:.2f}×' for value in values)}"
+                for peer, values in pick.ratios(rows).items()
+            )
+            lines.append(f"| {pick.title} | {_speed(rows)} | {', '.join(ratios)} |")
+        parts.append("\n".join(lines))
+    missing = [pick.title for pick in PICKS if not pick.rows(results)]
+    if missing:
+        parts.append(f"Not measured yet: {'; '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
+def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens per second where a row counts them, else the time of a call."""
+    if all(row.get("unit") == "tok/s" for row in rows):
+        return " and ".join(f"{row['rate']:.1f}" for row in rows) + " tok/s"
+    return " and ".join(f"{row['ms']['native'][0]:.2f}" for row in rows) + " ms"
+
+
 def replace(path: Path, block: str) -> None:
     """Puts the block between the markers of a file."""
     text = path.read_text(encoding="utf-8")
@@ -134,6 +221,25 @@ def _bars(result: Result, figure, value: str, label: str) -> None:
     axes.set_xlabel(label)
 
 
+def _peers_plot(found: Sequence[tuple[Pick, list[dict[str, Any]]]], figure) -> None:
+    bars = [
+        (f"{pick.subject}, {row['kind']} {row['size']}, {row['dtype']}: {peer}", values[0])
+        for pick, rows in found
+        for row in rows
+        for peer, values in pick.ratios([row]).items()
+    ]
+    names, values = zip(*bars, strict=True)
+    axes = figure.subplots()
+    drawn = axes.barh(names, [value - 1 for value in values], left=1)  # slower ones go to the left
+    axes.bar_label(drawn, [f"{value:.1f}×" for value in values], padding=3)
+    axes.invert_yaxis()
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(min(0.5, *values), 2 * max(values))
+    axes.xaxis.set_major_formatter("{x:g}×")
+    axes.axvline(1, linestyle=":", color="gray")
+    axes.set_xlabel("times as fast as the peer named behind the colon")
+
+
 def draw(results: Mapping[str, Result], folder: Path) -> list[str]:
     """Draws what there is to draw; the files' names."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -145,11 +251,14 @@ def draw(results: Mapping[str, Result], folder: Path) -> list[str]:
     matplotlib.rcParams["svg.hashsalt"] = "jax_paged"  # the same file from the same figures
     made = []
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("attention", "model", "growth"):
-        if name not in results:
+    picked = [(pick, rows) for pick in PICKS if (rows := pick.rows(results))]
+    for name in ("peers", "attention", "model", "growth"):
+        if not picked if name == "peers" else name not in results:
             continue
-        figure = Figure(figsize=(9, 6), layout="constrained")
-        if name == "growth":
+        figure = Figure(figsize=(9, 4 if name == "peers" else 6), layout="constrained")
+        if name == "peers":
+            _peers_plot(picked, figure)
+        elif name == "growth":
             _growth_plot(results[name], figure)
         else:
             _bars(results[name], figure, "percent_of_limit", "% of the limit measured beside it")
@@ -162,10 +271,10 @@ def write(results: Path = harness.RESULTS, root: Path = ROOT) -> None:
     """Rewrites the blocks and plots of the documents under `root`."""
     found = load(results)
     made = draw(found, root / "docs" / "plots")
-    readme = sections(found, IN_README, [f"docs/plots/{name}" for name in made])
-    replace(root / "README.md", readme)
-    performance = sections(found, IN_DOCS, [f"plots/{name}" for name in made])
-    replace(root / "docs" / "performance.md", performance)
+    chosen = [f"docs/plots/{name}" for name in made if name == "peers.svg"]
+    replace(root / "README.md", summary(found, chosen))
+    full = sections(found, TITLES, [f"plots/{name}" for name in made])
+    replace(root / "docs" / "performance.md", full)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 import documents
 import harness
 
-NAMES = (*documents.IN_README, *documents.IN_DOCS)
+NAMES = tuple(documents.TITLES)
 
 
 def run(name: str, results: Path, flags: list[str]) -> bool:

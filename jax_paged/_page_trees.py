@@ -39,7 +39,7 @@ class NewNodes(NamedTuple):
 def read_parents(
     table: PageTable, rows: jax.Array, q_lens: jax.Array, tree_parents: jax.Array
 ) -> NewNodes:
-    """Checks the parents of a step's tokens; rows are safe ids, q_lens 0 for who takes no part."""
+    """Checks the parents of a step's tokens; rows are safe ids, q_lens 0 for rows left alone."""
     size = tree_parents.shape[0]
     q_lens = jnp.clip(q_lens, 0, size + 1)
     owner, index = token_owners(q_lens, size)

@@ -123,7 +123,7 @@ def find_slides(table: PageTable, windows: Windows, rows: jax.Array) -> Slides:
 def slide(
     table: PageTable, windows: Windows, rows: jax.Array, index: jax.Array, slides: Slides
 ) -> PageTable:
-    """Lets go of pages and closes the gap; `index` is rows, or max_seqs for who takes no part."""
+    """Lets go of pages and closes the gap; `index` is rows, or max_seqs to leave a row alone."""
     pages = table.page_table[rows]
     column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)[None]
     first, count = slides.first[:, None], slides.count[:, None]

@@ -99,8 +99,8 @@ def paged_attention(
       out_scale: f32 scalar, with an out_dtype only; None: 1. May be traced.
       rope: (cos, sin, style), tables as `rope_tables` makes them: rotary embedding inside
         attention, for pages that hold K before it. q and k are turned in f32 by the positions at
-        which they stand now (in a tree, by depth). Who stands beyond the tables takes no part: such
-        a query's output is 0. None: q and k are used as they are.
+        which they stand now (in a tree, by depth). Positions beyond the tables are masked: a query
+        there has output 0. None: q and k are used as they are.
       return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
       num_kv_splits: partitions that each row's KV is cut into; None = chosen from the work at hand,
         1 = not cut.

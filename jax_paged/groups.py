@@ -194,7 +194,7 @@ _Verb = Callable[[int, PageTable, jax.Array], tuple[PageTable, Any, jax.Array]]
 def _do(state: KVGroups, ids: jax.Array, verb: _Verb) -> tuple[list[PageTable], list, jax.Array]:
     """Does a verb on every group's table, or, if any of `ids` fails in any, with all of them -1.
 
-    So nothing is ever selected after the fact: who does not take part changes nothing. The first
+    So nothing is ever selected after the fact: a row that takes no part changes nothing. The first
     round is for its statuses alone, and the compiler drops the rest of it.
     """
     windows = [kind if isinstance(kind, int) else 0 for kind in state.kinds]

@@ -1,7 +1,7 @@
 """Argument checks: `check_*` raise at trace time, `check_values` reads values on the host.
 
 A wrong call is a ValueError; a right call that the native kernels cannot serve is a
-NotImplementedError that says who can. Each message is one line: argument, expected, got.
+NotImplementedError that says what can. Each message is one line: argument, expected, got.
 """
 
 import dataclasses

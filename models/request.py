@@ -67,7 +67,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: higher priority, then earlier arrival."""
+        """What sorts requests: higher priority first, then earlier arrival."""
         return -self.priority, self.number
 
     @property

@@ -1,4 +1,4 @@
-"""Who runs in the next step of the engine, and in which pages: plain Python on the host.
+"""Which requests run in the engine's next step, and in which pages: plain Python on the host.
 
 The scheduler never asks the device. It counts pages: each is free, or the own page of one row, or
 the page of a cache entry, whatever the number of rows that share it. From that it knows when a

@@ -1,6 +1,7 @@
 """The benchmarks in dry mode: each runs, in one form, and the documents come from their files."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def dry(tmp_path_factory):
 
 
 def test_every_benchmark_is_run(documents):
-    assert sorted((*documents.IN_README, *documents.IN_DOCS)) == NAMES
+    assert sorted(documents.TITLES) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,31 +75,59 @@ def test_all_that_may_grow_is_measured(dry):
     assert {row["kind"] for row in rows} == {"context", "batch", "pool", "layers", "compile"}
 
 
-def test_documents_hold_the_rows_and_nothing_else_changes(dry):
-    for file, names in (("README.md", ["attention"]), ("docs/performance.md", ["merge", "growth"])):
+def test_documents_hold_the_rows_and_nothing_else_changes(dry, documents):
+    blocks = {}
+    for file in ("README.md", "docs/performance.md"):
         before = (ROOT / file).read_text(encoding="utf-8")
         after = (dry / file).read_text(encoding="utf-8")
         for text in ("<!-- measured -->\n", "<!-- end -->"):
             assert after.count(text) == before.count(text) == 1
         assert after.split("<!-- measured -->")[0] == before.split("<!-- measured -->")[0]
         assert after.split("<!-- end -->")[1] == before.split("<!-- end -->")[1]
-        block = after.split("<!-- measured -->")[1].split("<!-- end -->")[0]
-        assert "Not measured yet" not in block
-        for name in names:
-            record = json.loads((dry / "results" / f"{name}.json").read_text())
-            for row in record["rows"]:
-                assert f"| {row['size']} | {row['dtype']} |" in block
-            assert record["environment"]["jax"] in block
+        blocks[file] = after.split("<!-- measured -->")[1].split("<!-- end -->")[0]
+    assert "Not measured yet" not in blocks["docs/performance.md"]
+    for name in NAMES:
+        record = json.loads((dry / "results" / f"{name}.json").read_text())
+        for row in record["rows"]:
+            assert f"| {row['size']} | {row['dtype']} |" in blocks["docs/performance.md"]
+        assert record["environment"]["jax"] in blocks["docs/performance.md"]
+    for pick in documents.PICKS:  # a dry run has tiny sizes: README must not take them for others
+        assert pick.title in blocks["README.md"].split("Not measured yet: ")[1]
+
+
+def test_readme_has_six_measured_rows(documents):
+    results = documents.load(documents.harness.RESULTS)
+    text = documents.summary(results, ["plot.svg"])
+    assert text.count("Measured on ") == text.count(" threads, ") == 1, "the processor, once"
+    assert text.count("](plot.svg)") == 1
+    lines = text.split("| --- | --- | --- |\n")[1].splitlines()
+    assert len(lines) == len(documents.PICKS) == 6
+    for pick, line in zip(documents.PICKS, lines, strict=True):
+        assert pick.title in line
+        for row in pick.rows(results):
+            assert all(number in pick.title for number in re.findall(r"\d+", row["size"]))
+            assert f"{row['rate']:.1f}" in line or f"{row['ms']['native'][0]:.2f} ms" in line
+            for peer in pick.peers or row["ratio"]:
+                assert f"{row['ratio'][peer]:.2f}×" in line
+
+
+def test_a_row_of_readme_that_is_not_measured_is_named(documents):
+    results = documents.load(documents.harness.RESULTS)
+    served = results.pop("serving")
+    text = documents.summary(results, [])
+    assert text.endswith(f"Not measured yet: {documents.PICKS[-1].title}.")
+    assert documents.PICKS[0].title in text
+    other = served | {"environment": served["environment"] | {"cpu": "another processor"}}
+    text = documents.summary(results | {"serving": other}, [])
+    assert all(name in text for name in ("(Zen 4)", "another processor")), "both are named"
 
 
 def test_the_documents_are_what_the_result_files_give(documents, tmp_path, monkeypatch):
     """No figure in them is typed, and none is older than its file."""
     results = documents.load(documents.harness.RESULTS)
     assert results
-    drawn = ["attention.svg", "model.svg", "growth.svg"]
-    monkeypatch.setattr(documents, "draw", lambda found, folder: [
-        name for name in drawn if name.removesuffix(".svg") in found
-    ])  # fmt: skip
+    drawn = ["peers.svg", "attention.svg", "model.svg", "growth.svg"]
+    monkeypatch.setattr(documents, "draw", lambda found, folder: drawn)
     (tmp_path / "docs").mkdir()
     for file in ("README.md", "docs/performance.md"):
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())
@@ -111,9 +140,10 @@ def test_plots_are_the_same_from_the_same_figures(documents, tmp_path):
     pytest.importorskip("matplotlib")
     results = documents.load(documents.harness.RESULTS)
     for folder in ("a", "b"):
-        assert "attention.svg" in documents.draw(results, tmp_path / folder)
-    first, second = ((tmp_path / folder / "attention.svg").read_bytes() for folder in "ab")
-    assert first == second
+        drawn = documents.draw(results, tmp_path / folder)
+        assert drawn == ["peers.svg", "attention.svg", "model.svg", "growth.svg"]
+    for name in drawn:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_growth_is_drawn(dry, documents, tmp_path):

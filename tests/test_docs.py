@@ -1,18 +1,49 @@
-"""The example in docs/serving.md runs as printed, and prints what it says."""
+"""The examples of README and docs/ run as printed and print what they say, and all links hold."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-SERVING = Path(__file__).parents[1] / "docs" / "serving.md"
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
 
-def test_the_serving_example_runs(tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", SERVING.read_text(encoding="utf-8"), re.S)
+def examples(page):
+    """The Python examples of a page, which build on each other."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", TEXTS[page], re.M | re.S))
+
+
+def anchors(page):
+    """What a link into a page may name: GitHub's form of its headings."""
+    headings = re.findall(r"^#+ (.+)$", TEXTS[page], re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_there_are_examples_of_use_state_serving_and_devices():
+    pages = {page for page in TEXTS if examples(page)}
+    assert pages >= {"README.md", "docs/state.md", "docs/serving.md", "docs/sharding.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if examples(page)])
+def test_examples_of_a_page_run_one_after_the_other(page, tmp_path):
     script = tmp_path / "example.py"
-    script.write_text(example, encoding="utf-8")
+    script.write_text(examples(page), encoding="utf-8")
     run = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    (expected,) = re.findall(r"^print\(.*?\)  # (.*)$", example, re.M)
-    assert run.stdout.splitlines() == [expected]
+    expected = re.findall(r"^print\(.*\)  # (.*)$", examples(page), re.M)
+    assert expected, "an example prints what it made, and says what that is"
+    assert run.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^):]+)\)", TEXTS[page]):
+        target, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), link
+        if anchor:
+            assert anchor in anchors(path.resolve().relative_to(ROOT).as_posix()), link

@@ -274,7 +274,7 @@ def test_the_good_calls_are_good(implementation):
     assert qkv_norm_rope_write(**fresh, implementation=implementation)[0].shape == (6, 4, 16)
 
 
-def test_a_rotary_dim_that_native_kernels_lack_names_who_can():
+def test_a_rotary_dim_that_native_kernels_lack_names_the_one_that_can():
     change = {"rotary_dim": 6, "cos": f32(9, 3), "sin": f32(9, 3)}
     change |= {"k_pages": POOL + 0, "v_pages": POOL + 0}
     message = (
@@ -289,7 +289,7 @@ def test_a_rotary_dim_that_native_kernels_lack_names_who_can():
 
 @pytest.mark.parametrize("head_dim", [4, 20, 520])
 @pytest.mark.parametrize("name", ["k_pages", "v_pages"])
-def test_a_head_dim_that_native_kernels_lack_names_who_can(name, head_dim):
+def test_a_head_dim_that_native_kernels_lack_names_the_one_that_can(name, head_dim):
     change = {name: f32(9, 2, 5, head_dim)}
     if name == "k_pages":
         change["q"] = f32(6, 4, head_dim)

@@ -60,7 +60,7 @@ def test_16_bit_pages_of_every_layout_are_turned_in_f32(dtype, layout, implement
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_who_stands_beyond_the_tables_takes_no_part(causal, implementation):
+def test_positions_beyond_the_tables_are_masked(causal, implementation):
     batch, rope = batch_of(causal=causal), tables(50)
     out, lse = attend(batch, implementation, rope=rope)
     assert_attention_close(out, lse, *dense_oracle(batch, rope=rope), logit_size=2)

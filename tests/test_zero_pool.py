@@ -64,7 +64,7 @@ def are_huge(*pools: jax.Array) -> bool:
 
 @pytest.fixture
 def _huge_pages():
-    """Skips where the system gives none to who asks."""
+    """Skips where the system gives none to a program that asks."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         pytest.skip("this system has no huge pages to ask for")
     memory = mmap.mmap(-1, 1 << 25, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -86,7 +86,7 @@ inline void TurnKeys(const AttentionParams& params, const Row& row, int32_t row_
     const int listed = block.count_before[i];
     if (block.count_before[i + 1] == listed) continue;
     const int64_t token = PositionOf(params, row, row_index, block.begin + i) + offset;
-    // Who is not in the tables is not seen either.
+    // Positions beyond the tables are masked, so any angle will do for them.
     const int64_t at = Clamp(token, 0, rope.max_positions - 1) * rope.half;
     TurnHead(scratch.k_stage + listed * scratch.q_stride, rope.cos + at, rope.sin + at, rope.half,
              rope.interleaved);

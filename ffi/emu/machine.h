@@ -17,9 +17,9 @@
 // Not shown: bank conflicts, registers, occupancy, memory reordering beyond the above, and the bits
 // of fast math.
 //
-// A race needs no unlucky order to be found: each 4-byte word remembers who touched it when, in
-// ticks of a clock that barriers, fences and atomics advance, and any pair that no barrier parts is
-// a race.
+// A race needs no unlucky order to be found: each 4-byte word remembers which threads touched it
+// and when, in ticks of a clock that barriers, fences and atomics advance, and any pair that no
+// barrier parts is a race.
 
 #ifndef JAX_PAGED_EMU_MACHINE_H_
 #define JAX_PAGED_EMU_MACHINE_H_

@@ -20,7 +20,7 @@ namespace jax_paged::emu {
 
 inline constexpr int64_t kMaxLaneBytes = 64;  // input or output of a collective, per lane
 
-// Who touched a word: a thread, or one of these.
+// What touched a word: a thread, or one of these.
 inline constexpr int32_t kNobody = -1;
 inline constexpr int32_t kSeveralWarps = -2;
 inline constexpr int32_t kWholeWarp = -16;  // kWholeWarp - w: several lanes of warp w

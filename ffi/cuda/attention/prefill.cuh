@@ -1,7 +1,7 @@
 // Attention for many queries per row, on tensor cores (bf16, f16).
 //
 // Grid: persistent CTAs of 4 warps. Each takes the prefill unit of its own number (plan.cuh), then
-// draws tickets. A unit is whole, no other CTA adds to it: bits do not depend on who draws what.
+// draws tickets. A unit is whole, no other CTA adds to it: bits do not depend on the draws.
 //   CTA    128 packed rows (64 above head_dim 128): queries in order, the heads of a group inside,
 //          so that one KV head's tiles serve the whole group; KV tiles of 64 tokens (32 above 128),
 //          from the first token in the window of the unit's first query to the last that its last
