@@ -23,7 +23,7 @@ def pytest_addoption(parser):
         nargs="?",
         const="all",
         metavar="K/N",
-        help="run all combinations of parameters (tests/tiers.py); K/N: part K of N of those that a "
+        help="run all combinations of parameters (tests/tiers.py); K/N: part K of N of what a "
         "plain run leaves out",
     )
 

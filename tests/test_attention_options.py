@@ -1,8 +1,8 @@
 """Windows, pinned tokens, soft caps, ALiBi, sinks, trees, rope, 8-bit K and V, all in pairs.
 
-The first rows of a seeded table cover every pair of values of FACTORS, and random rows fill it up to
-500 (deep), or 3,000 with JAX_PAGED_LONG=1; each runs against float64 softmax. Pools, padding and whatever no window shows
-are NaN.
+The first rows of a seeded table cover every pair of values of FACTORS, and random rows fill it up
+to 500 (deep), or 3,000 with JAX_PAGED_LONG=1; each runs against float64 softmax. Pools, padding and
+whatever no window shows are NaN.
 """
 
 import dataclasses

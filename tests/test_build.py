@@ -1,5 +1,6 @@
 """What is installed and how it fails: imports, API guard, missing kernels, doctests, types."""
 
+import ctypes.util
 import doctest
 import functools
 import importlib
@@ -156,6 +157,64 @@ def test_a_driver_older_than_the_toolkit_is_told_at_lowering_with_the_remedy(tar
     trace(target).lower(lowering_platforms=("cpu",))
     monkeypatch.undo()
     jax.clear_caches()
+
+
+FAKE_DRIVER = """
+extern "C" {
+int cuInit(unsigned) { return INIT; }
+int cuDeviceGetCount(int* count) { *count = sizeof(kMajors) / sizeof(*kMajors) - 1; return 0; }
+int cuDeviceGet(int* device, int ordinal) { *device = 100 + ordinal; return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 75 ? kMajors[device - 100] : attribute == 76 ? kMinors[device - 100] : -1;
+  return 0;
+}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "gpus", "code", "told"),
+    [
+        (0, [(9, 0)], 0, "90-real"),
+        (0, [(12, 0), (8, 6), (12, 0)], 0, "86-real;120-real"),
+        (0, [(7, 5), (9, 0)], 0, "90-real"),
+        (0, [(7, 5)], 1, "the GPU has compute capability 7.5, the kernels need 8.0"),
+        (0, [], 1, "no NVIDIA GPU in this machine"),
+        (7, [], 1, "no GPU in this machine can be used (the NVIDIA driver answers with error 7)"),
+        (None, [], 1, "no NVIDIA driver in this machine"),
+    ],
+)
+def test_the_build_asks_the_driver_for_the_gpus(init, gpus, code, told, tmp_path):
+    if init is None and ctypes.util.find_library("cuda"):
+        pytest.skip("this machine has an NVIDIA driver")
+    if init is not None:
+        majors, minors = (", ".join(map(str, x)) for x in zip(*gpus, (0, 0), strict=True))
+        arrays = f"static const int kMajors[] = {{{majors}}}, kMinors[] = {{{minors}}};"
+        source = tmp_path / "driver.cc"
+        source.write_text(arrays + FAKE_DRIVER, encoding="utf-8")
+        command = ["g++", f"-DINIT={init}", "-shared", "-fPIC", source]
+        subprocess.run([*command, "-o", tmp_path / "libcuda.so.1"], check=True)
+    run = subprocess.run(
+        [sys.executable, ROOT / "ffi/cuda/gpus.py"], capture_output=True, text=True,
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (run.returncode, run.stdout.strip(), run.stderr) == (code, told, "")
+
+
+def test_a_build_without_cuda_kernels_says_why_and_what_to_do(monkeypatch):
+    monkeypatch.setitem(_ffi._modules, "_cuda", "not built")
+    cpu = types.SimpleNamespace(cuda_why_not="no NVIDIA driver in this machine", registrations=dict)
+    monkeypatch.setitem(_ffi._modules, "_cpu", cpu)
+    message = _ffi._why_unavailable("_cuda", "jax_paged.attention.v1")
+    assert message is not None
+    assert message.startswith(
+        "jax_paged: CUDA kernels not built (no NVIDIA driver in this machine); reinstall with "
+        "JAX_PAGED_CUDA=on (every architecture) or JAX_PAGED_CUDA_ARCHS=90-real (one)"
+    )
+    monkeypatch.undo()
+    if (info := jax_paged.build_info()["cuda"])["status"] == "not built":
+        assert info["why"], "the build knows why"
+        assert info["remedy"] in message
 
 
 # Sizes that no other test uses, so that what is traced here is not found in a cache later.

@@ -391,7 +391,8 @@ def check_all(loaded=None):
 @pytest.fixture(scope="module")
 def planted(request, tmp_path_factory):
     with planting.planted(
-        planting.asked_for(BUGS, request), tmp_path_factory.mktemp, op="moe_experts", source="ffi/emu/moe_experts.cc",
+        planting.asked_for(BUGS, request), tmp_path_factory.mktemp,
+        op="moe_experts", source="ffi/emu/moe_experts.cc",
         files={"ffi/cuda/moe_experts/select.h": SELECT}, load=lambda path: ctypes.CDLL(str(path)),
     ) as libraries:  # fmt: skip
         yield libraries

@@ -1,7 +1,8 @@
 """The table of all pairs of options (test_attention_options.py) on the emulated CUDA kernels.
 
-The rows that cover all pairs, 400 rows (deep), or all with JAX_PAGED_LONG=1: launches, orders of CTAs and warps and cp.async
-timing differ from row to row, pools and padding are NaN, the race checker is on.
+The rows that cover all pairs, 400 rows (deep), or all with JAX_PAGED_LONG=1. Launches, orders of
+CTAs and warps and cp.async timing differ from row to row, pools and padding are NaN, the race
+checker is on.
 """
 
 import numpy as np

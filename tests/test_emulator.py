@@ -380,7 +380,8 @@ def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, sc
 @pytest.fixture(scope="module")
 def planted(request, tmp_path_factory):
     with planting.planted(
-        planting.asked_for(BUGS, request), tmp_path_factory.mktemp, op="attention", source="kernels.cc",
+        planting.asked_for(BUGS, request), tmp_path_factory.mktemp,
+        op="attention", source="kernels.cc",
         files={"kernels.cc": KERNELS}, load=open_library, level="-O1",
     ) as libraries:  # fmt: skip
         yield libraries

@@ -47,7 +47,9 @@ def chosen(name: str):
 
 PARAMETERS = [
     pytest.param(
-        index, problem, id=f"{name}-{text}".replace("/", "_"),
+        index,
+        problem,
+        id=f"{name}-{text}".replace("/", "_"),
         marks=[pytest.mark.deep] if number >= DEFAULT_SAMPLE else [],
     )
     for name in GRIDS

@@ -405,6 +405,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_caught(bug, tmp_path):
     old, new, message = BUGS[bug]

@@ -1,11 +1,12 @@
 """Which tests a plain `pytest` runs, and which wait for `pytest --deep`.
 
-The default tier has every test function, and each value of each of its parameters at least once. The
-deep tier has all combinations. Two marks change that: `deep` keeps a test, or one value, out of the
-default tier; `every` keeps all combinations in it. Chosen by number, so that a tier holds the same
-tests in every run: greedily, whatever covers most values that are not covered yet; among equals native
-code goes first, and then a hash of the name, so that one function does not take the combinations that
-its neighbour takes.
+The default tier has every test function, and each value of each of its parameters at least once.
+The deep tier has all combinations. Two marks change that: `deep` keeps a test, or one value, out of
+the default tier; `every` keeps all combinations in it.
+
+The choice is greedy and the same in every run: next comes whatever has most values that are missing
+yet. Among equals native code goes first, and then a hash of the name decides, so that one function
+does not take the combinations that its neighbour takes.
 """
 
 import zlib

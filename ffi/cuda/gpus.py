@@ -12,7 +12,7 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 def capabilities() -> list[tuple[int, int]]:
-    """The compute capability of each GPU; raises OSError or RuntimeError where none can be asked."""
+    """The compute capability of each GPU; OSError or RuntimeError where the driver tells none."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def check(status: int) -> None:
