@@ -9,6 +9,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Most of the tests' time is XLA's compiler. The default tier has it compile in a third of the time,
+# to slower programs of the same HLO: what is tested is not compiled by XLA.
+QUICK_PROGRAMS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+)
+
 import jax
 import pytest
 from tiers import default_tier, part_of
@@ -26,6 +33,12 @@ def pytest_addoption(parser):
         help="run all combinations of parameters (tests/tiers.py); K/N: part K of N of what a "
         "plain run leaves out",
     )
+
+
+def pytest_configure(config):
+    """Before jax starts its backend, which reads XLA_FLAGS."""
+    if config.getoption("--deep") is None:
+        os.environ.setdefault("XLA_FLAGS", QUICK_PROGRAMS)
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
