@@ -41,7 +41,7 @@ class Mutant:
 
     def apply(self, source: bytes) -> bytes:
         """The source with the edit, or a ValueError where it has changed since."""
-        found = source[self.start : self.end].decode()
+        found = source[self.start : self.end].decode(errors="replace")
         if found != self.before:
             raise ValueError(f"{self.file}:{self.line}: expected {self.before!r}, got {found!r}")
         return source[: self.start] + self.after.encode() + source[self.end :]
@@ -353,20 +353,22 @@ def _cpp_sites(source: bytes) -> Iterator[Site]:
     for line in shown.splitlines(keepends=True):
         if line.strip() and not _SKIPPED.search(line):
             for first, last, operator, after in _cpp_line(line.rstrip(), before, names):
-                # A comment inside what is replaced would be lost; such a place has no mutant.
+                # No mutant where a comment or a text would be replaced with it.
                 if text[start + first : start + last] == line[first:last]:
                     yield start + first, start + last, operator, after
         before, start = line.strip() or before, start + len(line)
 
 
 def _cpp_line(line: str, before: str, names: set[str]) -> Iterator[Site]:
-    for found in re.finditer(r"[^\s(]+ (<=?|>=?|[=!]=|&&|\|\|) [^\s;,)]+", line):
-        first, last = found.span(1)
-        after = line[found.start() : first] + _CPP_COMPARE[found[1]] + line[last : found.end()]
-        yield *found.span(), COMPARISON, after
+    for found in re.finditer(r" (<=?|>=?|[=!]=|&&|\|\|) ", line):
+        left = re.search(r"[^\s(]+$", line[: found.start()])
+        right = re.match(r"[^\s;,)]+", line[found.end() :])
+        if left and right:
+            after = f"{left[0]} {_CPP_COMPARE[found[1]]} {right[0]}"
+            yield left.start(), found.end() + right.end(), COMPARISON, after
     for found in re.finditer(r"([\w)\]]) [+-] 1(?![\w.'])", line):
         yield *found.span(), OFF_BY_ONE, found[1]
-    for found in re.finditer(r"(?<![\w.'\[+-] )(?<![\w.'\[])\b(\d)(?=[,;)}]| [-+*/%<>?:])", line):
+    for found in re.finditer(r"(?<![\w.'\[+-] )(?<![\w.'\[])\b(\d)(?=[,;)}]| [-+*/%<>?:&|])", line):
         yield *found.span(), OFF_BY_ONE, str(int(found[1]) + 1)
     pattern = rf"(?<![\w.>)\]] )({_OPERAND}) ([-/%]) ({_OPERAND})(?![\w(\[.<{{]|->|::)"
     for found in re.finditer(pattern, line):

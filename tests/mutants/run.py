@@ -221,10 +221,11 @@ class Tree:
 
 def last_test(log: str) -> str:
     """The test that failed first by pytest's log; without a summary the last one that began."""
-    failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", log, re.MULTILINE)
-    begun = re.findall(r"^(tests/\S+?\.py::\w+(?:\[[^\]\n]*\])?)", log, re.MULTILINE)
-    name = failed[1] if failed else begun[-1] if begun else "import of the package"
-    return name.removeprefix("tests/")
+    name = r"(tests/\w+\.py(?:::\w+(?:\[.*?\](?= |$))?)?)"
+    failed = re.search(rf"^(?:FAILED|ERROR) {name}(?: - .*)?$", log, re.MULTILINE)
+    begun = re.findall(rf"^{name}", log, re.MULTILINE)
+    found = failed[1] if failed else begun[-1] if begun else "import of the package"
+    return found.removeprefix("tests/")
 
 
 # ---- The state file and the table ----
@@ -296,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="mutants.run", description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["list", "check", "run", "table"])
     parser.add_argument("--tier", choices=TIERS, default="default", help="mapped: plan.py's files")
-    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="these, once more")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="these")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--python", default=sys.executable, help="with the packages of the tests")
     parser.add_argument("--stall", type=float, default=300, help="seconds without a word")
@@ -313,8 +314,9 @@ def main() -> None:
         TABLE.write_text(table(mutants, state), encoding="utf-8")
     elif options.command == "check":
         tree = make_tree(options, 0)
-        first = [test for file in PLAN for test in mapped_tests(file)]
-        how, test = tree.test(options.tier, list(dict.fromkeys(first)))
+        files = {m.file for m in mutants if not options.only or m.id in options.only}
+        first = sorted({test for file in files for test in mapped_tests(file)})
+        how, test = tree.test(options.tier, first)
         print(f"without a mutant: {how} {test}, log in {tree.log}")
         sys.exit(how != "survived")
     else:
