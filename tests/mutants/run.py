@@ -114,7 +114,7 @@ class Tree:
             flags = [f"-D{name}={value}" for name, value in options.items()]
             command = ["cmake", "-S", self.root / "ffi", "-B", self.build, "-G", "Ninja", *flags]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        subprocess.run(["ninja", "-C", self.build, "--quiet"], check=True)
+        subprocess.run(["ninja", "--quiet"], cwd=self.build, check=True)
         commands = subprocess.run(
             ["ninja", "-C", self.build, "-t", "commands"],
             check=True, capture_output=True, text=True,
