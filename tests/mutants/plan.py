@@ -67,7 +67,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "jax_paged/rope.py": (1, "rope rope_inside"),
     "jax_paged/sharding.py": (2, "sharding"),
     "jax_paged/tree.py": (1, "tree attention_tree"),
-    "jax_paged/validation.py": (2, "errors attention_options"),
+    "jax_paged/validation.py": (2, "errors qkv_norm_rope_write attention_options"),
 }
 
 # Survivors that behave as the source does, by id: why nobody can tell them from it.
