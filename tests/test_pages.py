@@ -410,3 +410,16 @@ def test_create_refuses_sizes_whose_slots_do_not_fit_int32():
         make(num_pages=2**16, page_size=2**15)
     with pytest.raises(ValueError, match=r"max_seqs \* pages_per_seq: expected less than 2\*\*31"):
         make(max_seqs=2**16, pages_per_seq=2**15)
+    with pytest.raises(ValueError, match=r"max_seqs \* max_tree: expected less than 2\*\*31, got"):
+        PageTable.create(4, 2**16, 2, 2, max_tree=2**15)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"num_pages": 2**31 - 2}, {"pages_per_seq": 2**31 - 1}, {"max_tree": 2**31 - 1}],
+    ids=str,
+)
+def test_create_takes_the_largest_sizes_that_fit_int32(sizes):
+    ones = {"num_pages": 1, "max_seqs": 1, "pages_per_seq": 1, "page_size": 1, "max_tree": 1}
+    table = jax.eval_shape(lambda: PageTable.create(**ones | sizes))  # without the memory
+    assert {name: getattr(table, name) for name in sizes} == sizes

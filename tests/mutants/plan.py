@@ -1,0 +1,74 @@
+"""Which files have how many mutants, and which tests see them first."""
+
+SEED = 1
+
+# file: (mutants, tests/test_<name>.py to run first).
+PLAN: dict[str, tuple[int, str]] = {
+    # CPU kernels
+    "ffi/common/page_view.h": (2, "write_kv attention layout"),
+    "ffi/common/schedule.h": (4, "attention ragged_attention attention_options"),
+    "ffi/common/tree.h": (1, "tree attention_tree"),
+    "ffi/common/ffi_checks.h": (1, "errors attention_options"),
+    "ffi/cpu/attention.cc": (3, "attention attention_tree attention_options"),
+    "ffi/cpu/kernel_attention.h": (1, "attention ragged_attention attention_options"),
+    "ffi/cpu/kernel_common.h": (2, "attention ragged_attention attention_options"),
+    "ffi/cpu/kernel_decode.h": (3, "attention attention_options attention_tree"),
+    "ffi/cpu/kernel_linear.h": (2, "linear moe"),
+    "ffi/cpu/kernel_logits.h": (3, "attention_options attention_tree attention_random"),
+    "ffi/cpu/kernel_merge.h": (1, "merge"),
+    "ffi/cpu/kernel_prefill.h": (3, "ragged_attention attention attention_options attention_tree"),
+    "ffi/cpu/kernel_qkv.h": (1, "qkv_norm_rope_write"),
+    "ffi/cpu/kernel_stage.h": (2, "eight_bit rope_inside pinned_windows"),
+    "ffi/cpu/linear.cc": (1, "linear"),
+    "ffi/cpu/moe_experts.cc": (2, "moe"),
+    "ffi/cpu/put_rows.cc": (1, "put_rows"),
+    "ffi/cpu/qkv_norm_rope_write.cc": (1, "qkv_norm_rope_write"),
+    "ffi/cpu/vec_avx2.h": (1, "attention linear eight_bit"),
+    "ffi/cpu/write_kv.cc": (2, "write_kv"),
+    "ffi/cpu/zero_pool.cc": (1, "zero_pool"),
+    # Page state
+    "jax_paged/_inbox.py": (2, "transfer transfer_between"),
+    "jax_paged/_page_forks.py": (2, "pages pages_shared page_trees"),
+    "jax_paged/_page_handles.py": (1, "page_handles"),
+    "jax_paged/_page_holds.py": (2, "page_holds prefix_cache"),
+    "jax_paged/_page_table.py": (3, "pages page_holds page_windows"),
+    "jax_paged/_page_trees.py": (2, "page_trees"),
+    "jax_paged/_page_windows.py": (2, "page_windows pages"),
+    "jax_paged/groups.py": (1, "groups groups_random"),
+    "jax_paged/kv.py": (2, "write_kv state in_place kv_dtype"),
+    "jax_paged/pages.py": (2, "pages page_trees page_windows"),
+    "jax_paged/state.py": (1, "state state_machine"),
+    "jax_paged/transfer.py": (1, "transfer transfer_between"),
+    # Engine and scheduler
+    "models/batch.py": (1, "engine generate kv_dtype"),
+    "models/engine.py": (2, "engine"),
+    "models/engine_plan.py": (1, "engine"),
+    "models/engine_step.py": (1, "engine speculate"),
+    "models/prefix_cache.py": (2, "prefix_cache engine"),
+    "models/request.py": (1, "engine stream"),
+    "models/scheduler.py": (4, "engine prefix_cache speculate"),
+    "models/speculate.py": (2, "speculate draft_trees draft_model"),
+    "models/steps.py": (1, "generate engine speculate"),
+    "models/swap.py": (1, "engine"),
+    # Loaders and sampling
+    "models/decoder.py": (1, "decoder weights"),
+    "models/generate.py": (2, "generate"),
+    "models/gguf_file.py": (2, "gguf"),
+    "models/gguf_vocab.py": (1, "gguf"),
+    "models/hf_config.py": (2, "config weights"),
+    "models/parameters.py": (1, "decoder weights"),
+    "models/sample.py": (2, "sample"),
+    "models/stream.py": (1, "stream"),
+    "models/tokenizer.py": (1, "gguf cli generate"),
+    "models/weights.py": (2, "weights"),
+    # Sharding, checks and plain twins
+    "jax_paged/cascade.py": (1, "cascade"),
+    "jax_paged/reference.py": (2, "attention attention_options attention_tree"),
+    "jax_paged/rope.py": (1, "rope rope_inside"),
+    "jax_paged/sharding.py": (2, "sharding"),
+    "jax_paged/tree.py": (1, "tree attention_tree"),
+    "jax_paged/validation.py": (2, "errors qkv_norm_rope_write attention_options"),
+}
+
+# Survivors that behave as the source does, by id: why nobody can tell them from it.
+EQUIVALENT: dict[str, str] = {}
