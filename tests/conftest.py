@@ -9,16 +9,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import jax
+import pytest
+from tiers import default_tier, part_of
+
 # Most of the tests' time is XLA's compiler. The default tier has it compile in a third of the time,
 # to slower programs of the same HLO: what is tested is not compiled by XLA.
 QUICK_PROGRAMS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false"
 )
-
-import jax
-import pytest
-from tiers import default_tier, part_of
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import numbered
+from tiers import first_of
 
 from jax_paged import ragged_paged_attention
 from jax_paged.layout import LAYOUTS
@@ -131,12 +131,12 @@ def draw_batch(rng: np.random.Generator, shape: Shape) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("index", numbered(range(NUM_SHAPES), 36))
+@pytest.mark.parametrize("index", first_of(range(NUM_SHAPES), 18))
 def test_random_batches_match_float64_softmax(index):
     check_shape(index, "native")
 
 
-@pytest.mark.parametrize("index", numbered(REFERENCE_SHAPES, 15))
+@pytest.mark.parametrize("index", first_of(REFERENCE_SHAPES, 2))
 def test_random_batches_match_float64_softmax_in_the_reference(index):
     check_shape(index, "reference")
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import numbered
+from tiers import first_of
 
 from jax_paged import _ffi, explain, ragged_paged_attention, tree_intervals
 from jax_paged.layout import POOLS, slots_first
@@ -100,14 +100,14 @@ def build(seed: int) -> tuple[Batch, dict[str, Any], dict[str, Any]]:
     return batch, options, split
 
 
-@pytest.mark.parametrize("seed", numbered(range(80), 20))
+@pytest.mark.parametrize("seed", first_of(range(80), 20))
 def test_native_matches_float64(seed):
     batch, options, split = build(seed)
     out, lse = attend(batch, options, **split, implementation="native")
     assert_attention_close(out, lse, *dense_oracle(batch, **options))
 
 
-@pytest.mark.parametrize("seed", numbered(range(0, 80, 8), 9))
+@pytest.mark.parametrize("seed", first_of(range(0, 80, 8), 2))
 def test_reference_matches_float64(seed):
     batch, options, _ = build(seed)
     out, lse = attend(batch, options, implementation="reference")

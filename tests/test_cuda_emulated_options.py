@@ -21,7 +21,7 @@ from emulation import (
     windows_begin,
 )
 from pairwise import cover_pairs
-from tiers import numbered
+from tiers import first_of
 
 from jax_paged.layout import from_slots_first, slots_first
 from jax_paged.testing import (
@@ -112,7 +112,7 @@ def check(batch, options, device=None, **split):
     return result
 
 
-@pytest.mark.parametrize("index", numbered(range(len(table())), 12))
+@pytest.mark.parametrize("index", first_of(range(len(table())), 12))
 def test_all_pairs_of_options_match_float64_softmax_whatever_the_order(index):
     row, rng = table()[index], np.random.default_rng([index, 3])
     num_kv_heads = 1 if row["group"] > 8 else 2

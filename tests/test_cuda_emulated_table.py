@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from emulation import Device, emulate
 from test_attention_options import LONG, NUM_CASES, build, num_covering
-from tiers import numbered
+from tiers import first_of
 
 from jax_paged.testing import assert_attention_close, dense_oracle
 
@@ -26,7 +26,7 @@ def of_layer(batch, scale):
     return np.ascontiguousarray(np.broadcast_to(scale, (case.num_kv_heads,)))
 
 
-@pytest.mark.parametrize("index", numbered(range(NUM_EMULATED), num_covering()))
+@pytest.mark.parametrize("index", first_of(range(NUM_EMULATED), num_covering()))
 def test_pairs_of_options_match_float64(index):
     stored, real, options, more = build(index)
     more = {k: of_layer(stored, x) if k.endswith("scale") else x for k, x in more.items()}

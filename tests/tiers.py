@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def default_tier(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -26,10 +27,11 @@ def default_tier(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item in chosen]
 
 
-def numbered(indices: Iterable[int], default: int) -> list:
-    """Parameters of a test that is one of many alike: those from `default` on are deep."""
-    deep = pytest.mark.deep
-    return [i if i < default else pytest.param(i, marks=deep) for i in indices]
+def first_of(values: Iterable, count: int) -> list:
+    """Parameters of a test, many alike: all but the first `count` are deep."""
+    values = [v if isinstance(v, ParameterSet) else pytest.param(v) for v in values]
+    deep = [v._replace(marks=[*v.marks, pytest.mark.deep]) for v in values[count:]]
+    return [*values[:count], *deep]
 
 
 def part_of(items: Sequence[pytest.Item], number: int, parts: int) -> list[pytest.Item]:
