@@ -41,6 +41,7 @@ def test_every_benchmark_is_run(documents):
     assert sorted(documents.TITLES) == NAMES
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_have_one_form(dry, name):
     record = json.loads((dry / "results" / f"{name}.json").read_text())
@@ -62,6 +63,7 @@ def test_rows_have_one_form(dry, name):
             assert row["percent_of_limit"] == pytest.approx(100 * row["rate"] / row["limit"])
 
 
+@pytest.mark.deep
 def test_the_model_s_rows_are_decode_and_prefill_in_three_dtypes(dry):
     rows = json.loads((dry / "results" / "model.json").read_text())["rows"]
     assert {(row["kind"], row["dtype"]) for row in rows} == {
@@ -70,11 +72,13 @@ def test_the_model_s_rows_are_decode_and_prefill_in_three_dtypes(dry):
     assert all("limit" in row for row in rows if row["kind"] == "decode")
 
 
+@pytest.mark.deep
 def test_all_that_may_grow_is_measured(dry):
     rows = json.loads((dry / "results" / "growth.json").read_text())["rows"]
     assert {row["kind"] for row in rows} == {"context", "batch", "pool", "layers", "compile"}
 
 
+@pytest.mark.deep
 def test_documents_hold_the_rows_and_nothing_else_changes(dry, documents):
     blocks = {}
     for file in ("README.md", "docs/performance.md"):
@@ -146,6 +150,7 @@ def test_plots_are_the_same_from_the_same_figures(documents, tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+@pytest.mark.deep
 def test_growth_is_drawn(dry, documents, tmp_path):
     pytest.importorskip("matplotlib")
     made = documents.draw(documents.load(dry / "results"), tmp_path)

@@ -216,6 +216,7 @@ def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter, rule):
         assert len({*map(tuple, paths)}) == len(paths)
 
 
+@pytest.mark.deep
 def test_no_token_changes_under_preemption_and_beside_prefills(engine, expected):
     swaps = engine.num_swaps
     assert serve(engine, BOTH) == expected
