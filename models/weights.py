@@ -27,7 +27,7 @@ from . import gguf_file
 from .config import DecoderConfig, read_json
 from .decoder import WEIGHT_DTYPES, Decoder, WeightDtype
 from .hf_config import config_from_hf
-from .parameters import Shape, check_tensors, expected_tensors, tensor_source
+from .parameters import Fill, Shape, check_tensors, expected_tensors, tensor_source
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -90,11 +90,11 @@ def load_checkpoint(
         if path.is_dir():
             config = read_config(path)
             tokenizer = tokenizer_from_folder(path)
-            load = open_folder(path, config, stack)
+            fill = open_folder(path, config, stack)
         elif path.suffix == ".gguf":
             file = gguf_file.GGUFFile(path)
             config, tokenizer = file.config(), file.tokenizer()
-            load = file.open_tensors(config)
+            fill = file.open_tensors(config)
         else:
             what = "got a file of another kind" if path.exists() else "there is nothing"
             raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
@@ -107,7 +107,7 @@ def load_checkpoint(
                 leave=False,
             )
         )
-        source = tensor_source(config, load, dtype, lambda name: bar.update())
+        source = tensor_source(config, fill, dtype, lambda name: bar.update())
         model = Decoder(config, source, weight_dtype=weight_dtype, implementation=implementation)
     return model, config, tokenizer
 
@@ -133,16 +133,14 @@ def _shard_names(folder: Path) -> list[str]:
     raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither")
 
 
-def open_folder(
-    folder: Path, config: DecoderConfig, stack: ExitStack
-) -> Callable[[str], np.ndarray]:
+def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
     """Opens a folder's safetensors and checks their names, shapes and dtypes.
 
     Args:
       stack: closes the files when it is left.
 
     Returns:
-      load(name) for the names of `expected_tensors`: the tensor as numpy.
+      fill(name, out) for the names of `expected_tensors`.
     """
     shards, found = {}, {}
     for shard in _shard_names(folder):
@@ -170,7 +168,11 @@ def open_folder(
     layout = _Layout(config, found)
     _drop_derived(folder, config, found, get)
     check_tensors(folder, layout.stored, found)
-    return lambda name: layout.load(name, get)
+
+    def fill(name: str, out: np.ndarray) -> None:
+        out[...] = layout.load(name, get)
+
+    return fill
 
 
 def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None:
