@@ -190,12 +190,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("jax").setLevel(logging.ERROR)  # e.g. about a GPU that is not used
     status = Status()
     status.clear()
-    options = _parser().parse_args(arguments)
-    options.status = status
-    status.say("loading …")
-    keep = kept_programs() if options.program_cache else contextlib.nullcontext()
     try:
-        with keep:
+        options = _parser().parse_args(arguments)
+        options.status = status
+        status.say("loading …")
+        with kept_programs() if options.program_cache else contextlib.nullcontext():
             return options.run(options)
     except KeyboardInterrupt:
         return _INTERRUPTED

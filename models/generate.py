@@ -307,9 +307,14 @@ def uninterrupted() -> Iterator[None]:
 
 
 def compile_ahead(seconds: dict[str, float], program: Any, *args: Any, **options: Any) -> None:
-    """Compiles what a call needs, if it is not compiled yet, and books the time apart."""
+    """Compiles what a call needs, if it is not compiled yet, and books the time apart.
+
+    Ctrl-C waits for the end: XLA cannot be interrupted, and calls Python back in places that an
+    exception must not leave.
+    """
     start = time.perf_counter()
-    program.lower(*args, **options).compile()
+    with uninterrupted():
+        program.lower(*args, **options).compile()
     seconds["compile"] += time.perf_counter() - start
 
 
