@@ -257,6 +257,7 @@ def _local_call(
     target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
 ):
     """`ffi_call` for the operands of one device."""
+    reference = jax.jit(reference)  # traced once for the types and the branch, not each time
 
     def workspace_like(result):  # varies over the mesh axes that the result varies over
         return jnp.broadcast_to(jnp.any(result).astype(jnp.int32), (cuda_workspace_words,))

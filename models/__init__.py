@@ -3,7 +3,7 @@
 # ruff: noqa: E402
 import importlib.util
 
-_NEEDED = ("flax", "gguf", "jinja2", "safetensors", "tokenizers", "tqdm")
+_NEEDED = ("flax", "jinja2", "safetensors", "tokenizers", "tqdm")
 if _missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
     raise ImportError(
         f"jax_paged.models: {', '.join(_missing)} not installed; get all that it needs with: "

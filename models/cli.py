@@ -1,11 +1,15 @@
-"""The command line: `jax-paged generate`, `jax-paged eval` and `jax-paged bench-serve`.
+"""The command line: `jax-paged generate`, `chat`, `eval` and `bench-serve`.
 
 stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
 line on stderr and exit code 2, Ctrl-C is exit code 130.
+
+A start is mostly imports, weights and programs. Compiled programs are kept between starts
+(`program_cache`), and while the weights are read, the programs are made for their shapes.
 """
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -15,19 +19,28 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import jax
-from tqdm import tqdm
 
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 
-from . import bench_serve
+from . import bench_serve, chat
 from .batch import generate_many
 from .decoder import WEIGHT_DTYPES, Decoder
 from .evaluate import evaluate
-from .generate import PAGE_SIZE, Generation, check_count, create_state, generate, uninterrupted
+from .generate import (
+    PAGE_SIZE,
+    Generation,
+    check_count,
+    compile_for,
+    create_state,
+    generate,
+    uninterrupted,
+)
+from .program_cache import kept_programs
 from .sample import Sampler
+from .status import Status
 from .stream import TextStream
-from .weights import load_checkpoint
+from .weights import Checkpoint, load_checkpoint, open_checkpoint
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell counts them: 128 + signal
 
@@ -45,6 +58,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jax-paged", description="Language models on paged attention for JAX.")
+    version = importlib.metadata.version("jax_paged")
+    parser.add_argument("--version", action="version", version=f"jax-paged {version}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     one = commands.add_parser(
@@ -62,17 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="per prompt (default 64)"
     )
-    one.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default)"
-    )
-    one.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    one.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw from the likeliest tokens up to probability P",
-    )
-    one.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
+    _add_sampling(one)
     one.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
         help="stop at this token, given as text, besides the model's own; may be repeated",
@@ -91,6 +96,20 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true",
         help="one JSON object per prompt and line: prompt, text, tokens, stop_reason",
     )  # fmt: skip
+
+    four = commands.add_parser("chat", help="talk to a model", description=chat.DESCRIPTION)
+    four.set_defaults(run=chat.run)
+    _add_model(four)
+    four.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    four.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="per answer (default 512)"
+    )
+    four.add_argument(
+        "--context", type=int, metavar="N",
+        help="most tokens of the conversation (default: the model's context, at most 4096)",
+    )  # fmt: skip
+    _add_sampling(four)
+    _add_kv_dtype(four)
 
     two = commands.add_parser(
         "eval",
@@ -137,6 +156,26 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--weight-dtype", choices=WEIGHT_DTYPES[1:],
         help="quantise projections, experts and head while loading (`eval` prints what it costs)",
     )  # fmt: skip
+    parser.add_argument(
+        "--no-program-cache", action="store_false", dest="program_cache",
+        help="compile all programs anew (default: they are kept in ~/.cache/jax_paged/programs)",
+    )  # fmt: skip
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default)"
+    )
+    command.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    command.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the likeliest tokens up to probability P",
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default 0)"
+    )
 
 
 def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
@@ -149,9 +188,14 @@ def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     logging.getLogger("jax").setLevel(logging.ERROR)  # e.g. about a GPU that is not used
-    options = _parser().parse_args(arguments)
+    status = Status()
+    status.clear()
     try:
-        return options.run(options)
+        options = _parser().parse_args(arguments)
+        options.status = status
+        status.say("loading …")
+        with kept_programs() if options.program_cache else contextlib.nullcontext():
+            return options.run(options)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
@@ -159,14 +203,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
+        status.clear()
         what = f"{error.filename}: {error.strerror}" if error.filename else error
         return _fail(what)
     except (ValueError, NotImplementedError, ImportError) as error:
+        status.clear()
         return _fail(error)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        status.clear()
         return _fail(f"out of memory: {error}")
+    finally:
+        status.clear()
 
 
 def _fail(message: object) -> int:
@@ -189,10 +238,13 @@ def _generate(options: argparse.Namespace) -> int:
     check_count("max-new-tokens", options.max_new_tokens, 0)
     if options.pages is not None:
         check_count("pages", options.pages, 1)
-    with _open_output(options.output) as out:
-        model, config, tokenizer = load_checkpoint(
+    with (
+        _open_output(options.output) as out,
+        open_checkpoint(
             options.model, options.dtype, weight_dtype=options.weight_dtype
-        )
+        ) as checkpoint,
+    ):
+        config, tokenizer = checkpoint.config, checkpoint.tokenizer
         stops = {*config.eos_token_ids, *tokenizer.eos_ids, *options.stop_id}
         stops |= {_stop_id(tokenizer, text) for text in options.stop}
         if options.chat:
@@ -200,22 +252,48 @@ def _generate(options: argparse.Namespace) -> int:
         else:
             texts = [tokenizer.encode(prompt) for prompt in prompts]
         streams = [TextStream(tokenizer.decode, text) for text in texts]
-        printer = _Printer(out, prompts, streams, options.json)
-        sampling |= {
-            "max_new_tokens": options.max_new_tokens, "stop_tokens": sorted(stops),
-            "on_tokens": printer.take,
-        }  # fmt: skip
+        printer = _Printer(out, prompts, streams, options.json, options.status)
+        sampling |= {"max_new_tokens": options.max_new_tokens, "stop_tokens": sorted(stops)}
         if len(texts) > 1:
-            sampling["kv_dtype"] = options.kv_dtype
-            result = generate_many(model, texts, num_pages=options.pages, **sampling)
-        elif options.pages is None:  # one program for the whole loop, without trips to the host
-            result = generate(model, texts, kv_dtype=options.kv_dtype, **sampling)
-        else:
-            result = generate(model, texts, state=_state(model, options), **sampling)
+            model = checkpoint.load()
+            options.status.say("compiling …")
+            result = generate_many(
+                model, texts, num_pages=options.pages, kv_dtype=options.kv_dtype,
+                on_tokens=printer.take, **sampling,
+            )  # fmt: skip
+        else:  # one program for the whole loop, without trips to the host
+            result = _generate_one(options, checkpoint, texts, sampling, printer)
         with uninterrupted():
             printer.finish(result)
     _report(result)
     return _INTERRUPTED if "interrupted" in result.stop_reasons else 0
+
+
+def _generate_one(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    texts: list[list[int]],
+    sampling: dict[str, Any],
+    printer: "_Printer",
+) -> Generation:
+    """Compiles for the one prompt while the weights are loaded, then generates."""
+    seconds = []
+
+    def compile_programs(shapes: Decoder) -> None:
+        create = None if options.pages is None else lambda: _state(shapes, options)
+        kv_dtype = options.kv_dtype if options.pages is None else "auto"
+        arguments = dict(sampling, create=create, kv_dtype=kv_dtype)
+        seconds.append(compile_for(shapes, texts, **arguments))
+
+    model = checkpoint.load_and(compile_programs, lambda: options.status.say("compiling …"))
+    options.status.clear()
+    if options.pages is None:
+        where: dict[str, Any] = {"kv_dtype": options.kv_dtype}
+    else:
+        where = {"state": _state(model, options)}
+    result = generate(model, texts, on_tokens=printer.take, **where, **sampling)
+    result.seconds["compile"] += seconds[0]
+    return result
 
 
 def _state(model: Decoder, options: argparse.Namespace) -> KVState:
@@ -247,6 +325,8 @@ def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dic
     tokens = tokenizer.encode(text)
     if len(tokens) < 2:
         raise ValueError(f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}")
+    from tqdm import tqdm
+
     with tqdm(total=len(tokens) - 1, desc="eval", unit=" tokens", disable=None, leave=False) as bar:
         return evaluate(
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
@@ -311,7 +391,11 @@ def _open_output(path: str | None) -> Iterator[IO[str]]:
 class _Printer:
     """Writes the new text of all prompts in their order, and of the first unfinished one live."""
 
-    def __init__(self, out: IO[str], prompts: list[str], streams: list[TextStream], as_json: bool):
+    def __init__(
+        self, out: IO[str], prompts: list[str], streams: list[TextStream], as_json: bool,
+        status: Status,
+    ):  # fmt: skip
+        self.status = status
         self.out, self.prompts, self.streams, self.as_json = out, prompts, streams, as_json
         self.texts = [""] * len(prompts)  # not yet written
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -320,6 +404,7 @@ class _Printer:
 
     def take(self, new: list[list[int]], reasons: Sequence[str | None]) -> None:
         """Takes the new tokens of each prompt, and why it stopped."""
+        self.status.clear()
         with uninterrupted():
             for i, ids in enumerate(new):
                 self.texts[i] += self.streams[i].push(ids)

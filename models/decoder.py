@@ -63,6 +63,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Step:
     """What the layers of one group share in a call."""
@@ -71,8 +72,8 @@ class _Step:
     cos: jax.Array
     sin: jax.Array
     live: jax.Array
-    layout: str
-    implementation: Implementation
+    layout: str = dataclasses.field(metadata={"static": True})
+    implementation: Implementation = dataclasses.field(metadata={"static": True})
 
 
 class _Projections(nnx.Module):
@@ -120,14 +121,14 @@ class Attention(_Projections):
             self.q_norm = nnx.Param(source(prefix + "q_norm.weight"))
             self.k_norm = nnx.Param(source(prefix + "k_norm.weight"))
 
-    def __call__(self, x, step: _Step, pools: tuple, index: int):
+    def __call__(self, x, step: _Step, pools: tuple, index: jax.Array):
         config, tokens = self.config, x.shape[0]
         k_pages, v_pages, *scales = pools
         qkv = self._project("qkv", x, implementation=step.implementation)
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...][None, :]
         options = {
-            "layer": jnp.int32(index),
+            "layer": index,
             "k_scale": scales[0],
             "v_scale": scales[1],
             "layout": step.layout,
@@ -256,12 +257,18 @@ class Layer(nnx.Module):
         mlp = ExpertsMLP if config.moe_layers[layer] else DenseMLP
         self.mlp = mlp(config, layer, source, weight_dtype)
 
-    def __call__(self, x, step: _Step, pools: tuple, index: int):
+    def __call__(self, x, step: _Step, pools: tuple, index: jax.Array):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
         out, pools = self.attention(normed, step, pools, index)
         x = x + out
         x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step)
         return x, pools
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _run_layer(graph, weights, x, step: _Step, pools: tuple, index: jax.Array):
+    """One layer. A jit of its own: layers of one kind are traced and lowered once; XLA inlines."""
+    return nnx.merge(graph, weights)(x, step, pools, index)
 
 
 class Decoder(_Projections):
@@ -306,7 +313,7 @@ class Decoder(_Projections):
     @property
     def dtype(self) -> DTypeLike:
         """The dtype of the embedding, of what the layers pass on, and of KV pages by default."""
-        return self.embedding[...].dtype
+        return self.embedding.get_value().dtype
 
     def __call__(
         self,
@@ -370,7 +377,8 @@ class Decoder(_Projections):
         pools = [tuple(getattr(group, name) for name in _POOLS) for group in groups]
         for number in kv.layers:
             which, index = kv.place(number)
-            x, pools[which] = self.layers[number](x, steps[which], pools[which], index)
+            layer = nnx.split(self.layers[number])
+            x, pools[which] = _run_layer(*layer, x, steps[which], pools[which], jnp.int32(index))
         groups = tuple(
             dataclasses.replace(group, **dict(zip(_POOLS, pool, strict=True)))
             for group, pool in zip(groups, pools, strict=True)

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax_paged.validation import EIGHT_BIT_DTYPES, expect
 from .config import DecoderConfig
 from .decoder import Decoder
 from .sample import Sampler
-from .steps import Progress, Reason, admit, decode, plan_chunks, prefill
+from .steps import Chunk, Progress, Reason, admit, chunk_size, decode, plan_chunks, prefill
 
 PAGE_SIZE = 16
 PREFILL_CHUNK = 512
@@ -106,29 +107,76 @@ def generate(
       ValueError: an option, a prompt or a token id is out of range, or the state does not fit the
         model or has fewer free rows than there are prompts. The state is untouched then.
     """
-    config = model.config
-    texts = as_texts(prompts, config)
-    check_count("max_new_tokens", max_new_tokens, 0)
-    check_count("chunk", chunk, 1)
-    sampler = Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    stops = as_tokens("stop_tokens", stop_tokens, config.vocab_size, least=0)
-    padding = np.full(4 - len(stops) % 4, -1, np.int32)  # few sizes, few compiled programs
-    room = config.context_length - np.array([len(text) for text in texts])
-    limits = np.minimum(max_new_tokens, room).astype(np.int32)
-    if state is None:
-        needs = [len(text) + max(limit - 1, 0) for text, limit in zip(texts, limits, strict=True)]
-        state = state_for(model, needs, kv_dtype)
-    else:
+    if state is not None:
         expect(kv_dtype == "auto", "kv_dtype", "'auto' with a state, which has its own", kv_dtype)
-    check_state(model, state)
-    rows = _free_rows(state, len(texts))
-    run = _Run(model, state, texts, rows, limits, np.append(stops, padding), sampler, chunk)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    run = _begin(model, prompts, max_new_tokens, options, stop_tokens, state, kv_dtype, chunk)
     try:
         run.prefill()
         run.decode(on_tokens)
     except KeyboardInterrupt:
         run.interrupt()
     return run.result()
+
+
+def compile_for(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int] = (),
+    create: Callable[[], KVState] | None = None,
+    kv_dtype: str = "auto",
+    chunk: int = 32,
+    **sampling: Any,
+) -> float:
+    """Compiles what `generate` with these arguments calls; returns the seconds that it took.
+
+    Args:
+      model: its weights may be shapes (`Checkpoint.shapes`).
+      create: gives the state that `generate` gets, if it gets one.
+      others: as there.
+    """
+    state = None if create is None else make_state(model, create)
+    run = _begin(model, prompts, max_new_tokens, sampling, stop_tokens, state, kv_dtype, chunk)
+    run.compile()
+    return run.seconds["compile"]
+
+
+def _begin(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    stop_tokens: Sequence[int],
+    state: KVState | None,
+    kv_dtype: str,
+    chunk: int,
+) -> "Run":
+    """Checks the arguments of `generate`; with shapes for weights, a new state is shapes, too."""
+    config = model.config
+    texts = as_texts(prompts, config)
+    check_count("max_new_tokens", max_new_tokens, 0)
+    check_count("chunk", chunk, 1)
+    sampler = Sampler.create(**sampling)
+    stops = as_stops(stop_tokens, config)
+    room = config.context_length - np.array([len(text) for text in texts])
+    limits = np.minimum(max_new_tokens, room).astype(np.int32)
+    if state is None:
+        needs = [len(text) + max(limit - 1, 0) for text, limit in zip(texts, limits, strict=True)]
+        state = make_state(model, functools.partial(state_for, model, needs, kv_dtype))
+    check_state(model, state)
+    rows = _free_rows(state, len(texts))
+    return Run(model, state, texts, rows, limits, stops, sampler, chunk)
+
+
+def make_state(model: Decoder, create: Callable[[], KVState]) -> KVState:
+    """create(), or only its shapes for a model that is shapes (`Checkpoint.shapes`)."""
+    return jax.eval_shape(create) if _is_shape(model.embedding.get_value()) else create()
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def as_texts(prompts: Any, config: DecoderConfig) -> list[np.ndarray]:
@@ -159,6 +207,12 @@ def as_tokens(name: str, tokens: Any, vocab_size: int, least: int = 1) -> np.nda
         where, value = f"{name}[{bad[0]}]", int(ids[bad[0]])
         expect(False, where, f"a token id in [0, vocab_size={vocab_size})", value)
     return ids.astype(np.int32)
+
+
+def as_stops(stop_tokens: Sequence[int], config: DecoderConfig) -> np.ndarray:
+    """Stop tokens as `steps.decode` takes them: few sizes, few compiled programs."""
+    stops = as_tokens("stop_tokens", stop_tokens, config.vocab_size, least=0)
+    return np.append(stops, np.full(4 - len(stops) % 4, -1, np.int32))
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -224,6 +278,8 @@ def check_state(model: Decoder, state: KVState) -> None:
 
 
 def _free_rows(state: KVState, count: int) -> np.ndarray:
+    if _is_shape(state.table.seq_lens):
+        return np.arange(count, dtype=np.int32)
     free = np.flatnonzero(np.asarray(pages.free_rows(state.table))).astype(np.int32)
     expect(len(free) >= count, "state", f"at least {count} free rows, one per prompt", len(free))
     return free[:count]
@@ -251,40 +307,91 @@ def uninterrupted() -> Iterator[None]:
 
 
 def compile_ahead(seconds: dict[str, float], program: Any, *args: Any, **options: Any) -> None:
-    """Compiles what a call needs, if it is not compiled yet, and books the time apart."""
+    """Compiles what a call needs, if it is not compiled yet, and books the time apart.
+
+    Ctrl-C waits for the end: XLA cannot be interrupted, and calls Python back in places that an
+    exception must not leave.
+    """
     start = time.perf_counter()
-    program.lower(*args, **options).compile()
+    with uninterrupted():
+        program.lower(*args, **options).compile()
     seconds["compile"] += time.perf_counter() - start
 
 
-class _Run:
-    """One call of `generate`: the state, and what has been generated so far."""
+class Run:
+    """One call of `generate`: the state, and what has been generated so far.
 
-    def __init__(self, model, state, texts, rows, limits, stop_tokens, sampler, chunk):
+    Args:
+      model, state, texts, limits, stop_tokens, sampler, chunk: of the call, checked.
+      rows: i32[texts], a row for each text.
+      held: how many tokens of each text its row holds already; less than all.
+      keep: rows that stop keep their pages.
+      chunk_size: the padded size of a prefill chunk.
+    """
+
+    def __init__(
+        self, model, state, texts, rows, limits, stop_tokens, sampler, chunk=32, *, held=0,
+        keep=False, chunk_size=chunk_size,
+    ):  # fmt: skip
+        self.held, self.options = held, {"chunk": chunk, "keep": keep}
+        self.chunk_size = chunk_size
         self.graph, self.params = nnx.split(model)
         self.state = state
         self.texts, self.rows, self.limits = texts, rows, limits
-        self.stop_tokens, self.sampler, self.chunk = stop_tokens, sampler, chunk
+        self.sampler = sampler
+        self._fixed = [jnp.asarray(x) for x in (rows, limits, stop_tokens)]
         self.reasons = np.where(limits > 0, Reason.RUNNING, Reason.LENGTH).astype(np.int32)
         self.tokens: list[list[int]] = [[] for _ in texts]
         self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
         self.prefill_tokens = 0
 
+    def compile(self) -> None:
+        """Compiles what the run calls if all prompts fit; weights and state may be shapes."""
+        compile_ahead(self.seconds, admit, self.state.table, *self._admitted())
+        for part in {part.tokens.size: part for part in self._chunks()}.values():
+            compile_ahead(self.seconds, prefill, *self._prefill_call(part))
+        if (self.reasons == Reason.RUNNING).any():
+            call = self._decode_call(self._progress(), 1)
+            compile_ahead(self.seconds, decode, *call, **self.options)
+
+    def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that want pages, and for how many tokens."""
+        wanted = np.where(self.reasons == Reason.RUNNING, self.rows, -1)
+        return wanted, np.array([len(text) - self.held for text in self.texts], np.int32)
+
+    def _chunks(self) -> list[Chunk]:
+        """The prompts of the rows that run, all but the last token of each."""
+        running = self.reasons == Reason.RUNNING
+        ends = np.where(running, -1, self.held)
+        parts = [t[self.held : end] for t, end in zip(self.texts, ends, strict=True)]
+        return list(plan_chunks(parts, PREFILL_CHUNK, self.chunk_size))
+
+    def _prefill_call(self, part: Chunk) -> tuple:
+        rows = np.where(part.counts > 0, self.rows, -1)
+        return self.graph, self.params, self.state, rows, part.counts, part.tokens
+
+    def _progress(self) -> Progress:
+        return Progress(
+            last=jnp.asarray(np.array([text[-1] for text in self.texts], np.int32)),
+            made=jnp.asarray(np.zeros(len(self.texts), np.int32)),
+            reasons=jnp.asarray(self.reasons),
+        )
+
+    def _decode_call(self, progress: Progress, num_steps: int) -> tuple:
+        return (
+            self.graph, self.params, self.state, progress, *self._fixed, self.sampler,
+            np.int32(num_steps),
+        )  # fmt: skip
+
     def prefill(self) -> None:
         """Reserves the prompts' pages and fills them, in chunks; prompts that do not fit stop."""
-        wanted = np.where(self.reasons == Reason.RUNNING, self.rows, -1)
-        lengths = np.array([len(text) for text in self.texts], np.int32)
         with uninterrupted():
-            table, reasons = admit(self.state.table, wanted, lengths)
+            table, reasons = admit(self.state.table, *self._admitted())
             self.state = dataclasses.replace(self.state, table=table)
             self.reasons = np.maximum(self.reasons, np.asarray(reasons))
-        running = self.reasons == Reason.RUNNING
-        parts = [t[:-1] if go else t[:0] for t, go in zip(self.texts, running, strict=True)]
-        chunks = list(plan_chunks(parts, PREFILL_CHUNK))
         compiled = set()
-        for part in chunks:
-            rows = np.where(part.counts > 0, self.rows, -1)
-            call = (self.graph, self.params, self.state, rows, part.counts, part.tokens)
+        for part in self._chunks():
+            call = self._prefill_call(part)
             if part.tokens.size not in compiled:
                 compile_ahead(self.seconds, prefill, *call)
                 compiled.add(part.tokens.size)
@@ -297,26 +404,18 @@ class _Run:
 
     def decode(self, on_tokens: OnTokens | None) -> None:
         """Runs the decode loop until every row has stopped."""
-        progress = Progress(
-            last=jnp.asarray(np.array([text[-1] for text in self.texts], np.int32)),
-            made=jnp.zeros(len(self.texts), jnp.int32),
-            reasons=jnp.asarray(self.reasons),
-        )
-        fixed = [jnp.asarray(x) for x in (self.rows, self.limits, self.stop_tokens)]
+        progress = self._progress()
         num_steps, compiled = 1, False
         while True:
             new: list[list[int]] = [[] for _ in self.texts]
             if (self.reasons == Reason.RUNNING).any():
-                call = (
-                    self.graph, self.params, self.state, progress, *fixed, self.sampler,
-                    jnp.int32(num_steps),
-                )  # fmt: skip
+                call = self._decode_call(progress, num_steps)
                 if not compiled:
-                    compile_ahead(self.seconds, decode, *call, chunk=self.chunk)
+                    compile_ahead(self.seconds, decode, *call, **self.options)
                     compiled = True
                 start = time.perf_counter()
                 with uninterrupted():
-                    self.state, progress, out = decode(*call, chunk=self.chunk)
+                    self.state, progress, out = decode(*call, **self.options)
                     new = [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
                     for tokens, more in zip(self.tokens, new, strict=True):
                         tokens.extend(more)
@@ -324,7 +423,7 @@ class _Run:
                 seconds = time.perf_counter() - start
                 self.seconds["decode"] += seconds
                 if seconds < _SHORT_SECONDS:
-                    num_steps = min(2 * num_steps, self.chunk)
+                    num_steps = min(2 * num_steps, self.options["chunk"])
                 elif seconds > _LONG_SECONDS:
                     num_steps = max(num_steps // 2, 1)
             if on_tokens is not None:

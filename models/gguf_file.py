@@ -4,23 +4,21 @@ Tensors are dequantised. Every metadata key that can alter a logit is honoured o
 keys of the `general.` space and of tools that made the file only describe it.
 """
 
+import os
+import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader
-from gguf.quants import dequantize
 
 from .config import DecoderConfig, RopeConfig
+from .gguf_quants import KINDS, QUANTIZATIONS, dequantize, kind_name
+from .gguf_reader import read_gguf
 from .gguf_vocab import tokenizer_from_gguf
-from .parameters import Shape, check_tensors, expected_tensors
+from .parameters import Fill, Shape, check_tensors, expected_tensors
 from .tokenizer import MissingTokenizer, Tokenizer
-
-QUANTIZATIONS = (
-    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
-    "Q6_K",
-)  # fmt: skip
 
 # GGUF architecture → the model_type of `DecoderConfig`.
 _MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
@@ -121,17 +119,11 @@ class GGUFFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._reader = GGUFReader(path)
-            self.metadata: dict[str, Any] = {
-                name: field.contents() for name, field in self._reader.fields.items()
-            }
-        except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+            self.metadata, self._tensors = read_gguf(path)
+        except (ValueError, OverflowError, RecursionError, struct.error) as error:
             raise ValueError(f"{path}: truncated or not a GGUF file: {error}") from None
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.shapes: dict[str, Shape] = {
-            name: tuple(int(n) for n in reversed(tensor.shape))
-            for name, tensor in self._tensors.items()
-        }
+        self.shapes: dict[str, Shape] = {name: t.shape for name, t in self._tensors.items()}
+        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "dequantize")
         if (parts := self.metadata.get("split.count", 1)) > 1:
             raise ValueError(f"{path}: key 'split.count' must be 1 (merge the parts), got {parts}")
         if (kind := self.metadata.get("general.type", "model")) != "model":
@@ -210,37 +202,39 @@ class GGUFFile:
         """The tokenizer in the file."""
         return tokenizer_from_gguf(self.metadata, str(self.path))
 
-    def open_tensors(self, config: DecoderConfig) -> Callable[[str], np.ndarray]:
-        """Checks names, shapes and quantisations; returns load(name), which dequantises.
+    def open_tensors(self, config: DecoderConfig) -> Fill:
+        """Checks names, shapes and quantisations; returns fill(name, out), which dequantises.
 
         Args:
-          config: from `config`. load takes the names of `expected_tensors`.
+          config: from `config`. fill takes the names of `expected_tensors`.
         """
         expected = {gguf_name(name): shape for name, shape in expected_tensors(config).items()}
         if _ROPE_FREQS in self.shapes:
             expected[_ROPE_FREQS] = (config.head_dim // 2,)
         check_tensors(self.path, expected, self.shapes)
         for name, tensor in self._tensors.items():
-            kind = GGMLQuantizationType(tensor.tensor_type).name
-            if kind not in QUANTIZATIONS:
+            if tensor.kind not in KINDS:
                 raise ValueError(
-                    f"{self.path}: tensor {name!r} has quantisation {kind}, which is not "
-                    f"supported; supported: {', '.join(QUANTIZATIONS)}"
+                    f"{self.path}: tensor {name!r} has quantisation {kind_name(tensor.kind)}, "
+                    f"which is not supported; supported: {', '.join(QUANTIZATIONS)}"
                 )
         heads = {}
         if self.architecture == "llama":
             heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads}
 
-        def load(name: str) -> np.ndarray:
-            values = self._dequantized(gguf_name(name))
+        def fill(name: str, out: np.ndarray) -> None:
             num_heads = heads.get(name.split(".")[-2])
-            return _unpermute(values, num_heads) if num_heads else values
+            self._dequantize(gguf_name(name), out, num_heads)
 
-        return load
+        return fill
 
-    def _dequantized(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
-        return dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+    def _dequantize(self, name: str, out: np.ndarray, num_heads: int | None = None) -> None:
+        """Fills `out` with a tensor; with num_heads its rows are unpermuted, while packed."""
+        _, number, data = self._tensors[name]
+        if num_heads:
+            rows = data.reshape(len(out), -1)
+            data = _unpermute(rows, num_heads).reshape(-1)
+        dequantize(KINDS[number], data, out, self._pool)
 
     def _check_keys(self) -> None:
         for name, value in self.metadata.items():
@@ -289,7 +283,9 @@ class GGUFFile:
                     f"{self.path}: tensor {_ROPE_FREQS!r} must have shape {(head_dim // 2,)}, got "
                     f"{self.shapes[_ROPE_FREQS]}"
                 )
-            divisors = tuple(float(x) for x in self._dequantized(_ROPE_FREQS))
+            values = np.empty(head_dim // 2, np.float32)
+            self._dequantize(_ROPE_FREQS, values)
+            divisors = tuple(values.tolist())
         if kind == "none":
             return RopeConfig(theta=theta, frequency_divisors=divisors)
         return RopeConfig(

@@ -6,8 +6,9 @@ tensor, `…mlp.experts.gate_proj.weight` [num_experts, inner, hidden] and so on
 name through a `TensorSource` and joins some of them into one leaf.
 """
 
+import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -18,6 +19,9 @@ from jax.typing import DTypeLike
 from .config import DecoderConfig
 
 Shape = tuple[int, ...]
+# fill(name, out): writes a tensor of `expected_tensors` to an array of its shape, any float dtype.
+Fill = Callable[[str, np.ndarray], None]
+_ALIGNMENT = 64  # bytes: an array that starts there becomes a CPU device's memory as it is
 
 
 class TensorSource(Protocol):
@@ -97,14 +101,14 @@ def check_tensors(where: object, expected: Mapping[str, Shape], found: Mapping[s
 
 def tensor_source(
     config: DecoderConfig,
-    load: Callable[[str], np.ndarray],
+    fill: Fill,
     dtype: DTypeLike,
     on_tensor: Callable[[str], object] = lambda name: None,
 ) -> TensorSource:
-    """A source that loads one tensor at a time, casts it and hands it to the device.
+    """A source that loads one tensor at a time and hands it to the device.
 
     Args:
-      load: gives the tensor of a name from `expected_tensors`, any float dtype.
+      fill: where tensors come from.
       dtype: what the arrays become, unless the source is asked for another.
       on_tensor: called with each name that was loaded, for progress.
     """
@@ -114,16 +118,23 @@ def tensor_source(
     def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
         joined = list(shapes[names[0]])
         joined[axis] = sum(shapes[name][axis] for name in names)
-        out = np.empty(joined, default if dtype is None else dtype)
+        out = _empty(joined, np.dtype(default if dtype is None else dtype))
         begin = 0
         for name in names:
             end = begin + shapes[name][axis]
-            out[(slice(None),) * axis + (slice(begin, end),)] = load(name)
+            fill(name, out[(slice(None),) * axis + (slice(begin, end),)])
             on_tensor(name)
             begin = end
-        return jnp.asarray(out)
+        return jax.device_put(out)  # without a copy on a CPU, unlike jnp.asarray
 
     return source
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def random_source(
@@ -132,15 +143,16 @@ def random_source(
     """Random weights, for tests and benchmarks: normal, variance scale / fan-in; norms near 1."""
     shapes = expected_tensors(config)
 
-    def load(name: str) -> np.ndarray:
+    def fill(name: str, out: np.ndarray) -> None:
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         values = rng.standard_normal(shapes[name], np.float32)
         if name.endswith("norm.weight"):
-            return 1 + 0.1 * values
-        fan_in = 1 if "embed" in name else shapes[name][-1]
-        return values * np.float32((scale / fan_in) ** 0.5)
+            out[...] = 1 + 0.1 * values
+        else:
+            fan_in = 1 if "embed" in name else shapes[name][-1]
+            out[...] = values * np.float32((scale / fan_in) ** 0.5)
 
-    return tensor_source(config, load, dtype)
+    return tensor_source(config, fill, dtype)
 
 
 def abstract_source(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> TensorSource:

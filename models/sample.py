@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_paged.validation import expect
@@ -20,8 +21,8 @@ class Sampler:
     """How tokens are drawn. Make one with `Sampler.create`; what shapes the program is static."""
 
     key: jax.Array  # typed PRNG key, a scalar
-    temperature: jax.Array  # f32[], > 0 (unused when greedy)
-    top_p: jax.Array  # f32[], in (0, 1]
+    temperature: Any  # f32[], > 0 (unused when greedy)
+    top_p: Any  # f32[], in (0, 1]
     greedy: bool = dataclasses.field(metadata={"static": True})
     top_k: int | None = dataclasses.field(metadata={"static": True})
     nucleus: bool = dataclasses.field(metadata={"static": True})  # whether top_p cuts anything off
@@ -58,10 +59,10 @@ class Sampler:
         expect(0 <= seed < 2**32, "seed", "an integer in [0, 2**32)", seed)
         greedy = temperature == 0
         return Sampler(
-            key=jax.random.key(jnp.uint32(seed)),
+            key=jax.random.key(np.uint32(seed)),
             # Not below the smallest normal number: a subnormal divisor counts as 0.
-            temperature=jnp.float32(max(temperature, float(jnp.finfo(jnp.float32).tiny))),
-            top_p=jnp.float32(1.0 if top_p is None else top_p),
+            temperature=np.float32(max(temperature, float(jnp.finfo(jnp.float32).tiny))),
+            top_p=np.float32(1.0 if top_p is None else top_p),
             greedy=greedy,
             top_k=None if greedy else top_k,
             nucleus=not greedy and top_p is not None and top_p < 1,

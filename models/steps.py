@@ -8,7 +8,7 @@ decode steps is traced.
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,10 +51,13 @@ def chunk_size(num_tokens: int) -> int:
     return max(_SMALLEST_CHUNK, 1 << (num_tokens - 1).bit_length())
 
 
-def plan_chunks(texts: Sequence[np.ndarray], chunk: int) -> Iterator[Chunk]:
+def plan_chunks(
+    texts: Sequence[np.ndarray], chunk: int, size: Callable[[int], int] = chunk_size
+) -> Iterator[Chunk]:
     """Packs the tokens of several rows, in row order, into chunks of at most `chunk` tokens.
 
-    A row may span chunks and a chunk may hold many rows; only the last one has padding.
+    A row may span chunks and a chunk may hold many rows; only the last one has padding, up to
+    size(its tokens).
 
     >>> [(c.tokens.size, c.counts.tolist()) for c in plan_chunks([np.arange(3), np.arange(9)], 8)]
     [(8, [3, 5]), (8, [0, 4])]
@@ -65,7 +68,7 @@ def plan_chunks(texts: Sequence[np.ndarray], chunk: int) -> Iterator[Chunk]:
         stop = min(start + chunk, len(flat))
         inside = np.clip(ends, start, stop)
         counts = np.diff(inside, prepend=start).astype(np.int32)
-        tokens = np.zeros(chunk_size(stop - start), np.int32)
+        tokens = np.zeros(size(stop - start), np.int32)
         tokens[: stop - start] = flat[start:stop]
         yield Chunk(tokens, counts, stop - start)
 
@@ -144,7 +147,7 @@ class Progress:
     reasons: jax.Array  # i32[rows], Reason
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "chunk"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "chunk", "keep"), donate_argnames="state")
 def decode(
     graph: Any,
     params: Any,
@@ -157,6 +160,7 @@ def decode(
     num_steps: Int[Array, ""],
     *,
     chunk: int,
+    keep: bool = False,
 ) -> tuple[KVState, Progress, Int[Array, "rows chunk"]]:
     """Up to num_steps ≤ chunk decode steps in one loop; ends early when no row runs.
 
@@ -166,6 +170,7 @@ def decode(
     Args:
       limits: new tokens after which a row stops.
       stop_tokens: ids that end a row; they are not kept. −1 matches nothing.
+      keep: rows that stop keep their pages, unless there was no page for them.
 
     Returns:
       (state, progress, tokens): the tokens of each step, −1 where a row made none.
@@ -198,7 +203,7 @@ def decode(
         reasons = jnp.where(stop, jnp.int32(Reason.STOP_TOKEN), reasons)
         reasons = jnp.where(full, jnp.int32(Reason.LENGTH), reasons)
         out = out.at[:, number].set(jnp.where(kept, new, -1))
-        table = _release_if_any(state.table, rows, stop | full)
+        table = state.table if keep else _release_if_any(state.table, rows, stop | full)
         progress = Progress(jnp.where(kept, new, progress.last), made, reasons)
         return number + 1, dataclasses.replace(state, table=table), progress, out
 

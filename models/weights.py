@@ -7,9 +7,13 @@ must be there, with its shape, and no other. Tensors are then read one by one, s
 memory is the model's plus one layer's experts.
 """
 
+import dataclasses
 import importlib.util
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -18,7 +22,6 @@ import ml_dtypes  # noqa: F401  (makes bfloat16 known to numpy, which safetensor
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from jax_paged._ffi import Implementation
 from jax_paged.validation import check_choice
@@ -27,7 +30,14 @@ from . import gguf_file
 from .config import DecoderConfig, read_json
 from .decoder import WEIGHT_DTYPES, Decoder, WeightDtype
 from .hf_config import config_from_hf
-from .parameters import Shape, check_tensors, expected_tensors, tensor_source
+from .parameters import (
+    Fill,
+    Shape,
+    abstract_source,
+    check_tensors,
+    expected_tensors,
+    tensor_source,
+)
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -79,6 +89,19 @@ def load_checkpoint(
         unknown architecture, key or quantisation, missing, extra or misshaped tensors; or with an
         option.
     """
+    with open_checkpoint(path, dtype, weight_dtype=weight_dtype) as checkpoint:
+        model = checkpoint.load(progress=progress, implementation=implementation)
+    return model, checkpoint.config, checkpoint.tokenizer
+
+
+@contextmanager
+def open_checkpoint(
+    path: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    weight_dtype: WeightDtype = None,
+) -> Iterator["Checkpoint"]:
+    """Opens and checks what `load_checkpoint` loads; the weights are read by `Checkpoint.load`."""
     path = default_checkpoint() if path is None else Path(path)
     if dtype is None:
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
@@ -90,26 +113,89 @@ def load_checkpoint(
         if path.is_dir():
             config = read_config(path)
             tokenizer = tokenizer_from_folder(path)
-            load = open_folder(path, config, stack)
+            fill = open_folder(path, config, stack)
         elif path.suffix == ".gguf":
             file = gguf_file.GGUFFile(path)
             config, tokenizer = file.config(), file.tokenizer()
-            load = file.open_tensors(config)
+            fill = file.open_tensors(config)
         else:
             what = "got a file of another kind" if path.exists() else "there is nothing"
             raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
-        bar = stack.enter_context(
-            tqdm(
-                total=len(expected_tensors(config)),
-                desc="loading weights",
-                unit=" tensors",
-                disable=None if progress else True,
-                leave=False,
-            )
+        yield Checkpoint(config, tokenizer, fill, dtype, weight_dtype)
+
+
+class Stopped(Exception):
+    """Loading was stopped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint, found to be whole."""
+
+    config: DecoderConfig
+    tokenizer: Tokenizer | MissingTokenizer
+    fill: Fill
+    dtype: np.dtype
+    weight_dtype: WeightDtype
+
+    def shapes(self, implementation: Implementation = None) -> Decoder:
+        """The model with shapes for weights: to compile for, while they are loaded."""
+        source = abstract_source(self.config, self.dtype)
+        return Decoder(
+            self.config, source, weight_dtype=self.weight_dtype, implementation=implementation
         )
-        source = tensor_source(config, load, dtype, lambda name: bar.update())
-        model = Decoder(config, source, weight_dtype=weight_dtype, implementation=implementation)
-    return model, config, tokenizer
+
+    def load(
+        self,
+        *,
+        progress: bool = True,
+        implementation: Implementation = None,
+        stop: threading.Event | None = None,
+    ) -> Decoder:
+        """The model.
+
+        Raises:
+          Stopped: `stop` has been set.
+        """
+        from tqdm import tqdm
+
+        with tqdm(
+            total=len(expected_tensors(self.config)),
+            desc="loading weights",
+            unit=" tensors",
+            disable=None if progress else True,
+            leave=False,
+        ) as bar:
+
+            def on_tensor(name: str) -> None:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                bar.update()
+
+            source = tensor_source(self.config, self.fill, self.dtype, on_tensor)
+            return Decoder(
+                self.config, source, weight_dtype=self.weight_dtype, implementation=implementation
+            )
+
+    def load_and(
+        self, work: Callable[[Decoder], object], on_loaded: Callable[[], object] = lambda: None
+    ) -> Decoder:
+        """The model, loaded in a thread while work(shapes()) runs here: it compiles programs.
+
+        The thread calls on_loaded when it is done. It has ended when this returns or raises.
+        """
+        stop, interval = threading.Event(), sys.getswitchinterval()
+        # numpy lets go of the interpreter for moments; the thread should not wait 5 ms after each.
+        sys.setswitchinterval(0.0005)
+        with ThreadPoolExecutor(1, "load") as thread:  # leaving waits for the tensor at hand
+            loading = thread.submit(self.load, stop=stop)
+            loading.add_done_callback(lambda _: on_loaded())
+            try:
+                work(self.shapes())
+                return loading.result()
+            finally:
+                stop.set()
+                sys.setswitchinterval(interval)
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -133,16 +219,14 @@ def _shard_names(folder: Path) -> list[str]:
     raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither")
 
 
-def open_folder(
-    folder: Path, config: DecoderConfig, stack: ExitStack
-) -> Callable[[str], np.ndarray]:
+def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
     """Opens a folder's safetensors and checks their names, shapes and dtypes.
 
     Args:
       stack: closes the files when it is left.
 
     Returns:
-      load(name) for the names of `expected_tensors`: the tensor as numpy.
+      fill(name, out) for the names of `expected_tensors`.
     """
     shards, found = {}, {}
     for shard in _shard_names(folder):
@@ -170,7 +254,11 @@ def open_folder(
     layout = _Layout(config, found)
     _drop_derived(folder, config, found, get)
     check_tensors(folder, layout.stored, found)
-    return lambda name: layout.load(name, get)
+
+    def fill(name: str, out: np.ndarray) -> None:
+        out[...] = layout.load(name, get)
+
+    return fill
 
 
 def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None:

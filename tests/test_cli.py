@@ -1,12 +1,20 @@
 """The command line on a tiny checkpoint: what it prints, where, and how it refuses bad input."""
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import json
+import logging
 import os
 import signal
 import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,12 +22,27 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from jax_paged.models import cli, config_from_hf, evaluate, generate, load_checkpoint
+import jax_paged
+from jax_paged.models import (
+    cli,
+    config_from_hf,
+    evaluate,
+    generate,
+    load_checkpoint,
+    program_cache,
+    weights,
+)
 from jax_paged.models.parameters import expected_tensors
 from jax_paged.models.testing import small_hf_config
 
 NEW = 12
 LENGTH = ["--max-new-tokens", str(NEW)]
+
+
+@pytest.fixture(autouse=True)
+def no_program_cache(monkeypatch):
+    """The tests' own process keeps the settings that it has."""
+    monkeypatch.setattr(cli, "kept_programs", contextlib.nullcontext)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +236,7 @@ def test_a_failed_run_leaves_the_old_output(run, tmp_path):
 def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
     run, tmp_path, monkeypatch, kind
 ):
-    monkeypatch.setattr(cli, "load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(cli, "open_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "file").write_text("old")
     target = {
         "folder": tmp_path,
@@ -248,7 +271,7 @@ def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
 def test_bad_arguments_are_refused_before_the_weights_are_loaded(
     run, monkeypatch, arguments, parts
 ):
-    monkeypatch.setattr(cli, "load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(cli, "open_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     assert_one_line_error(run("generate", *arguments), *parts)
 
 
@@ -333,7 +356,7 @@ def test_ctrl_c_while_loading_leaves_cleanly(run, monkeypatch, tmp_path):
     def load(*_, **__):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(cli, "load_checkpoint", load)
+    monkeypatch.setattr(cli, "open_checkpoint", load)
     code, out, err = run("generate", "Hello", "--output", tmp_path / "out")
     assert (code, out, err) == (130, "", "")
     assert list(tmp_path.iterdir()) == []
@@ -440,7 +463,137 @@ def test_eval_refuses_bad_input(run, tmp_path, content, arguments, parts):
     assert_one_line_error(run("eval", file, *arguments), *parts)
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["eval"], ["bench-serve"]])
+def test_ctrl_c_while_compiling_stops_the_loading_and_leaves_cleanly(run, monkeypatch):
+    before = threading.active_count()
+
+    def compile_for(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli, "compile_for", compile_for)
+    assert run("generate", "Hello") == (130, "", "")
+    assert threading.active_count() == before
+
+
+def test_a_tensor_that_cannot_be_read_is_one_line(run, monkeypatch):
+    def load(checkpoint, **_):
+        raise OSError(5, "Input/output error", "model.safetensors")
+
+    monkeypatch.setattr(weights.Checkpoint, "load", load)
+    assert_one_line_error(run("generate", "Hello"), "model.safetensors: Input/output error")
+
+
+def test_programs_compiled_for_shapes_serve_the_loaded_model(run, caplog):
+    jax.clear_caches()
+    with caplog.at_level(logging.DEBUG, "jax._src.interpreters.pxla"):
+        assert run("generate", "A prompt of this test", *LENGTH)[0] == 0
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling ")]
+    for name in ("make_room", "prefill", "decode"):
+        assert sum(f"jit({name})" in text for text in compiled) == 1, compiled
+
+
+def start(arguments, folder):
+    """Runs the command in a process of its own, whose programs are kept in a folder."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
+        "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder), "PYTHONIOENCODING": "utf-8",
+        "PYTHONPATH": os.pathsep.join([str(Path(jax_paged.__file__).parents[1])]),
+    }  # fmt: skip
+    command = [sys.executable, "-P", "-m", "jax_paged", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=env)
+
+
+def test_programs_are_kept_and_a_corrupt_one_is_compiled_again(checkpoint, tmp_path):
+    arguments = ["generate", "Hello", *LENGTH, "--model", checkpoint]
+
+    def entries():
+        found = sorted(tmp_path.glob("jax_paged/programs/*/*-cache"))
+        return {path: path.read_bytes() for path in found}
+
+    first = start(arguments, tmp_path)
+    kept = entries()
+    assert (first.returncode, first.stderr.count("\n")) == (0, 1)
+    assert any(path.name.startswith("jit_decode-") for path in kept)
+    second = start(arguments, tmp_path)
+    assert (second.returncode, second.stdout) == (0, first.stdout)
+    assert entries() == kept  # the same keys, so nothing new
+
+    for path in kept:
+        path.write_bytes(b"garbage")
+    third = start(arguments, tmp_path)
+    assert (third.returncode, third.stdout) == (0, first.stdout)
+    warning, rates = third.stderr.splitlines()
+    assert warning == "jax-paged: warning: a kept program cannot be read; it is compiled again"
+    assert rates.startswith("prefill: ")
+    assert entries().keys() == kept.keys()
+    assert all(len(data) > 100 for data in entries().values())
+
+
+@pytest.fixture
+def jax_folder():
+    """Sets and reads JAX's folder of programs; the test's own comes back at the end."""
+    name = "jax_compilation_cache_dir"
+    before = getattr(jax.config, name)
+    yield lambda *new: jax.config.update(name, *new) if new else getattr(jax.config, name)
+    jax.config.update(name, before)
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, jax_folder, capsys):
+    (tmp_path / "file").touch()
+    jax_folder(None)
+    with program_cache.kept_programs(tmp_path / "file" / "programs"):
+        assert jax_folder() is None
+    err = capsys.readouterr().err
+    assert err.startswith("jax-paged: warning: compiled programs are not kept: ")
+    assert err.count("\n") == 1
+
+
+def test_programs_go_to_the_users_cache_folder_or_where_jax_was_told(
+    tmp_path, jax_folder, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    jax_folder(str(tmp_path / "own"))
+    with program_cache.kept_programs():
+        assert jax_folder() == str(tmp_path / "own")
+    assert list(tmp_path.iterdir()) == []
+    jax_folder(None)
+    with program_cache.kept_programs():
+        folder = Path(jax_folder())
+        assert folder.parent == tmp_path / "xdg" / "jax_paged" / "programs"
+        assert folder.is_dir()
+    assert jax_folder() is None
+
+
+def test_the_program_cache_can_be_switched_off(run, monkeypatch):
+    monkeypatch.setattr(cli, "kept_programs", lambda: pytest.fail("used"))
+    assert run("generate", "Hello", "--no-program-cache", "--max-new-tokens", 0)[0] == 0
+
+
+def test_the_oldest_programs_go_when_there_are_too_many(tmp_path):
+    for age, name in enumerate(["new", "old", "oldest"]):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    program_cache._prune(tmp_path, 200)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_a_terminal_is_told_what_goes_on_and_a_pipe_is_not(checkpoint, monkeypatch, capsys):
+    arguments = ["generate", "Hello", *LENGTH, "--model", str(checkpoint)]
+    assert cli.main(arguments) == 0
+    assert "…" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert cli.main(arguments) == 0
+    err = capsys.readouterr().err
+    assert err.index("loading …") < err.index("loading weights") < err.index("prefill: ")
+    assert err[: err.index("prefill: ")].endswith("\r\033[K")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"jax-paged {importlib.metadata.version('jax_paged')}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["eval"], ["bench-serve"]])
 def test_help_is_there(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command, "--help"])

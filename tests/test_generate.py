@@ -14,7 +14,7 @@ import pytest
 from jax_paged import pages
 from jax_paged.groups import KVGroups
 from jax_paged.models import Decoder, generate, score
-from jax_paged.models.generate import create_state, state_for
+from jax_paged.models.generate import compile_ahead, create_state, state_for
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import Sampler
 from jax_paged.models.steps import Progress, decode, plan_chunks, prefill
@@ -355,3 +355,20 @@ def test_a_state_of_another_model_is_refused(model):
     groups = KVGroups((state,), ("full", "full"))
     with pytest.raises(ValueError, match=r"^state: expected a KVState, got KVGroups$"):
         run(model, state=groups)
+
+
+def test_ctrl_c_while_compiling_waits_for_the_end():
+    done = []
+
+    class Program:
+        def lower(self, *_):
+            signal.raise_signal(signal.SIGINT)
+            return self
+
+        def compile(self):
+            done.append("compiled")
+
+    seconds = {"compile": 0.0}
+    with pytest.raises(KeyboardInterrupt):
+        compile_ahead(seconds, Program())
+    assert done == ["compiled"]

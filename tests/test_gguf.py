@@ -1,16 +1,19 @@
 """GGUF files: quantised tensors, metadata, tokenizer, and how broken ones are refused."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
 from tokenizers import Tokenizer as Backend
 
-from jax_paged.models import load_checkpoint
-from jax_paged.models.gguf_file import QUANTIZATIONS, GGUFFile, gguf_name
+from jax_paged.models import gguf_quants, load_checkpoint
+from jax_paged.models.gguf_file import GGUFFile, gguf_name
+from jax_paged.models.gguf_quants import KINDS, QUANTIZATIONS
 from jax_paged.models.gguf_vocab import tokenizer_from_gguf
 from jax_paged.models.hf_config import config_from_hf
 from jax_paged.models.parameters import expected_tensors, random_source
@@ -102,6 +105,12 @@ def make(architecture, **changes):
     return config, metadata_of(architecture, config), tensors_of(architecture, config)
 
 
+def tensor(file, config, name, dtype=np.float32):
+    out = np.full(expected_tensors(config)[name], np.nan, dtype)
+    file.open_tensors(config)(name, out)
+    return out
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_file_gives_the_configuration_and_weights_it_was_made_from(tmp_path, architecture, tied):
@@ -113,9 +122,9 @@ def test_a_file_gives_the_configuration_and_weights_it_was_made_from(tmp_path, a
     if architecture == "qwen3moe":
         assert read.intermediate_size == config.intermediate_size
     assert read == config
-    load, source = file.open_tensors(read), random_source(config, 7)
+    source = random_source(config, 7)
     for name in expected_tensors(config):
-        np.testing.assert_array_equal(load(name), source(name), err_msg=name)
+        np.testing.assert_array_equal(tensor(file, read, name), source(name), err_msg=name)
 
 
 def test_biases_of_a_llama_file_are_read_and_unpermuted(tmp_path):
@@ -124,7 +133,7 @@ def test_biases_of_a_llama_file_are_read_and_unpermuted(tmp_path):
     file = GGUFFile(tmp_path / "model.gguf")
     assert file.config() == config
     name = "model.layers.1.self_attn.k_proj.bias"
-    np.testing.assert_array_equal(file.open_tensors(config)(name), random_source(config, 7)(name))
+    np.testing.assert_array_equal(tensor(file, config, name), random_source(config, 7)(name))
 
 
 def test_rope_frequency_divisors_are_honoured(tmp_path):
@@ -243,6 +252,13 @@ TOLERANCE = {
 }  # fmt: skip
 
 
+# Where the f16 numbers of a block lie.
+FACTORS = {name: factors for name, (_, factors, _) in K_BLOCKS.items()} | {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+}  # fmt: skip
+KIND_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_each_listed_quantisation_is_dequantised(tmp_path, kind):
     config, metadata, tensors = make("qwen3", hidden_size=256, num_hidden_layers=1)
@@ -260,9 +276,33 @@ def test_each_listed_quantisation_is_dequantised(tmp_path, kind):
     else:
         expected, tolerance = tensors[name], TOLERANCE[kind]
     write(tmp_path / "model.gguf", "qwen3", metadata, tensors, {name: Kind[kind]})
-    got = GGUFFile(tmp_path / "model.gguf").open_tensors(config)(ours)
+    got = tensor(GGUFFile(tmp_path / "model.gguf"), config, ours)
     np.testing.assert_allclose(got, expected, atol=tolerance, rtol=1e-5)
     assert np.abs(np.asarray(got)).max() > 0.05
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dequantised_values_equal_those_of_the_gguf_package_to_the_bit(kind, dtype):
+    number = next(number for number, known in KINDS.items() if known.name == kind)
+    size, num_bytes = KINDS[number][1:3]
+    rng = np.random.default_rng(number)
+    num_blocks = 3 * (8192 * 32 // size + 1)  # several pieces
+    blocks = rng.integers(0, 256, (num_blocks, num_bytes), np.uint8)
+    if size == 1:
+        blocks = rng.standard_normal(num_blocks).astype(jnp.dtype(KIND_DTYPES[kind])).view(np.uint8)
+    for at in FACTORS.get(kind, ()):
+        factor = rng.standard_normal(num_blocks).astype(np.float16)
+        blocks[:, at : at + 2] = factor[:, None].view(np.uint8)
+    want = dequantize(blocks.reshape(num_blocks, -1), Kind[kind]).reshape(3, -1)
+    got = np.full(want.shape, np.nan, dtype)
+    with ThreadPoolExecutor(2) as pool:
+        gguf_quants.dequantize(KINDS[number], blocks.reshape(-1), got, pool)
+    assert got.tobytes() == want.astype(dtype).tobytes()
+    wide = np.full((3, 2, got.shape[1]), np.nan, dtype)  # into a slice, as experts are joined
+    with ThreadPoolExecutor(2) as pool:
+        gguf_quants.dequantize(KINDS[number], blocks.reshape(-1), wide[:, 1], pool)
+    assert wide[:, 1].tobytes() == got.tobytes()
 
 
 def test_other_quantisations_are_refused_by_name(tmp_path):
