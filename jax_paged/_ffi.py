@@ -39,8 +39,8 @@ _SPLIT_BY_XLA = frozenset(
 _REMEDIES = {
     "_cpu": "install with `pip install .`, or `pip install -e . --no-build-isolation` to run from "
     "the source tree; implementation='reference' needs no native code",
-    "_cuda": "reinstall with JAX_PAGED_CUDA=on (every architecture) or JAX_PAGED_CUDA_ARCHS=90-real "
-    "(one) and an nvcc on PATH, or with JAX_PAGED_CUDA=wheels; "
+    "_cuda": "reinstall with JAX_PAGED_CUDA=on (every architecture) or JAX_PAGED_CUDA_ARCHS=90-real"
+    " (one) and an nvcc on PATH, or with JAX_PAGED_CUDA=wheels; "
     "implementation='reference' needs no native code",
 }
 
