@@ -9,7 +9,6 @@ A start is mostly imports, weights and programs. Compiled programs are kept betw
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import IO, Any, NoReturn
 
 import jax
 
+from jax_paged import build_info
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 
@@ -58,8 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jax-paged", description="Language models on paged attention for JAX.")
-    version = importlib.metadata.version("jax_paged")
-    parser.add_argument("--version", action="version", version=f"jax-paged {version}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     one = commands.add_parser(
@@ -141,6 +140,15 @@ def _parser() -> argparse.ArgumentParser:
     bench_serve.add_options(three)
     _add_kv_dtype(three)
     return parser
+
+
+def _version() -> str:
+    """The version, and which kernels the build has."""
+    info = build_info()
+    cpu, cuda = info["cpu"], info["cuda"]
+    on_cuda = cuda.get("architectures") or f"none, {cuda.get('why') or cuda['status']}"
+    kernels = f"CPU kernels: {cpu.get('isa', cpu['status'])}; CUDA kernels: {on_cuda}"
+    return f"jax-paged {info['version']} ({kernels})"
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
