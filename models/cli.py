@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import jax
-from tqdm import tqdm
 
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
@@ -25,6 +24,7 @@ from .batch import generate_many
 from .decoder import WEIGHT_DTYPES, Decoder
 from .evaluate import evaluate
 from .generate import PAGE_SIZE, Generation, check_count, create_state, generate, uninterrupted
+from .progress import progress_bar
 from .sample import Sampler
 from .stream import TextStream
 from .weights import load_checkpoint
@@ -247,10 +247,10 @@ def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dic
     tokens = tokenizer.encode(text)
     if len(tokens) < 2:
         raise ValueError(f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}")
-    with tqdm(total=len(tokens) - 1, desc="eval", unit=" tokens", disable=None, leave=False) as bar:
+    with progress_bar(len(tokens) - 1, "eval", "tokens") as update:
         return evaluate(
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
-            kv_dtype=options.kv_dtype, on_progress=bar.update,
+            kv_dtype=options.kv_dtype, on_progress=update,
         )  # fmt: skip
 
 

@@ -18,16 +18,16 @@ import ml_dtypes  # noqa: F401  (makes bfloat16 known to numpy, which safetensor
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from jax_paged._ffi import Implementation
 from jax_paged.validation import check_choice
 
-from . import gguf_file
+from ._packages import needed
 from .config import DecoderConfig, read_json
 from .decoder import WEIGHT_DTYPES, Decoder, WeightDtype
 from .hf_config import config_from_hf
 from .parameters import Shape, check_tensors, expected_tensors, tensor_source
+from .progress import progress_bar
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -92,22 +92,19 @@ def load_checkpoint(
             tokenizer = tokenizer_from_folder(path)
             load = open_folder(path, config, stack)
         elif path.suffix == ".gguf":
-            file = gguf_file.GGUFFile(path)
+            needed("gguf")
+            from .gguf_file import GGUFFile
+
+            file = GGUFFile(path)
             config, tokenizer = file.config(), file.tokenizer()
             load = file.open_tensors(config)
         else:
             what = "got a file of another kind" if path.exists() else "there is nothing"
             raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
-        bar = stack.enter_context(
-            tqdm(
-                total=len(expected_tensors(config)),
-                desc="loading weights",
-                unit=" tensors",
-                disable=None if progress else True,
-                leave=False,
-            )
-        )
-        source = tensor_source(config, load, dtype, lambda name: bar.update())
+        total = len(expected_tensors(config))
+        bar = progress_bar(total, "loading weights", "tensors", shown=progress)
+        update = stack.enter_context(bar)
+        source = tensor_source(config, load, dtype, lambda name: update())
         model = Decoder(config, source, weight_dtype=weight_dtype, implementation=implementation)
     return model, config, tokenizer
 

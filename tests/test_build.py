@@ -5,6 +5,7 @@ import functools
 import importlib
 import os
 import pkgutil
+import pty
 import re
 import subprocess
 import sys
@@ -318,3 +319,48 @@ import jax_paged.models
         "ImportError: jax_paged.models: flax not installed; get all that it needs with: "
         "pip install 'jax_paged[models]'"
     )
+
+
+WITHOUT = """
+import sys
+for name in ("gguf", "jinja2", "tqdm"):
+    sys.modules[name] = None  # as if it were not installed
+import jax.numpy as jnp
+from jax_paged.models import Decoder, cli, engine, generate, load_checkpoint
+from jax_paged.models.parameters import random_source
+from jax_paged.models.testing import small_config
+config = small_config("qwen3_moe")
+model = Decoder(config, random_source(config, dtype=jnp.float32))
+[tokens] = generate(model, [[1, 2, 3]], max_new_tokens=2).tokens
+print(len(tokens))
+load_checkpoint("model.gguf")
+"""
+
+
+def test_models_run_without_the_packages_of_other_formats_and_templates():
+    run = subprocess.run([sys.executable, "-P", "-c", WITHOUT], capture_output=True, text=True)
+    assert run.stdout.strip() == "2", run.stderr
+    assert run.stderr.strip().splitlines()[-1] == (
+        "ImportError: jax_paged.models: gguf not installed; get all that it needs with: "
+        "pip install 'jax_paged[models]'"
+    )
+
+
+BAR = """
+from jax_paged.models.progress import progress_bar
+for shown in (True, False):
+    with progress_bar(3, f"shown {shown}", "steps", shown=shown) as update:
+        update()
+        update(2)
+"""
+
+
+def test_a_bar_is_shown_on_a_terminal_alone():
+    command = [sys.executable, "-P", "-c", BAR]
+    screen, terminal = pty.openpty()
+    subprocess.run(command, stderr=terminal, check=True)
+    text = os.read(screen, 1 << 16).decode()
+    assert "shown True" in text
+    assert "3/3 [" in text
+    assert "shown False" not in text
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
