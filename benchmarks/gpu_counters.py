@@ -6,6 +6,7 @@ python benchmarks/gpu_counters.py --rows FILE --case NAME ncu … --csv --page d
 import argparse
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ def counters(lines: Iterable[str]) -> list[dict]:
     header = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
     kernels: dict[str, dict] = {}
     for line in csv.DictReader(lines[header:]):
-        name = line["Kernel Name"].partition("(")[0].rpartition("::")[2] or line["Kernel Name"]
+        name = (re.findall(r"\w*Kernel\w*", line["Kernel Name"]) or [line["Kernel Name"]])[0]
         kernel = kernels.setdefault(line["ID"], {"kernel": name, "counters": {}})
         if line.get("Metric Name"):
             kernel["counters"][line["Metric Name"]] = (

@@ -120,6 +120,58 @@ def pallas(pools: Pools, dry: bool) -> Peer:
     return Peer(run, lambda: run(1), longest_chain=24)
 
 
+def cudnn(pools: Pools, dry: bool) -> Peer:
+    """cuDNN through jax: on our pages in decode, on dense K and V in prefill."""
+    if jax.default_backend() != "gpu":
+        raise Unavailable("cuDNN needs a GPU")
+    rows, new = len(pools.seq_lens), int(pools.q_lens[0])
+    num_q_heads, head_dim = pools.q.shape[1:]
+    lens = jnp.asarray(pools.seq_lens)
+    if pools.is_decode:
+        from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+        # [num_pages, heads, page, dim] are its BNTH pages; it takes one query per row.
+        table = jnp.maximum(pools.page_table, 0)[:, None, :, None]
+        ones = jnp.ones(rows, jnp.int32)
+
+        def attend(q, k_pages, v_pages):
+            return paged_attention(
+                q[:, :, None], k_pages, v_pages, ones, lens, table, table,
+                scale=head_dim**-0.5, mask_type=MaskType.PADDING, qkv_layout="BNTH",
+            )[:, :, 0]  # fmt: skip
+
+        layers = [(pools.k_pages[i], pools.v_pages[i]) for i in range(pools.num_layers)]
+    else:
+        if (pools.seq_lens != pools.q_lens).any() or (pools.q_lens != new).any():
+            raise Unavailable("takes prompts of one length, from their first token")
+
+        def dense(pages):  # [rows, width, heads, page, dim] → [rows, tokens, heads, dim]
+            tokens = jnp.moveaxis(pages[pools.page_table], 2, 3)
+            return tokens.reshape(rows, -1, *tokens.shape[-2:])[:, :new]
+
+        def attend(q, k, v):
+            batch = q.reshape(rows, new, num_q_heads, head_dim)
+            out = jax.nn.dot_product_attention(
+                batch, k, v, is_causal=pools.causal, implementation="cudnn"
+            )
+            return out.reshape(q.shape)
+
+        layers = [
+            (dense(pools.k_pages[i]), dense(pools.v_pages[i])) for i in range(pools.num_layers)
+        ]
+
+    @functools.partial(jax.jit, static_argnames="calls")
+    def chained(q, layers, *, calls):
+        for call in range(calls):
+            q = attend(q, *layers[call % len(layers)])
+        return q
+
+    def run(calls: int):
+        return jax.block_until_ready(chained(pools.q, layers, calls=calls))
+
+    return Peer(run, lambda: run(1), longest_chain=32)
+
+
 def _torch():
     try:
         import torch
@@ -230,6 +282,7 @@ def flashinfer(pools: Pools, dry: bool) -> Peer:
 PEERS: dict[str, Callable[[Pools, bool], Peer]] = {
     "xla_gather": xla_gather,
     "pallas": pallas,
+    "cudnn": cudnn,
     "torch_sdpa": torch_sdpa,
     "flashinfer": flashinfer,
 }
