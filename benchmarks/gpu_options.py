@@ -34,7 +34,7 @@ CODE_SIZE = {"float8_e4m3fn": 0.01, "int8": 0.03}  # the scale of a code
 LATENT, ROPE_DIM, MLA_PAGE = 512, 64, 64
 
 Target = tuple[str, str, float]
-Step = Callable[[jax.Array, Any], jax.Array]  # (q, layer) → out, of q's shape
+Step = Callable[..., Any]  # (q, layer) → out, of q's shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def measure(shape: Shape, variant: Variant, timer: Timer, dry: bool) -> None:
     if variant.tree:
         parents = np.tile((np.arange(max(shape.q_lens)) - 1) // 2, (len(shape.q_lens), 1))
         sizes = np.array(shape.q_lens, np.int32)
-        tree, _, _ = tree_intervals(parents.astype(np.int32), sizes)
+        tree, _, _ = tree_intervals(jnp.asarray(parents, jnp.int32), jnp.asarray(sizes))
         options |= {"tree": tree, "tree_sizes": jnp.asarray(sizes)}
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(shape.q_lens)]).astype(np.int32))
     lens = jnp.asarray(shape.seq_lens, jnp.int32)
@@ -191,7 +191,7 @@ def measure(shape: Shape, variant: Variant, timer: Timer, dry: bool) -> None:
     )  # fmt: skip
 
 
-def check(shape: Shape, variant: Variant, step: Callable[..., jax.Array], q: jax.Array) -> None:
+def check(shape: Shape, variant: Variant, step: Step, q: jax.Array) -> None:
     """Compares layer 0 with the reference: of rows with many queries the last 64."""
     counts = np.minimum(shape.q_lens, 64)
     ends = np.cumsum(shape.q_lens)

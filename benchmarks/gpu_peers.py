@@ -124,41 +124,10 @@ def cudnn(pools: Pools, dry: bool) -> Peer:
     """cuDNN through jax: on our pages in decode, on dense K and V in prefill."""
     if jax.default_backend() != "gpu":
         raise Unavailable("cuDNN needs a GPU")
-    rows, new = len(pools.seq_lens), int(pools.q_lens[0])
-    num_q_heads, head_dim = pools.q.shape[1:]
-    lens = jnp.asarray(pools.seq_lens)
     if pools.is_decode:
-        from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
-
-        # [num_pages, heads, page, dim] are its BNTH pages; it takes one query per row.
-        table = jnp.maximum(pools.page_table, 0)[:, None, :, None]
-        ones = jnp.ones(rows, jnp.int32)
-
-        def attend(q, k_pages, v_pages):
-            return paged_attention(
-                q[:, :, None], k_pages, v_pages, ones, lens, table, table,
-                scale=head_dim**-0.5, mask_type=MaskType.PADDING, qkv_layout="BNTH",
-            )[:, :, 0]  # fmt: skip
-
-        layers = [(pools.k_pages[i], pools.v_pages[i]) for i in range(pools.num_layers)]
+        attend, layers = _cudnn_pages(pools)
     else:
-        if (pools.seq_lens != pools.q_lens).any() or (pools.q_lens != new).any():
-            raise Unavailable("takes prompts of one length, from their first token")
-
-        def dense(pages):  # [rows, width, heads, page, dim] → [rows, tokens, heads, dim]
-            tokens = jnp.moveaxis(pages[pools.page_table], 2, 3)
-            return tokens.reshape(rows, -1, *tokens.shape[-2:])[:, :new]
-
-        def attend(q, k, v):
-            batch = q.reshape(rows, new, num_q_heads, head_dim)
-            out = jax.nn.dot_product_attention(
-                batch, k, v, is_causal=pools.causal, implementation="cudnn"
-            )
-            return out.reshape(q.shape)
-
-        layers = [
-            (dense(pools.k_pages[i]), dense(pools.v_pages[i])) for i in range(pools.num_layers)
-        ]
+        attend, layers = _cudnn_dense(pools)
 
     @functools.partial(jax.jit, static_argnames="calls")
     def chained(q, layers, *, calls):
@@ -170,6 +139,43 @@ def cudnn(pools: Pools, dry: bool) -> Peer:
         return jax.block_until_ready(chained(pools.q, layers, calls=calls))
 
     return Peer(run, lambda: run(1), longest_chain=32)
+
+
+def _cudnn_pages(pools: Pools):
+    """(attend, layers): its pages BNTH are [num_pages, heads, page, dim]; one query per row."""
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+    lens = jnp.asarray(pools.seq_lens)
+    table = jnp.maximum(pools.page_table, 0)[:, None, :, None]
+
+    def attend(q, k_pages, v_pages):
+        out: Any = paged_attention(
+            q[:, :, None], k_pages, v_pages, jnp.ones_like(lens), lens, table, table,
+            scale=q.shape[-1] ** -0.5, mask_type=MaskType.PADDING, qkv_layout="BNTH",
+        )  # fmt: skip
+        return jax.tree.leaves(out)[0][:, :, 0]
+
+    return attend, [(pools.k_pages[i], pools.v_pages[i]) for i in range(pools.num_layers)]
+
+
+def _cudnn_dense(pools: Pools):
+    """(attend, layers) of prompts of one length."""
+    rows, new = len(pools.seq_lens), int(pools.q_lens[0])
+    if (pools.seq_lens != pools.q_lens).any() or (pools.q_lens != new).any():
+        raise Unavailable("takes prompts of one length, from their first token")
+
+    def dense(pages):  # [rows, width, heads, page, dim] → [rows, tokens, heads, dim]
+        tokens = jnp.moveaxis(pages[pools.page_table], 2, 3)
+        return tokens.reshape(rows, -1, *tokens.shape[-2:])[:, :new]
+
+    def attend(q, k, v):
+        out = jax.nn.dot_product_attention(
+            q.reshape(rows, new, *q.shape[1:]), k, v, is_causal=pools.causal, implementation="cudnn"
+        )
+        return out.reshape(q.shape)
+
+    layers = [(dense(pools.k_pages[i]), dense(pools.v_pages[i])) for i in range(pools.num_layers)]
+    return attend, layers
 
 
 def _torch():

@@ -33,27 +33,27 @@ def inputs(tokens: int, kv: str):
     slots = np.random.default_rng(0).permutation(pages * PAGE)[:tokens].astype(np.int32)
     positions = jnp.arange(tokens, dtype=jnp.int32)
     angles = jnp.outer(positions.astype(jnp.float32), 1e4 ** -jnp.linspace(0, 1, HEAD_DIM // 2))
-    scales = {} if kv == "bfloat16" else dict.fromkeys(("k_scale", "v_scale"), jnp.float32(0.02))
+    scale = jnp.full(LAYERS, 0.02, jnp.float32)
+    scales: dict[str, Any] = {} if kv == "bfloat16" else {"k_scale": scale, "v_scale": scale}
     return qkv, pools, positions, jnp.asarray(slots), (jnp.cos(angles), jnp.sin(angles)), scales
 
 
 def measure(op: str, tokens: int, kv: str, best: dict[str, float | None], report: Report) -> None:
     """Times one op: compared with the reference first."""
-    qkv, pools, positions, slots, tables, scales = inputs(tokens, kv)
+    qkv, pools, positions, slots, (cos, sin), scales = inputs(tokens, kv)
     norm = jnp.ones(HEAD_DIM, jnp.float32)
-    if scales:
-        scales = {name: jnp.full(LAYERS, scale) for name, scale in scales.items()}
 
     def write(qkv, pools, layer, implementation: Any = "native"):
-        """(something of qkv's shape or less, the pools)."""
+        """(q or None, the pools)."""
+        k_pages, v_pages = pools
         if op == "write_kv":
             k, v = qkv[:, HEADS * HEAD_DIM :].reshape(tokens, 2, KV_HEADS, HEAD_DIM).swapaxes(0, 1)
             return None, write_kv(
-                *pools, k, v, slots, layer=layer, implementation=implementation, **scales
+                k_pages, v_pages, k, v, slots, layer=layer, implementation=implementation, **scales
             )
         q, *pools = qkv_norm_rope_write(
-            qkv, *pools, positions, slots, *tables, q_norm=norm, k_norm=norm, num_q_heads=HEADS,
-            layer=layer, implementation=implementation, **scales,
+            qkv, k_pages, v_pages, positions, slots, cos, sin, q_norm=norm, k_norm=norm,
+            num_q_heads=HEADS, layer=layer, implementation=implementation, **scales,
         )  # fmt: skip
         return q, tuple(pools)
 
