@@ -124,7 +124,7 @@ class Timer:
         self._best = self._report.ceilings()
 
     def add(
-        self, step: Step, q: jax.Array, num_layers: int, num_bytes: float, flops: float,
+        self, step: Step, q: jax.Array, num_layers: int, num_bytes: float, flops: float | None,
         target: Target | None = None, **what,
     ) -> None:  # fmt: skip
         """Times a step and adds a row."""
@@ -133,7 +133,7 @@ class Timer:
         if what["kind"].endswith("plain"):
             self.plain = timing
         gb_per_s = rate(num_bytes / 1e9, timing.median)
-        tflop_per_s = rate(flops / 1e12, timing.median)
+        tflop_per_s = None if flops is None else rate(flops / 1e12, timing.median)
         self._report.add(
             **what, us=1e6 * timing.median, percentiles=[1e6 * timing.p10, 1e6 * timing.p90],
             mb=num_bytes / 1e6, gb_per_s=gb_per_s, tflop_per_s=tflop_per_s,
@@ -184,8 +184,9 @@ def measure(shape: Shape, variant: Variant, timer: Timer, dry: bool) -> None:
     check(shape, variant, step, pools.q)
     item = 1 if variant.kv is not None else k_pages.dtype.itemsize
     read = 2 * visible(shape, variant) * case.num_kv_heads * case.head_dim * item
+    flops = None if "sliding_window" in options else shape.flops()
     timer.add(
-        step, pools.q, layers, read, shape.flops(), variant.target, kind=f"option {variant.name}",
+        step, pools.q, layers, read, flops, variant.target, kind=f"option {variant.name}",
         case=f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}", size=shape.size,
         dtype=variant.kv or shape.dtype,
     )  # fmt: skip
@@ -263,7 +264,7 @@ def measure_plan(rows: int, timer: Timer) -> None:
         )  # fmt: skip
 
     timer.plain = None
-    timer.add(step, pools.q, 2, 0.0, 0.0, kind="plan", size=f"{rows} empty rows")
+    timer.add(step, pools.q, 2, 0.0, None, kind="plan", size=f"{rows} empty rows")
 
 
 def main() -> None:

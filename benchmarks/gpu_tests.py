@@ -58,6 +58,7 @@ class Child:
         self._file = self._socket.makefile("rw")
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {SOCKET: str(theirs.fileno()), "PYTHONPATH": os.pathsep.join(paths)}
+        env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the tests need none of what is installed
         command = [sys.executable, "-P", "-m", "pytest", "-p", "gpu_tests_plugin", "--tb=short"]
         with theirs:
             self._process = subprocess.Popen(

@@ -91,7 +91,8 @@ def attend_codes(case: Case, dtype: str, kind: str) -> None:
     }
     stored = dataclasses.replace(batch, **codes)
     size = 1 / 30
-    real = {name: np.float64(pages.astype("f4")) * np.float32(size) for name, pages in codes.items()}
+    wide = np.float64(np.float32(size))
+    real = {name: pages.astype("f8") * wide for name, pages in codes.items()}
     arguments, defaults = stored.ragged()
     out, lse = ragged_paged_attention(
         *arguments, **defaults, k_scale=size, v_scale=size, return_lse=True,
@@ -153,7 +154,8 @@ def write_codes(kind: str) -> None:
         )  # fmt: skip
 
     for got, expected in zip(written("native"), written("reference"), strict=True):
-        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (got, expected)))
+        got, expected = (np.asarray(x).view(np.uint8) for x in (got, expected))
+        np.testing.assert_array_equal(got, expected)
 
 
 def write() -> None:
