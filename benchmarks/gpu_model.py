@@ -65,7 +65,7 @@ def main() -> None:
     def load():
         models.append(Decoder(config, random_source(config, dtype=jnp.bfloat16)))
 
-    report.attempt(load, kind="model", label=args.label)
+    report.prepare(load, kind="model", label=args.label)
     for batch in (2,) if report.dry else (1, 64):
         what = {"kind": "model", "label": args.label, "size": f"batch {batch}"}
 

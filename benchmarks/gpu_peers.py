@@ -120,6 +120,64 @@ def pallas(pools: Pools, dry: bool) -> Peer:
     return Peer(run, lambda: run(1), longest_chain=24)
 
 
+def cudnn(pools: Pools, dry: bool) -> Peer:
+    """cuDNN through jax: on our pages in decode, on dense K and V in prefill."""
+    if jax.default_backend() != "gpu":
+        raise Unavailable("cuDNN needs a GPU")
+    if pools.is_decode:
+        attend, layers = _cudnn_pages(pools)
+    else:
+        attend, layers = _cudnn_dense(pools)
+
+    @functools.partial(jax.jit, static_argnames="calls")
+    def chained(q, layers, *, calls):
+        for call in range(calls):
+            q = attend(q, *layers[call % len(layers)])
+        return q
+
+    def run(calls: int):
+        return jax.block_until_ready(chained(pools.q, layers, calls=calls))
+
+    return Peer(run, lambda: run(1), longest_chain=32)
+
+
+def _cudnn_pages(pools: Pools):
+    """(attend, layers): its pages BNTH are [num_pages, heads, page, dim]; one query per row."""
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+    lens = jnp.asarray(pools.seq_lens)
+    table = jnp.maximum(pools.page_table, 0)[:, None, :, None]
+
+    def attend(q, k_pages, v_pages):
+        out: Any = paged_attention(
+            q[:, :, None], k_pages, v_pages, jnp.ones_like(lens), lens, table, table,
+            scale=q.shape[-1] ** -0.5, mask_type=MaskType.PADDING, qkv_layout="BNTH",
+        )  # fmt: skip
+        return jax.tree.leaves(out)[0][:, :, 0]
+
+    return attend, [(pools.k_pages[i], pools.v_pages[i]) for i in range(pools.num_layers)]
+
+
+def _cudnn_dense(pools: Pools):
+    """(attend, layers) of prompts of one length."""
+    rows, new = len(pools.seq_lens), int(pools.q_lens[0])
+    if (pools.seq_lens != pools.q_lens).any() or (pools.q_lens != new).any():
+        raise Unavailable("takes prompts of one length, from their first token")
+
+    def dense(pages):  # [rows, width, heads, page, dim] → [rows, tokens, heads, dim]
+        tokens = jnp.moveaxis(pages[pools.page_table], 2, 3)
+        return tokens.reshape(rows, -1, *tokens.shape[-2:])[:, :new]
+
+    def attend(q, k, v):
+        out = jax.nn.dot_product_attention(
+            q.reshape(rows, new, *q.shape[1:]), k, v, is_causal=pools.causal, implementation="cudnn"
+        )
+        return out.reshape(q.shape)
+
+    layers = [(dense(pools.k_pages[i]), dense(pools.v_pages[i])) for i in range(pools.num_layers)]
+    return attend, layers
+
+
 def _torch():
     try:
         import torch
@@ -230,6 +288,7 @@ def flashinfer(pools: Pools, dry: bool) -> Peer:
 PEERS: dict[str, Callable[[Pools, bool], Peer]] = {
     "xla_gather": xla_gather,
     "pallas": pallas,
+    "cudnn": cudnn,
     "torch_sdpa": torch_sdpa,
     "flashinfer": flashinfer,
 }

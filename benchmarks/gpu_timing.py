@@ -51,6 +51,16 @@ def per_call(
     return Timing(*(float(np.percentile(taken, p)) for p in (50, 10, 90)))
 
 
+def of_chains(run: Callable[[int], object], dry: bool, *, most: int = 64) -> Timing:
+    """Seconds per call, where run(n) runs a chain of n calls and returns when it is done."""
+    once = min(seconds_of(lambda: run(1)) for _ in range(2))
+    long = 3 if dry else int(np.clip(0.25 / once, 4, most))
+    return per_call(
+        lambda calls: seconds_of(lambda: run(calls)), max(long // 4, 1), long,
+        budget_s=0.02 if dry else 0.6,
+    )  # fmt: skip
+
+
 def rate(amount: float, seconds: float) -> float | None:
     """amount per second, or None where the time was lost in noise."""
     return amount / seconds if seconds > 0 else None
@@ -149,13 +159,19 @@ def _torch_copy_gb_per_s(words: jax.Array, budget_s: float) -> float | None:
 
 
 class Report:
-    """The rows of a stage, on disk as they come: what was measured survives a crash or a limit."""
+    """The rows of a stage, on disk as they come: what was measured survives a crash or a limit.
 
-    def __init__(self, path: Path, dry: bool, seconds: float):
+    What begins and ends is said there, too, for `gpu_run.py`. The first `skip` attempts are left
+    out: an earlier process made them.
+    """
+
+    def __init__(self, path: Path, dry: bool, seconds: float, skip: int = 0):
         self.dry = dry
         self.failed = False
         self._path = path
         self._end = time.monotonic() + seconds
+        self._skip = skip
+        self._depth = 0
 
     @classmethod
     def from_args(cls, description: str, **extra: dict) -> tuple["Report", argparse.Namespace]:
@@ -163,20 +179,24 @@ class Report:
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--rows", type=Path, required=True, help="JSON lines are added here")
         parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing after this")
+        parser.add_argument("--skip", type=int, default=0, help="attempts that were made before")
         parser.add_argument("--dry", action="store_true", help="tiny shapes, on any backend")
         for name, options in extra.items():
             parser.add_argument(name, **options)
         args = parser.parse_args()
         if not args.dry and jax.default_backend() != "gpu":
             raise SystemExit(f"no GPU: jax runs on {jax.default_backend()}; --dry needs none")
-        return cls(args.rows, args.dry, args.seconds), args
+        return cls(args.rows, args.dry, args.seconds, args.skip), args
 
     def add(self, **row) -> None:
         """Hands a row over."""
         self.failed |= "error" in row
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._write(row)
         print({k: v for k, v in row.items() if k != "percentiles"}, flush=True)
+
+    def _write(self, line: dict) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def ceilings(self) -> dict[str, float | None]:
         """`ceilings`, handed over as a row; all None where measuring them failed."""
@@ -188,7 +208,7 @@ class Report:
             best.update(ceilings(self.dry))
             self.add(kind="ceilings", device=jax.devices()[0].device_kind, **best)
 
-        self.attempt(measure, kind="ceilings")
+        self.prepare(measure, kind="ceilings")
         return best
 
     def check_time(self, timing: Timing) -> None:
@@ -198,6 +218,18 @@ class Report:
 
     def attempt(self, block: Callable[[], object], **what) -> None:
         """Runs a block; what goes wrong becomes a row with an error, and the next one may go on."""
+        if self._depth == 0 and self._skip > 0:
+            self._skip -= 1
+        else:
+            self._run(block, what, counted=self._depth == 0)
+
+    def prepare(self, block: Callable[[], object], **what) -> None:
+        """As `attempt`, for what later attempts need: it is never left out."""
+        self._run(block, what, counted=False)
+
+    def _run(self, block: Callable[[], object], what: dict, *, counted: bool) -> None:
+        self._write({"began": what, "counted": counted})
+        self._depth += 1
         try:
             if time.monotonic() > self._end:
                 raise TimeoutError("no time was left in the stage's budget")
@@ -206,6 +238,8 @@ class Report:
             traceback.print_exc()
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self.add(**what, error=text[:400])
+        self._depth -= 1
+        self._write({"ended": what})
 
 
 def percent(figure: float | None, limit: float | None) -> float | None:

@@ -17,13 +17,16 @@ from gpu_timing import Report
 
 from jax_paged import (
     merge_attention_states,
+    mla_paged_attention,
     moe_experts,
     qkv_norm_rope_write,
     quantize_weight,
     ragged_paged_attention,
     reference,
+    tree_intervals,
     write_kv,
 )
+from jax_paged.rope import Rope, inverse_frequencies, rope_tables
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
 OPTIONS: dict[str, Any] = {
@@ -50,6 +53,21 @@ CASES: tuple[tuple[Case, Any, Any, Any, Any], ...] = (
 )
 
 
+# (case, dtype, kind of pages): rows of all kernels, with the head dims that have one.
+EIGHT_BIT = (
+    (Case("e4m3_d64", 8, 2, 64), "bfloat16", "float8_e4m3fn"),
+    (Case("e5m2_d128", 8, 2, 128, layout="NHD"), "float16", "float8_e5m2"),
+    (Case("int8_d128", 8, 2, 128), "bfloat16", "int8"),
+    (Case("int8_d192", 8, 2, 192), "bfloat16", "int8"),
+    (Case("e4m3_d256", 8, 2, 256), "float16", "float8_e4m3fn"),
+    (Case("int8_f32", 8, 2, 40), "float32", "int8"),
+)
+TREES = (
+    Case("tree_d128", 8, 2, 128), Case("tree_vllm5d", 8, 2, 64, layout="vllm5d"),
+    Case("tree_d256", 4, 2, 256),
+)  # fmt: skip
+
+
 def attend(case: Case, dtype: str, q_lens, seq_lens, options) -> None:
     """One ragged call against the oracle."""
     case = dataclasses.replace(case, num_layers=2)
@@ -60,6 +78,84 @@ def attend(case: Case, dtype: str, q_lens, seq_lens, options) -> None:
     )
     given = {name: x for name, x in options.items() if name in OPTIONS}
     assert_attention_close(out, lse, *dense_oracle(batch, **given))
+
+
+def attend_codes(case: Case, dtype: str, kind: str) -> None:
+    """One ragged call on 8-bit pages against the oracle of what their codes stand for."""
+    batch = make_batch(case, dtype, [1, 3, 30, 0], [90, 70, 33, 5], num_tokens=36)
+    codes = {
+        name: np.where(np.isnan(pages), 0, np.clip(np.rint(pages * 30), -100, 100)).astype(kind)
+        for name, pages in (
+            (name, np.asarray(getattr(batch, name), "f4")) for name in ("k_pages", "v_pages")
+        )
+    }
+    stored = dataclasses.replace(batch, **codes)
+    size = 1 / 30
+    wide = np.float64(np.float32(size))
+    real = {name: pages.astype("f8") * wide for name, pages in codes.items()}
+    arguments, defaults = stored.ragged()
+    out, lse = ragged_paged_attention(
+        *arguments, **defaults, k_scale=size, v_scale=size, return_lse=True,
+        implementation="native",
+    )  # fmt: skip
+    assert_attention_close(out, lse, *dense_oracle(dataclasses.replace(batch, **real)))
+
+
+def attend_special(case: Case, dtype: str, name: str) -> None:
+    """Trees, rows with pinned tokens, or rope inside, against the oracle."""
+    batch = make_batch(case, dtype, [7, 1, 30], [90, 70, 60], num_tokens=40)
+    options: dict[str, Any] = {}
+    if name == "tree":
+        parents = np.full((3, 8), -1, np.int32)
+        parents[0, :7] = (np.arange(7) - 1) // 2
+        sizes = np.array([7, 0, 0], np.int32)
+        tree, _, _ = tree_intervals(jnp.asarray(parents), jnp.asarray(sizes))
+        options = {"tree": np.asarray(tree), "tree_sizes": sizes}
+    elif name == "pins":
+        options = {
+            "sliding_window": np.array([40, 20, 33], np.int32),
+            "num_pinned": np.array([9, 16, 1], np.int32),
+        }
+    elif name == "rope":
+        tables = rope_tables(jnp.arange(100), inverse_frequencies(case.head_dim, 1e4))
+        options = {"rope": Rope(*tables, "half")}
+    arguments, defaults = batch.ragged()
+    out, lse = ragged_paged_attention(
+        *arguments, **defaults, **options, return_lse=True, implementation="native"
+    )
+    assert_attention_close(out, lse, *dense_oracle(batch, **options))
+
+
+def attend_latent(heads: int, dtype: str) -> None:
+    """MLA of 576 / 512 against the oracle."""
+    case = Case("mla", heads, 1, 576)
+    batch = make_batch(case, dtype, [1, 5], [70, 20], num_tokens=8)
+    batch = dataclasses.replace(batch, v_pages=batch.k_pages[..., :512], sm_scale=0.04)
+    q, pages, _, *rows = batch.ragged()[0]
+    out, lse = mla_paged_attention(
+        q, jnp.squeeze(pages, -3), *rows, sm_scale=0.04, v_head_dim=512, return_lse=True,
+        implementation="native",
+    )  # fmt: skip
+    assert_attention_close(out, lse, *dense_oracle(batch))
+
+
+def write_codes(kind: str) -> None:
+    """write_kv into 8-bit pages, with a scale that each token gets: the reference's bits."""
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((4, 2, 24), "f4")) for _ in "kv")
+    slots = jnp.array([3, -1, 11, 0], jnp.int32)
+
+    def written(implementation: Any):
+        k_pages, v_pages = (jnp.zeros((3, 2, 4, 24), kind) for _ in "kv")
+        scales = {name: jnp.zeros((3, 2, 4), jnp.float32) for name in ("k_scale", "v_scale")}
+        return write_kv(
+            k_pages, v_pages, k, v, slots, k_scale=scales["k_scale"], v_scale=scales["v_scale"],
+            implementation=implementation,
+        )  # fmt: skip
+
+    for got, expected in zip(written("native"), written("reference"), strict=True):
+        got, expected = (np.asarray(x).view(np.uint8) for x in (got, expected))
+        np.testing.assert_array_equal(got, expected)
 
 
 def write() -> None:
@@ -158,7 +254,18 @@ def choose(dtype: str, quantized: bool) -> None:
 def main() -> None:
     report, args = Report.from_args("Every kernel once.", **{"--label": {}})
     blocks = {case.name: functools.partial(attend, case, *rest) for case, *rest in CASES}
+    blocks |= {case.name: functools.partial(attend_codes, case, *rest) for case, *rest in EIGHT_BIT}
+    specials = [(case, "tree") for case in TREES]
+    specials += [(Case("pins", 8, 2, 128), "pins"), (Case("rope", 8, 2, 64), "rope")]
     blocks |= {
+        case.name: functools.partial(attend_special, case, "bfloat16", name)
+        for case, name in specials
+    }
+    blocks |= {
+        "mla_16": functools.partial(attend_latent, 16, "bfloat16"),
+        "mla_f32": functools.partial(attend_latent, 3, "float32"),
+        "write_int8": functools.partial(write_codes, "int8"),
+        "write_fp8": functools.partial(write_codes, "float8_e4m3fn"),
         "write_kv": write,
         "qkv_half": functools.partial(project, "bfloat16", "half"),
         "qkv_interleaved": functools.partial(project, "float32", "interleaved"),

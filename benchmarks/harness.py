@@ -18,6 +18,7 @@ import functools
 import importlib.util
 import json
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -135,10 +136,11 @@ def environment() -> dict[str, object]:
     """Where a figure was measured: device, versions, commit."""
     import jax_paged
 
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent,
-        capture_output=True, text=True,
-    ).stdout.strip()  # fmt: skip
+    commit = ""  # in a copy, or without a git
+    if shutil.which("git") is not None:
+        command = ["git", "describe", "--always", "--dirty"]
+        where = Path(__file__).parent
+        commit = subprocess.run(command, cwd=where, capture_output=True, text=True).stdout.strip()
     return {
         "device": jax.devices()[0].device_kind,
         "cpu": cpu_model(),

@@ -1,14 +1,10 @@
 """Models over paged KV: Qwen3-MoE, dense Qwen3 and Llama, from published checkpoints to text."""
 
 # ruff: noqa: E402
-import importlib.util
+from ._packages import check_installed as _check_installed
 
-_NEEDED = ("flax", "jinja2", "safetensors", "tokenizers", "tqdm")
-if _missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-    raise ImportError(
-        f"jax_paged.models: {', '.join(_missing)} not installed; get all that it needs with: "
-        "pip install 'jax_paged[models]'"
-    )
+# jinja2 and tqdm are imported where they are used.
+_check_installed("flax", "safetensors", "tokenizers")
 
 from .config import DecoderConfig as DecoderConfig
 from .decoder import Decoder as Decoder

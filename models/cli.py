@@ -37,6 +37,7 @@ from .generate import (
     uninterrupted,
 )
 from .program_cache import kept_programs
+from .progress import progress_bar
 from .sample import Sampler
 from .status import Status
 from .stream import TextStream
@@ -333,12 +334,10 @@ def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dic
     tokens = tokenizer.encode(text)
     if len(tokens) < 2:
         raise ValueError(f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}")
-    from tqdm import tqdm
-
-    with tqdm(total=len(tokens) - 1, desc="eval", unit=" tokens", disable=None, leave=False) as bar:
+    with progress_bar(len(tokens) - 1, "eval", "tokens") as update:
         return evaluate(
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
-            kv_dtype=options.kv_dtype, on_progress=bar.update,
+            kv_dtype=options.kv_dtype, on_progress=update,
         )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 from jax_paged.state import KVState
 from jax_paged.validation import check_choice, expect
@@ -28,6 +27,7 @@ from .engine_plan import as_keeping, fill_plan, step_sizes
 from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
 from .generate import PAGE_SIZE, as_tokens, check_count, create_state, uninterrupted
 from .prefix_cache import CacheCounts, PrefixCache
+from .progress import progress_bar
 from .request import OnTokens, Request, Sampling
 from .sample import Sampler
 from .scheduler import Feed, Scheduler
@@ -341,16 +341,14 @@ class Engine:
     def _compile(self, max_seqs: int, progress: bool, swaps: bool) -> None:
         start, table = time.perf_counter(), self._device.state.table
         self._steps = {}
-        with tqdm(
-            total=len(self._sizes) + 1 + swaps, desc="compiling", unit=" programs", leave=False,
-            disable=None if progress else True,
-        ) as bar:  # fmt: skip
+        count = len(self._sizes) + 1 + swaps
+        with progress_bar(count, "compiling", "programs", shown=progress) as update:
             lowered = keep.lower(self._device, self._nothing, window=self._window)
             self._keep_program = lowered.compile()
-            bar.update()
+            update()
             if swaps:
                 self._swapper = Swapper(self._device, table.pages_per_seq)
-                bar.update()
+                update()
             for size in self._sizes:
                 plan = StepPlan.create(max_seqs, size)
                 self._steps[size] = step.lower(
@@ -358,7 +356,7 @@ class Engine:
                     max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
                     branches=self._branches,
                 ).compile()  # fmt: skip
-                bar.update()
+                update()
         self.compile_seconds = time.perf_counter() - start
 
     def _draft(self, request: Request, most: int) -> tuple[list[int], list[int]]:

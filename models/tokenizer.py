@@ -7,6 +7,7 @@ from typing import Any
 
 import tokenizers
 
+from ._packages import needed
 from .config import read_json, token_ids
 
 
@@ -96,7 +97,7 @@ class MissingTokenizer:
 
 def _render(template: str, **values: Any) -> str:
     """Renders a chat template in a sandbox, with the helpers that published templates use."""
-    import jinja2
+    jinja2 = needed("jinja2")
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str):

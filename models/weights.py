@@ -38,6 +38,7 @@ from .parameters import (
     expected_tensors,
     tensor_source,
 )
+from .progress import progress_bar
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -157,20 +158,13 @@ class Checkpoint:
         Raises:
           Stopped: `stop` has been set.
         """
-        from tqdm import tqdm
-
-        with tqdm(
-            total=len(expected_tensors(self.config)),
-            desc="loading weights",
-            unit=" tensors",
-            disable=None if progress else True,
-            leave=False,
-        ) as bar:
+        total = len(expected_tensors(self.config))
+        with progress_bar(total, "loading weights", "tensors", shown=progress) as update:
 
             def on_tensor(name: str) -> None:
                 if stop is not None and stop.is_set():
                     raise Stopped
-                bar.update()
+                update()
 
             source = tensor_source(self.config, self.fill, self.dtype, on_tensor)
             return Decoder(

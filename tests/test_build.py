@@ -2,13 +2,17 @@
 
 import ctypes.util
 import doctest
+import fcntl
 import functools
 import importlib
 import os
 import pkgutil
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import types
 from pathlib import Path
 
@@ -377,3 +381,51 @@ import jax_paged.models
         "ImportError: jax_paged.models: flax not installed; get all that it needs with: "
         "pip install 'jax_paged[models]'"
     )
+
+
+WITHOUT = """
+import sys
+for name in ("gguf", "jinja2", "tqdm"):
+    sys.modules[name] = None  # as if it were not installed
+import jax.numpy as jnp
+from jax_paged.models import Decoder, cli, engine, generate, load_checkpoint
+from jax_paged.models.parameters import random_source
+from jax_paged.models.testing import small_config
+config = small_config("qwen3_moe")
+model = Decoder(config, random_source(config, dtype=jnp.float32))
+[tokens] = generate(model, [[1, 2, 3]], max_new_tokens=2).tokens
+print(len(tokens))
+_, _, tokenizer = load_checkpoint(progress=False)  # a GGUF file
+tokenizer.apply_chat([{"role": "user", "content": "Hello"}])
+"""
+
+
+def test_models_run_without_the_packages_of_bars_and_templates():
+    run = subprocess.run([sys.executable, "-P", "-c", WITHOUT], capture_output=True, text=True)
+    assert run.stdout.strip() == "2", run.stderr
+    assert run.stderr.strip().splitlines()[-1] == (
+        "ImportError: jax_paged.models: jinja2 not installed; get all that it needs with: "
+        "pip install 'jax_paged[models]'"
+    )
+
+
+BAR = """
+from jax_paged.models.progress import progress_bar
+for shown in (True, False):
+    with progress_bar(3, f"shown {shown}", "steps", shown=shown) as update:
+        update()
+        update(2)
+"""
+
+
+def test_a_bar_is_shown_on_a_terminal_alone():
+    command = [sys.executable, "-P", "-c", BAR]
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    os.set_blocking(screen, False)  # else a missing bar would be waited for
+    subprocess.run(command, stderr=terminal, check=True)
+    text = os.read(screen, 1 << 16).decode()
+    assert "shown True" in text
+    assert "0/3 [" in text
+    assert "shown False" not in text
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
