@@ -110,6 +110,8 @@ class Tree:
                 "JAX_PAGED_SIMD": "on",
                 "Python_EXECUTABLE": self.python,
                 "CMAKE_CXX_COMPILE_OBJECT": rule,
+                # Else a mutant in a header would be hidden by the one compiled for the base.
+                "CMAKE_DISABLE_PRECOMPILE_HEADERS": "ON",
             }
             flags = [f"-D{name}={value}" for name, value in options.items()]
             command = ["cmake", "-S", self.root / "ffi", "-B", self.build, "-G", "Ninja", *flags]
@@ -132,7 +134,7 @@ class Tree:
 
     def _install(self, build: Path) -> None:
         """Puts the module of a build folder into the tree, as a new file."""
-        (module,) = build.glob("_cpu*.so")
+        (module,) = build.glob("cpu/_cpu*.so")
         shutil.copy(module, self.root / "new.so")
         (self.root / "new.so").rename(self.root / "jax_paged" / module.name)
 
