@@ -35,15 +35,21 @@ def pytest_addoption(parser):
     )
 
 
+def tier(config):
+    """None, "all", or part K/N of what the default tier leaves out; a long run has all."""
+    is_long = os.environ.get("JAX_PAGED_LONG") == "1"
+    return config.getoption("--deep") or ("all" if is_long else None)
+
+
 def pytest_configure(config):
     """Before jax starts its backend, which reads XLA_FLAGS."""
-    if config.getoption("--deep") is None:
+    if tier(config) is None:
         os.environ.setdefault("XLA_FLAGS", QUICK_PROGRAMS)
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    deep, single = config.getoption("--deep"), any("::" in arg for arg in config.args)
+    deep, single = tier(config), any("::" in arg for arg in config.args)
     if deep == "all" or single:  # what is asked for by name runs
         return
     default = default_tier(items)

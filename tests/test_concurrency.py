@@ -5,7 +5,6 @@ stop the suite and the number of devices is fixed when JAX starts.
 """
 
 import functools
-import os
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import on_devices
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -188,12 +188,10 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_in_a_process_of_its_own(program):
-    flags = f"--xla_force_host_platform_device_count={PROGRAMS[program]}"
     child = subprocess.run(
         [sys.executable, "-W", "error", __file__, program.__name__],
         # Nothing is loaded that was compiled before: threads are to compile.
-        env=os.environ
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"},
+        env=on_devices(PROGRAMS[program]) | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
         timeout=TIMEOUT_S,
         capture_output=True,
         text=True,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import on_devices
 from emulation import Device, emulate
 
 from jax_paged import explain, mla_paged_attention, write_mla_kv
@@ -302,10 +302,9 @@ print(re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute)", text
 
 
 def test_heads_of_q_may_be_split_over_devices():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run = subprocess.run(
         [sys.executable, "-P", "-c", SPLIT_HEADS],
-        env=environment, capture_output=True, text=True, timeout=300,
+        env=on_devices(2), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout == "[]\n"

@@ -6,7 +6,6 @@ devices is fixed when JAX starts. More programs over several devices are in test
 
 import dataclasses
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import on_devices
 from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding
@@ -343,10 +343,9 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_on_eight_devices(program):
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
     child = subprocess.run(
         [sys.executable, "-W", "error", __file__, program],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=on_devices(DEVICES),
         timeout=TIMEOUT_S,
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ when JAX starts.
 """
 
 import dataclasses
-import os
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from children import on_devices
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from transfers import CHUNK, append, assert_same, make, open_row, tokens_of
@@ -109,8 +109,7 @@ def test_from_process_to_process():
 
 
 def run_children(calls, num_devices):
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env = on_devices(num_devices)
     env["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # one would read what the other is writing
     children = [
         subprocess.Popen(
