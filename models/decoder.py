@@ -313,7 +313,13 @@ class Decoder(_Projections):
     @property
     def dtype(self) -> DTypeLike:
         """The dtype of the embedding, of what the layers pass on, and of KV pages by default."""
-        return self.embedding.get_value().dtype
+        return self.embedding_value.dtype
+
+    @property
+    def embedding_value(self) -> jax.Array | jax.ShapeDtypeStruct:
+        """The embedding, or its shape in a model of shapes, which `[...]` would not give."""
+        has_getter = hasattr(type(self.embedding), "get_value")  # not in flax 0.12.0
+        return self.embedding.get_value() if has_getter else self.embedding.value
 
     def __call__(
         self,

@@ -172,7 +172,7 @@ def _begin(
 
 def make_state(model: Decoder, create: Callable[[], KVState]) -> KVState:
     """create(), or only its shapes for a model that is shapes (`Checkpoint.shapes`)."""
-    return jax.eval_shape(create) if _is_shape(model.embedding.get_value()) else create()
+    return jax.eval_shape(create) if _is_shape(model.embedding_value) else create()
 
 
 def _is_shape(x: Any) -> bool:
