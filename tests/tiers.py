@@ -28,8 +28,14 @@ def default_tier(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def first_of(values: Iterable, count: int) -> list:
-    """Parameters of a test, many alike: all but the first `count` are deep."""
-    values = [v if isinstance(v, ParameterSet) else pytest.param(v) for v in values]
+    """Parameters of a test, many alike: all but the first `count` are deep. A tuple is several."""
+
+    def parameter(value):
+        if isinstance(value, ParameterSet):
+            return value
+        return pytest.param(*value) if isinstance(value, tuple) else pytest.param(value)
+
+    values = [parameter(value) for value in values]
     deep = [v._replace(marks=[*v.marks, pytest.mark.deep]) for v in values[count:]]
     return [*values[:count], *deep]
 
