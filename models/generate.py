@@ -22,6 +22,7 @@ from jax_paged.validation import EIGHT_BIT_DTYPES, expect
 
 from .config import DecoderConfig
 from .decoder import Decoder
+from .executables import compiled
 from .sample import Sampler
 from .steps import Chunk, Progress, Reason, admit, chunk_size, decode, plan_chunks, prefill
 
@@ -306,16 +307,22 @@ def uninterrupted() -> Iterator[None]:
         handler(*pressed[0])
 
 
-def compile_ahead(seconds: dict[str, float], program: Any, *args: Any, **options: Any) -> None:
+def compile_ahead(
+    seconds: dict[str, float], program: Any, *args: Any, **static: Any
+) -> Callable[..., Any]:
     """Compiles what a call needs, if it is not compiled yet, and books the time apart.
 
     Ctrl-C waits for the end: XLA cannot be interrupted, and calls Python back in places that an
     exception must not leave.
+
+    Returns:
+      What to call, see `executables.compiled`.
     """
     start = time.perf_counter()
     with uninterrupted():
-        program.lower(*args, **options).compile()
+        executable = compiled(program, *args, **static)
     seconds["compile"] += time.perf_counter() - start
+    return executable
 
 
 class Run:
@@ -349,10 +356,10 @@ class Run:
         """Compiles what the run calls if all prompts fit; weights and state may be shapes."""
         compile_ahead(self.seconds, admit, self.state.table, *self._admitted())
         for part in {part.tokens.size: part for part in self._chunks()}.values():
-            compile_ahead(self.seconds, prefill, *self._prefill_call(part))
+            compile_ahead(self.seconds, prefill, self.graph, *self._prefill_call(part))
         if (self.reasons == Reason.RUNNING).any():
             call = self._decode_call(self._progress(), 1)
-            compile_ahead(self.seconds, decode, *call, **self.options)
+            compile_ahead(self.seconds, decode, self.graph, *call, **self.options)
 
     def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows that want pages, and for how many tokens."""
@@ -368,7 +375,7 @@ class Run:
 
     def _prefill_call(self, part: Chunk) -> tuple:
         rows = np.where(part.counts > 0, self.rows, -1)
-        return self.graph, self.params, self.state, rows, part.counts, part.tokens
+        return self.params, self.state, rows, part.counts, part.tokens
 
     def _progress(self) -> Progress:
         return Progress(
@@ -378,26 +385,24 @@ class Run:
         )
 
     def _decode_call(self, progress: Progress, num_steps: int) -> tuple:
-        return (
-            self.graph, self.params, self.state, progress, *self._fixed, self.sampler,
-            np.int32(num_steps),
-        )  # fmt: skip
+        counted = np.int32(num_steps)
+        return self.params, self.state, progress, *self._fixed, self.sampler, counted
 
     def prefill(self) -> None:
         """Reserves the prompts' pages and fills them, in chunks; prompts that do not fit stop."""
         with uninterrupted():
-            table, reasons = admit(self.state.table, *self._admitted())
+            call = self.state.table, *self._admitted()
+            table, reasons = compile_ahead(self.seconds, admit, *call)(*call)
             self.state = dataclasses.replace(self.state, table=table)
             self.reasons = np.maximum(self.reasons, np.asarray(reasons))
-        compiled = set()
+        programs = {}
         for part in self._chunks():
-            call = self._prefill_call(part)
-            if part.tokens.size not in compiled:
-                compile_ahead(self.seconds, prefill, *call)
-                compiled.add(part.tokens.size)
+            call, size = self._prefill_call(part), part.tokens.size
+            if size not in programs:
+                programs[size] = compile_ahead(self.seconds, prefill, self.graph, *call)
             start = time.perf_counter()
             with uninterrupted():
-                self.state = prefill(*call)
+                self.state = programs[size](*call)
                 jax.block_until_ready(self.state.table)
             self.seconds["prefill"] += time.perf_counter() - start
             self.prefill_tokens += part.num_tokens
@@ -405,17 +410,16 @@ class Run:
     def decode(self, on_tokens: OnTokens | None) -> None:
         """Runs the decode loop until every row has stopped."""
         progress = self._progress()
-        num_steps, compiled = 1, False
+        num_steps, program = 1, None
         while True:
             new: list[list[int]] = [[] for _ in self.texts]
             if (self.reasons == Reason.RUNNING).any():
                 call = self._decode_call(progress, num_steps)
-                if not compiled:
-                    compile_ahead(self.seconds, decode, *call, **self.options)
-                    compiled = True
+                if program is None:
+                    program = compile_ahead(self.seconds, decode, self.graph, *call, **self.options)
                 start = time.perf_counter()
                 with uninterrupted():
-                    self.state, progress, out = decode(*call, **self.options)
+                    self.state, progress, out = program(*call)
                     new = [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
                     for tokens, more in zip(self.tokens, new, strict=True):
                         tokens.extend(more)

@@ -1,8 +1,9 @@
 """Compiled programs kept between starts of the command line, in the user's cache folder.
 
-This is JAX's persistent cache, with a folder and a bound. JAX's key holds the program, the flags
-and the version of jaxlib, but hardly the CPU; so each kind of CPU has a folder of its own, and
-what one machine compiled is never run by another one.
+These are the executables of the large programs (`executables`) and, for the rest, JAX's persistent
+cache, with a folder and a bound. JAX's key holds the program, the flags and the version of jaxlib,
+but hardly the CPU; so each kind of CPU has a folder of its own, and what one machine compiled is
+never run by another one.
 """
 
 import contextlib
@@ -12,10 +13,12 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+
+from .executables import Executables, kept_in
 
 MAX_BYTES = 2**30
 _FOLDER = "jax_compilation_cache_dir"
@@ -74,7 +77,7 @@ def kept_programs(where: Path | None = None) -> Iterator[None]:
         jax.config.update(name, value)
     jax.config.update(_FOLDER, str(where))
     try:
-        with _told_once(where):
+        with _told_once(where) as tell, kept_in(Executables(where, tell)):
             yield
     finally:
         jax.config.update(_FOLDER, None)
@@ -98,9 +101,17 @@ def _prune(where: Path, max_bytes: int = MAX_BYTES) -> None:
 
 
 @contextlib.contextmanager
-def _told_once(where: Path | None) -> Iterator[None]:
-    """Makes JAX's warnings about entries that it cannot read one line; deletes those in `where`."""
+def _told_once(where: Path | None) -> Iterator[Callable[[], None]]:
+    """Makes JAX's warnings about entries that it cannot read one line; deletes those in `where`.
+
+    Yields what says that line, once.
+    """
     shown, told = warnings.showwarning, []
+
+    def tell():
+        if not told:
+            told.append(True)
+            _warn("a kept program cannot be read; it is compiled again")
 
     def show(message, *args, **kwargs):
         unreadable = _UNREADABLE.match(str(message))
@@ -110,14 +121,12 @@ def _told_once(where: Path | None) -> Iterator[None]:
         for path in where.glob(f"{unreadable[1]}-*") if where else ():
             with contextlib.suppress(OSError):
                 path.unlink()
-        if not told:
-            told.append(True)
-            _warn("a kept program cannot be read; it is compiled again")
+        tell()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", _UNREADABLE.pattern)
         warnings.showwarning = show
-        yield
+        yield tell
 
 
 def _warn(message: str) -> None:

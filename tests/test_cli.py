@@ -8,31 +8,22 @@ import logging
 import os
 import signal
 import stat
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import tokenizers
-from safetensors.numpy import save_file
-from tokenizers import decoders, models, pre_tokenizers
+from byte_checkpoint import write_byte_checkpoint
 
 import jax_paged
 from jax_paged.models import (
     cli,
-    config_from_hf,
     evaluate,
     generate,
     load_checkpoint,
-    program_cache,
     weights,
 )
-from jax_paged.models.parameters import expected_tensors
-from jax_paged.models.testing import small_hf_config
 
 NEW = 12
 LENGTH = ["--max-new-tokens", str(NEW)]
@@ -46,26 +37,7 @@ def no_program_cache(monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Llama of random weights whose tokens are the 256 bytes and <eos>."""
-    folder = tmp_path_factory.mktemp("tiny")
-    config = small_hf_config("llama", vocab_size=257, max_position_embeddings=64, eos_token_id=256)
-    (folder / "config.json").write_text(json.dumps(config))
-    rng = np.random.default_rng(3)
-    tensors = {
-        name: rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
-        for name, shape in expected_tensors(config_from_hf(config)).items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    backend.save(str(folder / "tokenizer.json"))
-    side = {"eos_token": "<eos>", "chat_template": "{{ '<' + messages[0].content + '>' }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(side))
-    return folder
+    return write_byte_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -490,88 +462,9 @@ def test_programs_compiled_for_shapes_serve_the_loaded_model(run, caplog):
         assert sum(f"jit({name})" in text for text in compiled) == 1, compiled
 
 
-def start(arguments, folder):
-    """Runs the command in a process of its own, whose programs are kept in a folder."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
-        "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder), "PYTHONIOENCODING": "utf-8",
-        "PYTHONPATH": os.pathsep.join([str(Path(jax_paged.__file__).parents[1])]),
-    }  # fmt: skip
-    command = [sys.executable, "-P", "-m", "jax_paged", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", env=env)
-
-
-def test_programs_are_kept_and_a_corrupt_one_is_compiled_again(checkpoint, tmp_path):
-    arguments = ["generate", "Hello", *LENGTH, "--model", checkpoint]
-
-    def entries():
-        found = sorted(tmp_path.glob("jax_paged/programs/*/*-cache"))
-        return {path: path.read_bytes() for path in found}
-
-    first = start(arguments, tmp_path)
-    kept = entries()
-    assert (first.returncode, first.stderr.count("\n")) == (0, 1)
-    assert any(path.name.startswith("jit_decode-") for path in kept)
-    second = start(arguments, tmp_path)
-    assert (second.returncode, second.stdout) == (0, first.stdout)
-    assert entries() == kept  # the same keys, so nothing new
-
-    for path in kept:
-        path.write_bytes(b"garbage")
-    third = start(arguments, tmp_path)
-    assert (third.returncode, third.stdout) == (0, first.stdout)
-    warning, rates = third.stderr.splitlines()
-    assert warning == "jax-paged: warning: a kept program cannot be read; it is compiled again"
-    assert rates.startswith("prefill: ")
-    assert entries().keys() == kept.keys()
-    assert all(len(data) > 100 for data in entries().values())
-
-
-@pytest.fixture
-def jax_folder():
-    """Sets and reads JAX's folder of programs; the test's own comes back at the end."""
-    name = "jax_compilation_cache_dir"
-    before = getattr(jax.config, name)
-    yield lambda *new: jax.config.update(name, *new) if new else getattr(jax.config, name)
-    jax.config.update(name, before)
-
-
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, jax_folder, capsys):
-    (tmp_path / "file").touch()
-    jax_folder(None)
-    with program_cache.kept_programs(tmp_path / "file" / "programs"):
-        assert jax_folder() is None
-    err = capsys.readouterr().err
-    assert err.startswith("jax-paged: warning: compiled programs are not kept: ")
-    assert err.count("\n") == 1
-
-
-def test_programs_go_to_the_users_cache_folder_or_where_jax_was_told(
-    tmp_path, jax_folder, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    jax_folder(str(tmp_path / "own"))
-    with program_cache.kept_programs():
-        assert jax_folder() == str(tmp_path / "own")
-    assert list(tmp_path.iterdir()) == []
-    jax_folder(None)
-    with program_cache.kept_programs():
-        folder = Path(jax_folder())
-        assert folder.parent == tmp_path / "xdg" / "jax_paged" / "programs"
-        assert folder.is_dir()
-    assert jax_folder() is None
-
-
 def test_the_program_cache_can_be_switched_off(run, monkeypatch):
     monkeypatch.setattr(cli, "kept_programs", lambda: pytest.fail("used"))
     assert run("generate", "Hello", "--no-program-cache", "--max-new-tokens", 0)[0] == 0
-
-
-def test_the_oldest_programs_go_when_there_are_too_many(tmp_path):
-    for age, name in enumerate(["new", "old", "oldest"]):
-        (tmp_path / name).write_bytes(b"x" * 100)
-        os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    program_cache._prune(tmp_path, 200)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
 def test_a_terminal_is_told_what_goes_on_and_a_pipe_is_not(checkpoint, monkeypatch, capsys):

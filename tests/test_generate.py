@@ -240,16 +240,19 @@ def test_ctrl_c_in_a_callback_keeps_what_there_is(model, expected):
 
 @pytest.mark.parametrize("program", ["prefill", "decode"])
 def test_ctrl_c_during_a_device_call_never_loses_the_state(model, expected, monkeypatch, program):
-    real = getattr(generate_module, program)
+    real, compiled = getattr(generate_module, program), generate_module.compiled
 
-    class Pressed:
-        lower = real.lower
+    def pressed(compiling, *args, **static):
+        executable = compiled(compiling, *args, **static)
 
-        def __call__(self, *args, **options):
-            signal.raise_signal(signal.SIGINT)
-            return real(*args, **options)
+        def call(*args):
+            if compiling is real:
+                signal.raise_signal(signal.SIGINT)
+            return executable(*args)
 
-    monkeypatch.setattr(generate_module, program, Pressed())
+        return call
+
+    monkeypatch.setattr(generate_module, "compiled", pressed)
     result = run(model, state=make_state(model, row2=9))
     assert result.stop_reasons == ["interrupted"] * 4
     kept = 0 if program == "prefill" else 1  # the tokens of the call that it came in
