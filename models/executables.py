@@ -20,10 +20,10 @@ from typing import Any
 
 import flax
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from jaxlib import version as jaxlib_version
 
 import jax_paged
 
@@ -174,7 +174,7 @@ def _surroundings() -> str:
         and not name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))
     }
     device = jax.devices()[0]
-    versions = jax.__version__, jaxlib.__version__, flax.__version__, np.__version__
+    versions = jax.__version__, jaxlib_version.__version__, flax.__version__, np.__version__
     return repr(
         [_sources(), versions, device.platform, device.device_kind,
          sorted(settings.items()), sorted(variables.items())]

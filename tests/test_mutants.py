@@ -139,7 +139,7 @@ def test_the_test_that_caught_a_mutant_is_read_from_the_log():
 
 def test_a_run_goes_on_and_the_deep_tier_sees_survivors_only():
     found = mutants("rows.py", PYTHON.encode())
-    a, b, c = (mutant.id for mutant in found[:3])
+    a, b, c, d = (mutant.id for mutant in found[:4])
     state = {
         (a, "default"): Outcome(a, "default", "survived"),
         (b, "default"): Outcome(b, "default", "failed", "test_a.py::test_x"),
@@ -155,3 +155,7 @@ def test_a_run_goes_on_and_the_deep_tier_sees_survivors_only():
     assert "2 mutants: the default tier catches 1, only the deep tier 1; 0 are" in text
     assert "deep tier only: `test_b.py::test_z` (crashed)" in text
     assert c not in text
+    state[d, "mapped"] = Outcome(d, "mapped", "failed", "test_a.py::test_y")
+    assert to_run(found, state, "default", []) == found[4:]
+    assert to_run(found, state, "mapped", []) == found[:3] + found[4:]
+    assert "3 mutants: the default tier catches 2" in table(found, state)

@@ -3,9 +3,10 @@
     cd tests
     python -m mutants.run list            # the mutants
     python -m mutants.run check           # the tests must pass on the tree without a mutant
-    python -m mutants.run run             # the default tier on all of them
-    python -m mutants.run run --tier deep # the deep tier on those that survived it
-    python -m mutants.run table           # writes table.md
+    python -m mutants.run run --tier mapped # of the default tier, the files that plan.py names
+    python -m mutants.run run               # the default tier on those that survived them
+    python -m mutants.run run --tier deep   # the deep tier on those that survived it
+    python -m mutants.run table             # writes table.md
 
 `run` goes on where it was interrupted. A mutant lives in a copy of the tree, in --scratch, never in
 this one. Of a native one only the objects that include its file are compiled, at -O1 and for this
@@ -243,16 +244,31 @@ def read_state(path: Path) -> dict[tuple[str, str], Outcome]:
 def to_run(
     mutants: Sequence[Mutant], state: dict[tuple[str, str], Outcome], tier: str, only: Sequence[str]
 ) -> list[Mutant]:
-    """Those without an outcome in the tier; for the deep tier those that survived the other one."""
+    """Those without an outcome in the tier that no smaller tier has caught.
+
+    The deep tier takes only what the default one has seen.
+    """
     if unknown := set(only) - {mutant.id for mutant in mutants}:
         raise SystemExit(f"--only: expected ids of `list`, got {' '.join(sorted(unknown))}")
     if only:
         return [mutant for mutant in mutants if mutant.id in only]
     left = [mutant for mutant in mutants if (mutant.id, tier) not in state]
-    if tier != "deep":
+    if tier == "mapped":
         return left
-    before = [(mutant, state.get((mutant.id, "default"))) for mutant in left]
+    before = [(mutant, by_default(state, mutant.id)) for mutant in left]
+    if tier == "default":
+        return [mutant for mutant, outcome in before if not caught(outcome)]
     return [mutant for mutant, outcome in before if outcome and outcome.how == "survived"]
+
+
+def caught(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.how != "survived"
+
+
+def by_default(state: dict[tuple[str, str], Outcome], name: str) -> Outcome | None:
+    """What the default tier says of a mutant; the files of the mapped tier are a part of it."""
+    mapped = state.get((name, "mapped"))
+    return mapped if caught(mapped) else state.get((name, "default"))
 
 
 def cell(text: str) -> str:
@@ -269,22 +285,23 @@ def table(mutants: Sequence[Mutant], state: dict[tuple[str, str], Outcome]) -> s
 
     rows, counts = [], {"default": 0, "deep": 0, "equivalent": 0, "survives": 0}
     for mutant in mutants:
-        outcomes = {tier: state.get((mutant.id, tier)) for tier in ("default", "deep")}
-        default, deep = outcomes["default"], outcomes["deep"]
+        default, deep = by_default(state, mutant.id), state.get((mutant.id, "deep"))
+        if default is None and mutant.id in EQUIVALENT:
+            default = state.get((mutant.id, "mapped"))
         if default is None or default.how == "does not compile":
             continue
         if default.how != "survived":
-            kind, caught = "default", told(default)
+            kind, by = "default", told(default)
         elif mutant.id in EQUIVALENT:
-            kind, caught = "equivalent", f"equivalent: {EQUIVALENT[mutant.id]}"
-        elif deep is not None and deep.how != "survived":
-            kind, caught = "deep", f"deep tier only: {told(deep)}"
+            kind, by = "equivalent", f"equivalent: {EQUIVALENT[mutant.id]}"
+        elif caught(deep):
+            kind, by = "deep", f"deep tier only: {told(deep)}"
         else:
-            kind, caught = "survives", "**not caught**"
+            kind, by = "survives", "**not caught**"
         counts[kind] += 1
         place, edit = f"{mutant.file}:{mutant.line}", cell(mutant.shown)
-        rows.append(f"| {mutant.id} | {place} | {mutant.operator} | {edit} | {caught} |")
-    commits = {state[key].commit for key in state if key[1] in ("default", "deep")}
+        rows.append(f"| {mutant.id} | {place} | {mutant.operator} | {edit} | {by} |")
+    commits = {outcome.commit for outcome in state.values()}
     head = (
         f"# Mutants\n\nWritten by `python -m mutants.run table`; seed {SEED}, tests at "
         f"{', '.join(sorted(commits))}.\n\n"
