@@ -108,8 +108,7 @@ def _spec(sharding: Any, ndim: int) -> list[Any] | None:
         return [None] * ndim
     if not hasattr(sharding, "spec"):
         return None
-    spec = [names or None for names in sharding.spec]
-    return spec + [None] * (ndim - len(spec))
+    return [names or None for names in sharding.spec]  # jax makes it as long as the shape
 
 
 def _split_over(axes: HeadAxes, specs: Sequence[list[Any] | None]) -> Any:
