@@ -147,6 +147,7 @@ def _softmax_attention(
     out = jnp.einsum("thgl,lhd->thgd", weights, v.astype(jnp.float32), precision=exact)
     empty = total == 0
     out = out / jnp.where(empty, jnp.float32(1), total)[..., None]
+    out = jnp.where(empty[..., None], jnp.float32(0), out)  # it may be 0 · NaN
     lse = jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(jnp.where(empty, 1, total)))
     return out.reshape(tokens, num_q_heads, v.shape[-1]), lse.reshape(tokens, num_q_heads)
 

@@ -196,6 +196,23 @@ def test_infinite_logits_of_one_row_stay_in_that_row(implementation):
         np.testing.assert_array_equal(out[tokens], expected[tokens])
 
 
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 4}], ids=str)
+@pytest.mark.parametrize("row", [0, 3])
+def test_nan_keys_make_their_row_nan_however_it_is_split(row, options, implementation):
+    batch = small_batch()
+    expected, _ = run(batch, implementation, **options)
+    for pages in (batch.page_table[row, :2], batch.page_table[row, 1:3]):  # splits of NaN alone
+        k_pages = batch.k_pages.copy()
+        k_pages[pages] = np.nan
+        given = dataclasses.replace(batch, k_pages=k_pages)
+        out, lse = run(given, implementation, **options)
+        last = ROWS[row].stop - 1  # sees them all
+        assert np.isnan(out[last]).all()
+        assert np.isnan(lse[last]).all()
+        for other in {0, 1, 2, 3} - {row}:
+            np.testing.assert_array_equal(out[ROWS[other]], expected[ROWS[other]])
+
+
 @pytest.mark.skipif(not os.environ.get("JAX_PAGED_LONG"), reason="needs JAX_PAGED_LONG=1, 9 GB")
 def test_pool_of_more_than_two_to_the_31_elements(implementation):
     num_pages, shape = 2**20 + 8, (1, 16, 128)  # 2^31 + 2^14 elements, 4 GiB each in f16

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from emulation import IMPLEMENTATIONS, attend
 
-from jax_paged import paged_attention
+from jax_paged import paged_attention, ragged_paged_attention
 from jax_paged.rope import Rope, apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
 
@@ -67,6 +67,49 @@ def test_positions_beyond_the_tables_are_masked(causal, implementation):
     assert not np.asarray(out)[0].any()
     assert np.isneginf(np.asarray(lse)[0]).all()
     assert np.asarray(out)[1:5].any(-1).all(), "queries at positions 40 and on, within the tables"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("out_dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_nan_beyond_the_tables_reaches_no_output(causal, dtype, out_dtype, implementation):
+    """Neither those of queries within the tables nor those beyond, which are 0."""
+    eight_bit = dtype == "int8"
+    batch = batch_of("float32" if eight_bit else dtype, causal=causal)
+    rope, beyond = tables(50), np.arange(50, 130)
+    options: dict[str, Any] = {"rope": rope}
+    scales = [np.full(batch.k_pages.shape[:3], 0.02, np.float32) for _ in "kv"]
+    if eight_bit:
+        codes = (np.int8(np.rint(np.nan_to_num(x) / 0.02)) for x in (batch.k_pages, batch.v_pages))
+        k_pages, v_pages = codes
+        batch = dataclasses.replace(batch, k_pages=k_pages, v_pages=v_pages)
+        options |= {"k_scale": scales[0], "v_scale": scales[1]}
+    if out_dtype:
+        options |= {"out_dtype": jnp.dtype(out_dtype)}
+    expected = attend(batch, implementation, **options)
+    for row, length in ((0, 130), (1, 60)):
+        at = beyond[beyond < length]
+        for x in scales if eight_bit else (batch.k_pages, batch.v_pages):
+            x[batch.page_table[row, at // 16], :, at % 16] = np.nan
+    out, lse = attend(batch, implementation, **options)
+    assert not np.float32(out)[[0, *range(11, 21)]].any(), "queries at positions 129 and 50 to 59"
+    np.testing.assert_array_equal(np.float32(out), np.float32(expected[0]))
+    np.testing.assert_array_equal(lse, expected[1])
+
+
+def test_a_query_that_sees_nothing_is_0_beside_one_that_sees_nan():
+    """In the reference they share K and V."""
+    pages = jnp.ones((1, 1, 4, 8)).at[0, 0, 0].set(jnp.nan)
+    arguments = pages, pages, jnp.array([[0]]), jnp.array([1]), jnp.array([0, 2])
+    for implementation in ("native", "reference"):
+        out, lse = ragged_paged_attention(
+            jnp.ones((2, 1, 8)), *arguments, implementation=implementation, return_lse=True
+        )
+        assert not np.asarray(out[0]).any(), "at position -1"
+        assert np.isneginf(lse[0]).all()
+        assert np.isnan(out[1]).all()
+        assert np.isnan(lse[1]).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

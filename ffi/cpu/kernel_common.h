@@ -224,8 +224,8 @@ void LoadQueries(const AttentionParams& params, const Row& row, const WorkItem& 
 // A partial result of `rows` packed rows: softmax numerator and denominator, both scaled by 2^-m.
 struct Partial {
   float* o;  // [rows, stride]
-  float* m;  // [rows], -inf: no key seen, o = l = 0
-  float* l;  // [rows]
+  float* m;  // [rows], -inf: no key seen, or only NaN logits
+  float* l;  // [rows], 0: no key seen, o = 0
   int64_t stride;
 };
 
@@ -247,7 +247,7 @@ inline float Exp2(float x) {
 inline void FoldPartial(const Partial& total, const Partial& part, int64_t rows,
                         int64_t v_head_dim) {
   for (int64_t r = 0; r < rows; ++r) {
-    if (part.m[r] == -kInfinity) continue;
+    if (part.l[r] == 0.0f) continue;
     const float m = part.m[r] > total.m[r] ? part.m[r] : total.m[r];
     const float keep = total.m[r] == -kInfinity ? 0.0f : Exp2(total.m[r] - m);
     const float add = Exp2(part.m[r] - m);
@@ -326,7 +326,7 @@ void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem
   constexpr double kLn2 = 0.69314718055994530942;
   for (int64_t r = 0; r < item.packed_end - item.packed_begin; ++r) {
     const int64_t head = QueryHead(params, row, item, item.packed_begin + r);
-    const bool empty = x.m[r] == -kInfinity || !HasAngle(params, row, item, item.packed_begin + r);
+    const bool empty = x.l[r] == 0.0f || !HasAngle(params, row, item, item.packed_begin + r);
     double m = empty ? -kInfinity : x.m[r], l = x.l[r];
     float numerator = 1.0f;  // o counts it times
     if (params.sinks) {      // one more logit, without a value
@@ -338,9 +338,15 @@ void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem
       l = (empty ? 0.0 : l * ::exp2(m - top)) + ::exp2(logit - top);
       m = top;
     }
-    const bool nothing = m == -kInfinity;
+    const bool nothing = empty && m == -kInfinity;
     params.lse[head] = nothing ? -kInfinity : static_cast<float>(m * kLn2 + ::log(l));
-    const Vec factor = Set1(empty ? 0.0f : numerator / static_cast<float>(l));
+    if (empty) {  // o may be anything: keys beyond the tables of rope are in it, and 0 * NaN is NaN
+      const int64_t bytes = params.v_head_dim * ByteWidth(params.out_dtype);
+      __builtin_memset(static_cast<char*>(params.out) + head * bytes, 0,
+                       static_cast<size_t>(bytes));
+      continue;
+    }
+    const Vec factor = Set1(numerator / static_cast<float>(l));
     const float* o = x.o + r * x.stride;
     if (IsEightBit(params.out_dtype)) {
       WriteCodes<T>(params, o, factor,

@@ -168,9 +168,12 @@ __attribute__((noinline)) void AddCodeEdges(const Codes& table, const float* wei
       const bool odd = hidden[r] <= 2 * p + 1 && 2 * p + 1 < visible[r];
       if (!even && !odd) continue;
       const Int8* const tokens[2] = {v[2 * p + !even], v[2 * p + odd]};
+      // The other's weight is 0 times its scale, which may be NaN.
+      const uint32_t seen = (even ? 0xffffu : 0u) | (odd ? 0xffff0000u : 0u);
       float words[kRestOfWeights<1> + 1];
-      words[0] = weights[p * ROWS + r];
-      words[kRestOfWeights<1>] = weights[kRestOfWeights<ROWS> + p * ROWS + r];
+      words[0] = FloatFromBits(FloatBits(weights[p * ROWS + r]) & seen);
+      words[kRestOfWeights<1>] =
+          FloatFromBits(FloatBits(weights[kRestOfWeights<ROWS> + p * ROWS + r]) & seen);
       AddValueCodes<Codes, 1, 2>(table, words, 0, 1, tokens, v_head_dim, &kOne, o + r * o_stride,
                                  o_stride);
     }
