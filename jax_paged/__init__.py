@@ -5,6 +5,9 @@ PageTable alone), for layers of different kinds in `jax_paged.groups` (on KVGrou
 `jax_paged.transfer` moves K and V between states.
 """
 
+from jax_paged import _interrupt as _interrupt  # first: Ctrl-C may come while the rest is imported
+
+# isort: split
 from jax_paged import groups as groups
 from jax_paged import pages as pages
 from jax_paged import state as state

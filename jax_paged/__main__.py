@@ -1,18 +1,29 @@
 """`python -m jax_paged`, and what the command `jax-paged` starts."""
 
+import os
+import signal
 import sys
+
+from jax_paged._interrupt import EXIT_CODE, leave_at_ctrl_c
 
 
 def main() -> int:
-    """Runs the command line; returns the exit code."""
+    """Runs the command line; returns the exit code, after Ctrl-C it ends the process."""
+    leave_at_ctrl_c()
     if sys.stderr.isatty():  # the models take a second to import; the command line clears the line
         print("\rloading …", end="", file=sys.stderr, flush=True)
+    from jax_paged.models import cli
+
     try:
-        from jax_paged.models import cli
+        code = cli.main()
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    return cli.main()
+        code = EXIT_CODE
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done
+    if code == EXIT_CODE:  # XLA may still compile what nobody waits for
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

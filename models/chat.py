@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jax_paged import pages
+from jax_paged._interrupt import raise_at_ctrl_c
 from jax_paged.pages import pages_for
 
 from .decoder import Decoder
@@ -183,6 +184,7 @@ def run(options: argparse.Namespace) -> int:
         )
     conversation = Conversation(model, tokenizer, **arguments)
     options.status.clear()
+    raise_at_ctrl_c()
     for line in _lines():
         if line.strip() == "/quit":
             break

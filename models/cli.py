@@ -9,6 +9,7 @@ A start is mostly imports, weights and programs. Compiled programs are kept betw
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import IO, Any, NoReturn
 import jax
 
 from jax_paged import build_info
+from jax_paged._interrupt import EXIT_CODE, before_leaving, note_ctrl_c
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 
@@ -43,7 +45,7 @@ from .status import Status
 from .stream import TextStream
 from .weights import Checkpoint, load_checkpoint, open_checkpoint
 
-_INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell counts them: 128 + signal
+_BROKEN_PIPE = 141  # as a shell counts: 128 + SIGPIPE
 
 _WHY = {
     "pool_full": "pool_full (no free page left in the pool)",
@@ -206,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with kept_programs() if options.program_cache else contextlib.nullcontext():
             return options.run(options)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return EXIT_CODE
     except BrokenPipeError:
         # Nobody reads on; keep the interpreter from complaining when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -275,7 +277,8 @@ def _generate(options: argparse.Namespace) -> int:
         with uninterrupted():
             printer.finish(result)
     _report(result)
-    return _INTERRUPTED if "interrupted" in result.stop_reasons else 0
+    interrupted = printer.is_interrupted() or "interrupted" in result.stop_reasons
+    return EXIT_CODE if interrupted else 0
 
 
 def _generate_one(
@@ -387,12 +390,13 @@ def _open_output(path: str | None) -> Iterator[IO[str]]:
         out = part.open("x", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{target}: cannot be written: {error.strerror}") from None
+    remove = functools.partial(part.unlink, missing_ok=True)
     try:
-        with out:
+        with before_leaving(remove), out:
             yield out
         part.replace(target)
     finally:
-        part.unlink(missing_ok=True)
+        remove()
 
 
 class _Printer:
@@ -408,9 +412,17 @@ class _Printer:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.reasons: list[str | None] = [None] * len(prompts)
         self.current, self.started = 0, False
+        self.is_interrupted = lambda: False
 
     def take(self, new: list[list[int]], reasons: Sequence[str | None]) -> None:
-        """Takes the new tokens of each prompt, and why it stopped."""
+        """Takes the new tokens of each prompt, and why it stopped; then Ctrl-C has its turn."""
+        if any(new) and not any(self.tokens):  # until now there was nothing to keep
+            self.is_interrupted = note_ctrl_c()
+        self._take(new, reasons)
+        if self.is_interrupted():
+            raise KeyboardInterrupt
+
+    def _take(self, new: list[list[int]], reasons: Sequence[str | None]) -> None:
         self.status.clear()
         with uninterrupted():
             for i, ids in enumerate(new):
@@ -425,7 +437,7 @@ class _Printer:
     def finish(self, result: Generation) -> None:
         """Writes what `take` has not been told, after an interruption."""
         pairs = zip(result.tokens, self.tokens, strict=True)
-        self.take([ids[len(known) :] for ids, known in pairs], result.stop_reasons)
+        self._take([ids[len(known) :] for ids, known in pairs], result.stop_reasons)
 
     def _write(self) -> None:
         while self.current < len(self.prompts):

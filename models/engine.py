@@ -25,7 +25,7 @@ from jax_paged.validation import check_choice, expect
 from .decoder import Decoder
 from .engine_plan import as_keeping, fill_plan, step_sizes
 from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
-from .generate import PAGE_SIZE, as_tokens, check_count, create_state, uninterrupted
+from .generate import PAGE_SIZE, as_tokens, check_count, compiled, create_state, uninterrupted
 from .prefix_cache import CacheCounts, PrefixCache
 from .progress import progress_bar
 from .request import OnTokens, Request, Sampling
@@ -343,19 +343,19 @@ class Engine:
         self._steps = {}
         count = len(self._sizes) + 1 + swaps
         with progress_bar(count, "compiling", "programs", shown=progress) as update:
-            lowered = keep.lower(self._device, self._nothing, window=self._window)
-            self._keep_program = lowered.compile()
+            self._keep_program = compiled(keep, self._device, self._nothing, window=self._window)
             update()
             if swaps:
-                self._swapper = Swapper(self._device, table.pages_per_seq)
+                with uninterrupted():
+                    self._swapper = Swapper(self._device, table.pages_per_seq)
                 update()
             for size in self._sizes:
-                plan = StepPlan.create(max_seqs, size)
-                self._steps[size] = step.lower(
-                    self._graph, self._params, self._device, plan, self._drafter_params,
+                self._steps[size] = compiled(
+                    step, self._graph, self._params, self._device,
+                    StepPlan.create(max_seqs, size), self._drafter_params,
                     max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
                     branches=self._branches,
-                ).compile()  # fmt: skip
+                )  # fmt: skip
                 update()
         self.compile_seconds = time.perf_counter() - start
 

@@ -17,7 +17,7 @@ from jax_paged.state import KVState
 from jax_paged.validation import expect
 
 from .decoder import Decoder
-from .generate import as_tokens, check_count, state_for
+from .generate import as_tokens, check_count, state_for, uninterrupted
 from .steps import chunk_size, prefill
 
 
@@ -50,7 +50,8 @@ def score(
     logits = np.empty((len(text), config.vocab_size), np.float32)
     for start in range(0, len(text), chunk):
         part = text[start : start + chunk]
-        state, some = _logits(graph, params, state, *_padded(part))
+        with uninterrupted():  # Ctrl-C must not leave XLA compiling
+            state, some = _logits(graph, params, state, *_padded(part))
         logits[start : start + len(part)] = np.asarray(some)[: len(part)]
     return logits
 
@@ -111,12 +112,14 @@ def evaluate(
         for start in range(window.start, window.first, chunk):
             stop = min(start + chunk, window.first)
             part, count = _padded(text[start:stop])
-            state = prefill(graph, params, state, row, count, part)
+            with uninterrupted():
+                state = prefill(graph, params, state, row, count, part)
         for start in range(window.first, window.stop, chunk):
             stop = min(start + chunk, window.stop)
             part, count = _padded(text[start:stop])
             targets, _ = _padded(text[start + 1 : stop + 1])
-            state, losses = _losses(graph, params, state, part, count, targets)
+            with uninterrupted():
+                state, losses = _losses(graph, params, state, part, count, targets)
             total += float(np.sum(np.asarray(losses)[: stop - start], dtype=np.float64))
             on_progress(stop - start)
     nll = total / (len(text) - 1)

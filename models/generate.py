@@ -16,13 +16,14 @@ from flax import nnx
 
 from jax_paged import kv_dtype as page_dtype
 from jax_paged import pages
+from jax_paged._interrupt import leave
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 from jax_paged.validation import EIGHT_BIT_DTYPES, expect
 
+from . import executables
 from .config import DecoderConfig
 from .decoder import Decoder
-from .executables import compiled
 from .sample import Sampler
 from .steps import Chunk, Progress, Reason, admit, chunk_size, decode, plan_chunks, prefill
 
@@ -291,10 +292,12 @@ def uninterrupted() -> Iterator[None]:
     """Holds Ctrl-C back to the end of the block.
 
     An exception between a call that donates the state and the assignment of its result would lose
-    the state. Outside the main thread there is nothing to hold back.
+    the state. Outside the main thread there is nothing to hold back, nor where Ctrl-C raises
+    nothing but ends the process.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(handler) or handler is leave:
         yield
         return
     pressed = []
@@ -307,20 +310,22 @@ def uninterrupted() -> Iterator[None]:
         handler(*pressed[0])
 
 
+def compiled(program: Any, *args: Any, **static: Any) -> Callable[..., Any]:
+    """`executables.compiled`, during which an exception of Ctrl-C waits.
+
+    XLA compiles in a thread that outlives the exception and crashes once Python has ended, and it
+    calls Python back in places that no exception may leave.
+    """
+    with uninterrupted():
+        return executables.compiled(program, *args, **static)
+
+
 def compile_ahead(
     seconds: dict[str, float], program: Any, *args: Any, **static: Any
 ) -> Callable[..., Any]:
-    """Compiles what a call needs, if it is not compiled yet, and books the time apart.
-
-    Ctrl-C waits for the end: XLA cannot be interrupted, and calls Python back in places that an
-    exception must not leave.
-
-    Returns:
-      What to call, see `executables.compiled`.
-    """
+    """Compiles what a call needs, if it is not compiled yet, and books the time apart."""
     start = time.perf_counter()
-    with uninterrupted():
-        executable = compiled(program, *args, **static)
+    executable = compiled(program, *args, **static)
     seconds["compile"] += time.perf_counter() - start
     return executable
 

@@ -6,8 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tiny_checkpoint import byte_tokenizer
 
 from jax_paged.models import chat, generate, steps
 from jax_paged.models.chat import Conversation
@@ -33,12 +32,7 @@ def model():
 
 def tokenizer_with(template: str = TEMPLATE) -> Tokenizer:
     """Its tokens are the 256 bytes and <eos>."""
-    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    return Tokenizer(backend, chat_template=template)
+    return Tokenizer(byte_tokenizer(), chat_template=template)
 
 
 def conversation_of(model, template=TEMPLATE, **options):

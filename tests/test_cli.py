@@ -14,7 +14,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
-from byte_checkpoint import write_byte_checkpoint
+from tiny_checkpoint import write_checkpoint
 
 import jax_paged
 from jax_paged.models import (
@@ -37,7 +37,8 @@ def no_program_cache(monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_byte_checkpoint(tmp_path_factory.mktemp("tiny"))
+    """A Llama of random weights whose tokens are the 256 bytes and <eos>."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

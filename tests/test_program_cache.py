@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_checkpoint import write_byte_checkpoint
+from tiny_checkpoint import write_checkpoint
 
 import jax_paged
 from jax_paged import pages
@@ -21,7 +21,7 @@ LENGTH = ["--max-new-tokens", "12"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_byte_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 def start(arguments, folder):
