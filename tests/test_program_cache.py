@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from tiny_checkpoint import write_checkpoint
 
 import jax_paged
@@ -111,6 +112,15 @@ def test_the_oldest_programs_go_when_there_are_too_many(tmp_path):
 # Executables
 
 
+@pytest.fixture
+def no_jax_folder(jax_folder):
+    """As where executables are kept: JAX has no folder of its own, see `kept_programs`."""
+    jax_folder(None)
+    compilation_cache.reset_cache()
+    yield
+    compilation_cache.reset_cache()
+
+
 def call(max_seqs=3, pages_per_seq=4, rows=(0, 1)):
     """A call of `steps.admit`: a table, rows, and a token for each."""
     table = pages.PageTable.create(
@@ -140,7 +150,7 @@ def same(a, b):
     return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
-def test_an_executable_is_taken_from_the_folder_without_tracing(tmp_path):
+def test_an_executable_is_taken_from_the_folder_without_tracing(tmp_path, no_jax_folder):
     args = call()
     want = steps.admit(*args)
     with kept_in(Executables(tmp_path, unexpected)):
@@ -187,7 +197,7 @@ def test_what_tracing_can_see_is_another_executable(monkeypatch):
     assert name(*call()) in names
 
 
-def test_what_cannot_be_told_apart_is_not_kept(tmp_path):
+def test_what_cannot_be_told_apart_is_not_kept(tmp_path, no_jax_folder):
     args = call()
     assert name(*args, told=object()) is None  # shown by its address
     assert name(*args, told=np.arange(5000).tolist()) is not None
@@ -204,7 +214,7 @@ def flip(data):
 
 
 @pytest.mark.parametrize("spoil", [flip, lambda data: data[:-1], lambda data: b""])
-def test_a_changed_executable_is_compiled_again(spoil, tmp_path):
+def test_a_changed_executable_is_compiled_again(spoil, tmp_path, no_jax_folder):
     args, told = call(), []
     with kept_in(Executables(tmp_path, unexpected)):
         want = compiled(steps.admit, *args)(*args)
@@ -217,7 +227,7 @@ def test_a_changed_executable_is_compiled_again(spoil, tmp_path):
         assert same(compiled(Never(), *args)(*args), want)
 
 
-def test_a_folder_that_is_gone_costs_only_time(tmp_path):
+def test_a_folder_that_is_gone_costs_only_time(tmp_path, no_jax_folder):
     args = call()
     with kept_in(Executables(tmp_path / "gone", unexpected)):
         assert same(compiled(steps.admit, *args)(*args), steps.admit(*args))
