@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,7 @@ def run(options: argparse.Namespace) -> int:
         swap_pages=options.swap_pages,
     )
     seen = replay(engine, trace)
+    _tell_refused(seen.requests)
     figures = seen.summary() | {
         "num_pages": engine.num_pages,
         "hit_rate": engine.cache_counts.hit_rate,
@@ -243,6 +245,20 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot(seen, engine.num_pages, Path(options.plot))
     return 0
+
+
+def _tell_refused(requests: list[Request]) -> None:
+    """Says on stderr how many requests were refused, and why the first one was.
+
+    Raises:
+      ValueError: all of them were, so there are no figures.
+    """
+    refused = [request for request in requests if request.reason == "refused"]
+    if len(refused) == len(requests):
+        raise ValueError(f"all {len(requests)} requests were refused: {refused[0].detail}")
+    if refused:
+        count = f"{len(refused)} of {len(requests)} requests were refused"
+        print(f"{count}, the first one: {refused[0].detail}", file=sys.stderr)
 
 
 def _text(figures: dict[str, Any]) -> str:

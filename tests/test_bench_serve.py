@@ -110,6 +110,21 @@ def test_the_command_prints_all_figures(run, tmp_path):
     assert float(re.search(r"prefix cache: (.*) % of", out)[1]) > 30
 
 
+def test_refused_requests_are_told_with_the_reason(run):
+    code, out, err = run(*SMALL, "--pages", "1")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(
+        r"jax-paged: error: all 6 requests were refused: \d+ prompt and 5 new tokens need "
+        r"\d pages, a request can have 1\n", err,
+    )  # fmt: skip
+    some = [*SMALL, "--prompt-tokens", "12", "--prefixes", "0", "--pages", "1", "--seed", "1"]
+    code, out, err = run(*some)
+    refused = int(re.search(r", (\d) refused", out)[1])
+    assert (code, 0 < refused < 6) == (0, True)
+    assert err.startswith(f"{refused} of 6 requests were refused, the first one: ")
+    assert "need 2 pages, a request can have 1" in err
+
+
 def test_weight_dtype_reaches_the_loader(model, monkeypatch):
     asked = {}
     monkeypatch.setattr(
