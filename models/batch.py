@@ -12,6 +12,7 @@ from .decoder import Decoder
 from .engine import Engine
 from .generate import PAGE_SIZE, Generation, OnTokens, as_texts, check_count
 from .request import Request
+from .stream import Decode
 
 MAX_SEQS = 16  # prompts that run at once
 
@@ -22,6 +23,8 @@ def generate_many(
     *,
     max_new_tokens: int,
     stop_tokens: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    decode: Decode | None = None,
     num_pages: int | None = None,
     kv_dtype: str = "auto",
     on_tokens: OnTokens | None = None,
@@ -33,8 +36,8 @@ def generate_many(
     alike share pages.
 
     Args:
-      model, prompts, max_new_tokens, stop_tokens, kv_dtype, sampling: as for `generate`, which
-        would give the same tokens.
+      model, prompts, max_new_tokens, stop_tokens, stop_strings, decode, kv_dtype, sampling: as for
+        `generate`, which would give the same tokens.
       num_pages: pages of the pool; None = enough for the 16 longest. A prompt that fills all of it
         stops with "row_full".
       on_tokens: called after each step with the new ids and the stop reason of each prompt.
@@ -61,7 +64,8 @@ def generate_many(
         pages_per_seq=pages_per_seq, kv_dtype=kv_dtype,
     )  # fmt: skip
     requests: list[Request | None] = []
-    options = {"stop_tokens": stop_tokens, **sampling}
+    stops = {"stop_tokens": stop_tokens, "stop_strings": stop_strings, "decode": decode}
+    options = {**stops, **sampling}
     for place, (text, limit) in enumerate(zip(texts, limits, strict=True)):
         room = capacity - len(text) + 1  # the last new token needs no place
         new = max(min(limit, room), 0)

@@ -33,6 +33,7 @@ from .generate import (
     PAGE_SIZE,
     Generation,
     check_count,
+    check_window,
     compile_for,
     create_state,
     generate,
@@ -70,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Continues each prompt. stdout holds the new text only, as it is generated.",
     )
     one.set_defaults(run=_generate)
-    one.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    one.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to continue (default: all of stdin)"
+    )
     one.add_argument("--file", metavar="FILE", help="more prompts, one per line; - is stdin")
     _add_model(one)
     one.add_argument(
@@ -82,11 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(one)
     one.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
-        help="stop at this token, given as text, besides the model's own; may be repeated",
+        help="stop before this text, wherever its tokens begin and end; may be repeated",
     )  # fmt: skip
     one.add_argument(
         "--stop-id", action="append", default=[], type=int, metavar="ID",
-        help="the same, given as token id",
+        help="stop at this token, besides the model's own; may be repeated",
     )  # fmt: skip
     one.add_argument(
         "--pages", type=int, metavar="N",
@@ -96,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
     one.add_argument(
         "--json", action="store_true",
-        help="one JSON object per prompt and line: prompt, text, tokens, stop_reason",
+        help="one JSON object per prompt and line: prompt, text, tokens (the last ones hold a "
+        "--stop), stop_reason",
     )  # fmt: skip
 
     four = commands.add_parser("chat", help="talk to a model", description=chat.DESCRIPTION)
@@ -130,9 +134,17 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     two.add_argument(
         "--stride", type=int, metavar="N",
-        help="tokens between the windows of a longer text (default: half the context)",
+        help="tokens between the pieces of a longer text (default: half the context)",
     )  # fmt: skip
-
+    two.add_argument(
+        "--window", type=int, metavar="N",
+        help="most tokens that a token sees, pinned ones included (default: all of the context)",
+    )  # fmt: skip
+    two.add_argument(
+        "--pinned", type=int, default=0, metavar="N",
+        help="with a window: first tokens that all later ones see (default 0)",
+    )  # fmt: skip
+    two.add_argument("--json", action="store_true", help="print one JSON object")
     _add_kv_dtype(two)
 
     three = commands.add_parser(
@@ -239,9 +251,13 @@ def _generate(options: argparse.Namespace) -> int:
     if options.file is not None:
         lines = _read_text(options.file).splitlines()
         prompts += [line for line in lines if line.strip()]
+    elif not prompts and sys.stdin is not None and not sys.stdin.isatty():
+        text = _read_text("-").removesuffix("\n").removesuffix("\r")
+        prompts += [text] if text else []
     if not prompts:
         source = "no prompt given" if options.file is None else f"no prompt in {options.file}"
-        raise ValueError(f"{source}: expected PROMPT or a --file with one prompt per line")
+        expected = "PROMPT, a text on stdin or a --file with one prompt per line"
+        raise ValueError(f"{source}: expected {expected}")
     for number, prompt in enumerate(prompts, 1):
         _check_unicode(f"prompt {number}", prompt)
     sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
@@ -257,23 +273,25 @@ def _generate(options: argparse.Namespace) -> int:
     ):
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
         stops = {*config.eos_token_ids, *tokenizer.eos_ids, *options.stop_id}
-        stops |= {_stop_id(tokenizer, text) for text in options.stop}
+        stop_ids, stop_strings = _stops(tokenizer, options.stop)
+        stops |= stop_ids
         if options.chat:
             texts = [tokenizer.apply_chat([{"role": "user", "content": p}]) for p in prompts]
         else:
             texts = [tokenizer.encode(prompt) for prompt in prompts]
-        streams = [TextStream(tokenizer.decode, text) for text in texts]
+        streams = [TextStream(tokenizer.decode, text, stop_strings) for text in texts]
         printer = _Printer(out, prompts, streams, options.json, options.status)
         sampling |= {"max_new_tokens": options.max_new_tokens, "stop_tokens": sorted(stops)}
+        searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
         if len(texts) > 1:
             model = checkpoint.load()
             options.status.say("compiling …")
             result = generate_many(
                 model, texts, num_pages=options.pages, kv_dtype=options.kv_dtype,
-                on_tokens=printer.take, **sampling,
+                on_tokens=printer.take, **searched, **sampling,
             )  # fmt: skip
         else:  # one program for the whole loop, without trips to the host
-            result = _generate_one(options, checkpoint, texts, sampling, printer)
+            result = _generate_one(options, checkpoint, texts, sampling, searched, printer)
         with uninterrupted():
             printer.finish(result)
     _report(result)
@@ -286,6 +304,7 @@ def _generate_one(
     checkpoint: Checkpoint,
     texts: list[list[int]],
     sampling: dict[str, Any],
+    searched: dict[str, Any],
     printer: "_Printer",
 ) -> Generation:
     """Compiles for the one prompt while the weights are loaded, then generates."""
@@ -303,7 +322,7 @@ def _generate_one(
         where: dict[str, Any] = {"kv_dtype": options.kv_dtype}
     else:
         where = {"state": _state(model, options)}
-    result = generate(model, texts, on_tokens=printer.take, **where, **sampling)
+    result = generate(model, texts, on_tokens=printer.take, **where, **searched, **sampling)
     result.seconds["compile"] += seconds[0]
     return result
 
@@ -321,13 +340,15 @@ def _eval(options: argparse.Namespace) -> int:
     for name in ("chunk", "context", "stride"):
         if getattr(options, name) is not None:
             check_count(name, getattr(options, name), 1)
+    check_window(options.window, options.pinned, name="pinned")
     result = _evaluated(options, text, options.weight_dtype)
     lines = [f"perplexity: {result['perplexity']:.4f}", f"tokens: {result['tokens']}"]
     if options.weight_dtype is not None:
         before = _evaluated(options, text, None)["perplexity"]
+        result["unquantised_perplexity"] = before
         cost = 100 * (result["perplexity"] / before - 1)
         lines.append(f"perplexity of the unquantised weights: {before:.4f} ({cost:+.2f} %)")
-    print("\n".join(lines), flush=True)
+    print(json.dumps(result) if options.json else "\n".join(lines), flush=True)
     return 0
 
 
@@ -340,7 +361,8 @@ def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dic
     with progress_bar(len(tokens) - 1, "eval", "tokens") as update:
         return evaluate(
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
-            kv_dtype=options.kv_dtype, on_progress=update,
+            window=options.window, num_pinned=options.pinned, kv_dtype=options.kv_dtype,
+            on_progress=update,
         )  # fmt: skip
 
 
@@ -363,15 +385,22 @@ def _check_unicode(name: str, text: str) -> None:
         raise ValueError(f"{name}: expected UTF-8 text, got {text!r}") from None
 
 
-def _stop_id(tokenizer: Any, text: str) -> int:
-    """The id of the one token that a text is."""
-    ids = tokenizer.encode(text)
-    alone = ids[len(tokenizer.encode("")) :]  # without the start token that some models want
-    if len(alone) != 1 or not text:
-        raise ValueError(
-            f"--stop: expected the text of one token, got {text!r}: {len(alone)} tokens"
-        )
-    return alone[0]
+def _stops(tokenizer: Any, texts: list[str]) -> tuple[set[int], list[str]]:
+    """The --stop texts as special tokens, which no text shows, and as stop strings."""
+    ids, strings = set(), []
+    for text in texts:
+        if not text:
+            raise ValueError("--stop: expected a text that is not empty")
+        alone = tokenizer.encode(text)[len(tokenizer.encode("")) :]  # without a start token
+        if tokenizer.decode(alone) == tokenizer.decode(alone, skip_special_tokens=False):
+            strings.append(text)
+        elif len(alone) == 1:
+            ids.add(alone[0])
+        else:
+            raise ValueError(
+                f"--stop: expected a text without special tokens, or one of them, got {text!r}"
+            )
+    return ids, strings
 
 
 @contextlib.contextmanager
@@ -456,7 +485,9 @@ class _Printer:
     def _write_text(self) -> None:
         if not self.started and len(self.prompts) > 1:
             line = " ".join(self.prompts[self.current].split())
-            self.out.write(f"--- {self.current + 1} of {len(self.prompts)}: {line}\n")
+            number = f"{self.current + 1} of {len(self.prompts)}"
+            self.out.flush()  # a terminal shows both in this order
+            print(f"--- {number}: {line}", file=sys.stderr, flush=True)
         self.started = True
         self.out.write(self.texts[self.current])
         self.texts[self.current] = ""

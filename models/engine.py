@@ -25,13 +25,22 @@ from jax_paged.validation import check_choice, expect
 from .decoder import Decoder
 from .engine_plan import as_keeping, fill_plan, step_sizes
 from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
-from .generate import PAGE_SIZE, as_tokens, check_count, compiled, create_state, uninterrupted
+from .generate import (
+    PAGE_SIZE,
+    as_tokens,
+    check_count,
+    check_window,
+    compiled,
+    create_state,
+    uninterrupted,
+)
 from .prefix_cache import CacheCounts, PrefixCache
 from .progress import progress_bar
 from .request import OnTokens, Request, Sampling
 from .sample import Sampler
 from .scheduler import Feed, Scheduler
 from .speculate import RULES, draft_tree, look_up, look_up_tree
+from .stream import Decode, as_searches
 from .swap import Swapper, chunk_pages
 
 __all__ = ["Engine", "Request"]
@@ -123,11 +132,8 @@ class Engine:
             swap_pages = num_pages if swaps else 0
         check_count("swap_pages", swap_pages, int(swaps))
         self.swap_pages = swap_pages
-        check_count("num_pinned", num_pinned, 0)
-        if window is None:
-            expect(num_pinned == 0, "num_pinned", "0 without a window", num_pinned)
-        else:
-            check_count("window", window, num_pinned + 1)
+        check_window(window, num_pinned)
+        if window is not None:
             expect(not prefix_cache, "prefix_cache", "False with a window", prefix_cache)
             expect(max_drafts == 0, "max_drafts", "0 with a window", max_drafts)
             expect(not swaps, "preemption", "'recompute' with a window", repr(preemption))
@@ -185,6 +191,8 @@ class Engine:
         seed: int = 0,
         place: int = 0,
         stop_tokens: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        decode: Decode | None = None,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> Request:
@@ -192,8 +200,8 @@ class Engine:
 
         Args:
           prompt: token ids, at least one.
-          max_new_tokens, temperature, top_k, top_p, seed, stop_tokens: as for `generate`, which
-            gives the same tokens to its prompt number `place`.
+          max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, stop_strings, decode: as
+            for `generate`, which gives the same tokens to its prompt number `place`.
           priority: higher goes first, and may preempt lower.
           on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
             a reason (None before) at the end.
@@ -211,10 +219,12 @@ class Engine:
         Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         check_count("place", place, 0)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
+        (search,) = as_searches([text], stop_strings, decode)
         request = Request(
             prompt=text,
             limit=min(max_new_tokens, max(self.config.context_length - len(text), 0)),
             stop_tokens=frozenset(ids.tolist()),
+            search=search,
             sampling=Sampling(float(temperature), top_k, top_p, int(seed), int(place)),
             priority=int(priority),
             number=self._num_requests,

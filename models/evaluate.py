@@ -17,7 +17,7 @@ from jax_paged.state import KVState
 from jax_paged.validation import expect
 
 from .decoder import Decoder
-from .generate import as_tokens, check_count, state_for, uninterrupted
+from .generate import as_tokens, check_count, check_window, state_for, uninterrupted
 from .steps import chunk_size, prefill
 
 
@@ -63,14 +63,16 @@ def evaluate(
     chunk: int = 512,
     context: int | None = None,
     stride: int | None = None,
+    window: int | None = None,
+    num_pinned: int = 0,
     kv_dtype: str = "auto",
     on_progress: Callable[[int], object] = lambda predicted: None,
 ) -> dict[str, Any]:
     """Perplexity of a text: exp of the mean of −log p(token | the tokens before it).
 
-    Each token but the first is predicted once. A text longer than `context` is cut into windows of
+    Each token but the first is predicted once. A text longer than `context` is cut into pieces of
     `context` tokens, each `stride` further on than the one before, that predict only the tokens
-    that no earlier window has: so each prediction sees at least context − stride tokens, save at
+    that no earlier piece has: so each prediction sees at least context − stride tokens, save at
     the start of the text. Smaller strides see more and take longer.
 
     Args:
@@ -79,12 +81,14 @@ def evaluate(
       chunk: tokens per forward step, ≥ 1.
       context: most tokens that a prediction sees; None = the model's context_length.
       stride: None = half of the context; at most the context.
+      window, num_pinned: as for `Engine`: most tokens that a token sees within its piece of the
+        text, and those of them at its start that all see. What the cache then forgets costs.
       kv_dtype: of K and V, as for `generate`.
       on_progress: called after each step with the number of tokens that it predicted.
 
     Returns:
       perplexity, nll (its logarithm, nats per token), predicted (how many tokens that is the mean
-      of), tokens (len(tokens)), context and stride.
+      of), tokens (len(tokens)), context, stride, window and num_pinned.
 
     Raises:
       ValueError: a token id or an option is out of range.
@@ -100,22 +104,25 @@ def evaluate(
     stride = max(context // 2, 1) if stride is None else stride
     check_count("stride", stride, 1)
     expect(stride <= context, "stride", f"at most context={context}", stride)
+    check_window(window, num_pinned)
     graph, params = nnx.split(model)
-    windows = list(plan_windows(len(text), context, stride))
-    longest = max(window.stop - window.start for window in windows)
-    state = state_for(model, [longest], kv_dtype)
+    pieces = list(plan_pieces(len(text), context, stride))
+    longest = max(piece.stop - piece.start for piece in pieces)
+    state = state_for(model, [longest], kv_dtype, windows=window is not None)
     row = np.zeros(1, np.int32)
     total = 0.0
-    for window in windows:
-        table, _ = pages.reserve(pages.reset(state.table), row, window.stop - window.start)
+    for piece in pieces:
+        table, _ = pages.reserve(pages.reset(state.table), row, piece.stop - piece.start)
+        if window is not None:
+            table, _ = pages.set_window(table, row, window, num_pinned)
         state = dataclasses.replace(state, table=table)
-        for start in range(window.start, window.first, chunk):
-            stop = min(start + chunk, window.first)
+        for start in range(piece.start, piece.first, chunk):
+            stop = min(start + chunk, piece.first)
             part, count = _padded(text[start:stop])
             with uninterrupted():
                 state = prefill(graph, params, state, row, count, part)
-        for start in range(window.first, window.stop, chunk):
-            stop = min(start + chunk, window.stop)
+        for start in range(piece.first, piece.stop, chunk):
+            stop = min(start + chunk, piece.stop)
             part, count = _padded(text[start:stop])
             targets, _ = _padded(text[start + 1 : stop + 1])
             with uninterrupted():
@@ -130,10 +137,12 @@ def evaluate(
         "tokens": len(text),
         "context": context,
         "stride": stride,
+        "window": window,
+        "num_pinned": num_pinned,
     }
 
 
-class Window(NamedTuple):
+class Piece(NamedTuple):
     """The tokens [start, stop) go in; those of [first, stop) predict the token after them."""
 
     start: int
@@ -141,15 +150,15 @@ class Window(NamedTuple):
     stop: int
 
 
-def plan_windows(num_tokens: int, context: int, stride: int) -> Iterator[Window]:
-    """Windows of at most `context` tokens that predict every token but the first just once.
+def plan_pieces(num_tokens: int, context: int, stride: int) -> Iterator[Piece]:
+    """Pieces of at most `context` tokens that predict every token but the first just once.
 
-    >>> [tuple(window) for window in plan_windows(8, 4, 2)]
+    >>> [tuple(piece) for piece in plan_pieces(8, 4, 2)]
     [(0, 0, 4), (2, 4, 6), (3, 6, 7)]
     """
     first, stop = 0, min(context, num_tokens - 1)
     while first < stop:
-        yield Window(stop - min(context, stop), first, stop)
+        yield Piece(stop - min(context, stop), first, stop)
         first, stop = stop, min(stop + stride, num_tokens - 1)
 
 

@@ -25,7 +25,9 @@ from . import executables
 from .config import DecoderConfig
 from .decoder import Decoder
 from .sample import Sampler
-from .steps import Chunk, Progress, Reason, admit, chunk_size, decode, plan_chunks, prefill
+from .steps import Chunk, Progress, Reason, admit, chunk_size, plan_chunks, prefill, release
+from .steps import decode as decode_steps
+from .stream import Decode, TextStream, as_searches
 
 PAGE_SIZE = 16
 PREFILL_CHUNK = 512
@@ -41,10 +43,10 @@ OnTokens = Callable[[list[list[int]], list[str | None]], None]
 class Generation:
     """What `generate` returns.
 
-    tokens: the new ids of each prompt, without the stop token.
-    stop_reasons: for each prompt "stop_token", "length" (max_new_tokens reached, or the model's
-      context used up), "pool_full" or "row_full" (no page left in the pool or in the row; what was
-      generated until then is kept) or "interrupted" (Ctrl-C).
+    tokens: the new ids of each prompt, without the stop token. A stop string is in the last ones.
+    stop_reasons: for each prompt "stop_token", "stop_string", "length" (max_new_tokens reached, or
+      the model's context used up), "pool_full" or "row_full" (no page left in the pool or in the
+      row; what was generated until then is kept) or "interrupted" (Ctrl-C).
     state: the KV state to go on with; every row and page that the call took is free again.
     seconds: time spent in "compile", "prefill" and "decode".
     prefill_tokens: prompt tokens that "prefill" covers: all but the last of each prompt, which the
@@ -68,6 +70,8 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    decode: Decode | None = None,
     state: KVState | None = None,
     kv_dtype: str = "auto",
     on_tokens: OnTokens | None = None,
@@ -92,6 +96,9 @@ def generate(
       seed: of the draws, in [0, 2**32). Each prompt has draws of its own, by its place in
         `prompts`.
       stop_tokens: ids that end a row.
+      stop_strings: texts that end a row, wherever their tokens begin and end. The row ends with
+        the token that completes one; `TextStream` gives the text before it.
+      decode: token ids to text, such as `tokenizer.decode`; needed for stop strings.
       state: pages to use; donated, so go on with `Generation.state`. Only free rows and pages are
         taken; live rows are left alone. None = a pool that is just large enough.
       kv_dtype: of that pool: "auto" (the model's dtype), or 8-bit with a scale per token and head:
@@ -113,6 +120,7 @@ def generate(
         expect(kv_dtype == "auto", "kv_dtype", "'auto' with a state, which has its own", kv_dtype)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     run = _begin(model, prompts, max_new_tokens, options, stop_tokens, state, kv_dtype, chunk)
+    run.searches = as_searches(run.texts, stop_strings, decode)
     try:
         run.prefill()
         run.decode(on_tokens)
@@ -223,7 +231,18 @@ def check_count(name: str, value: Any, least: int) -> None:
     expect(ok and bool(value >= least), name, f"an integer >= {least}", repr(value))
 
 
-def state_for(model: Decoder, lengths: Sequence[int], kv_dtype: str = "auto") -> KVState:
+def check_window(window: Any, num_pinned: Any, name: str = "num_pinned") -> None:
+    """Checks the window of a text and its pinned tokens, fewer than the window."""
+    check_count(name, num_pinned, 0)
+    if window is None:
+        expect(num_pinned == 0, name, "0 without a window", num_pinned)
+    else:
+        check_count("window", window, num_pinned + 1)
+
+
+def state_for(
+    model: Decoder, lengths: Sequence[int], kv_dtype: str = "auto", *, windows: bool = False
+) -> KVState:
     """A state with a row and enough pages for each of `lengths` tokens.
 
     Sizes are rounded up to three leading bits (at most a quarter more), so that similar calls share
@@ -236,6 +255,7 @@ def state_for(model: Decoder, lengths: Sequence[int], kv_dtype: str = "auto") ->
         max_seqs=len(needs),
         pages_per_seq=_round_up(max(needs)),
         kv_dtype=kv_dtype,
+        windows=windows,
     )
 
 
@@ -354,6 +374,7 @@ class Run:
         self._fixed = [jnp.asarray(x) for x in (rows, limits, stop_tokens)]
         self.reasons = np.where(limits > 0, Reason.RUNNING, Reason.LENGTH).astype(np.int32)
         self.tokens: list[list[int]] = [[] for _ in texts]
+        self.searches: list[TextStream | None] = [None] * len(texts)  # for stop strings
         self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
         self.prefill_tokens = 0
 
@@ -364,7 +385,7 @@ class Run:
             compile_ahead(self.seconds, prefill, self.graph, *self._prefill_call(part))
         if (self.reasons == Reason.RUNNING).any():
             call = self._decode_call(self._progress(), 1)
-            compile_ahead(self.seconds, decode, self.graph, *call, **self.options)
+            compile_ahead(self.seconds, decode_steps, self.graph, *call, **self.options)
 
     def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows that want pages, and for how many tokens."""
@@ -421,14 +442,18 @@ class Run:
             if (self.reasons == Reason.RUNNING).any():
                 call = self._decode_call(progress, num_steps)
                 if program is None:
-                    program = compile_ahead(self.seconds, decode, self.graph, *call, **self.options)
+                    program = compile_ahead(
+                        self.seconds, decode_steps, self.graph, *call, **self.options
+                    )
                 start = time.perf_counter()
                 with uninterrupted():
                     self.state, progress, out = program(*call)
+                    self.reasons = np.asarray(progress.reasons)
                     new = [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
+                    if self._cut_at_stop_strings(new):
+                        progress = dataclasses.replace(progress, reasons=jnp.asarray(self.reasons))
                     for tokens, more in zip(self.tokens, new, strict=True):
                         tokens.extend(more)
-                    self.reasons = np.asarray(progress.reasons)
                 seconds = time.perf_counter() - start
                 self.seconds["decode"] += seconds
                 if seconds < _SHORT_SECONDS:
@@ -440,13 +465,29 @@ class Run:
             if not (self.reasons == Reason.RUNNING).any():
                 return
 
+    def _cut_at_stop_strings(self, new: list[list[int]]) -> bool:
+        """Cuts the new tokens behind stop strings and stops those rows; False without any."""
+        ended = np.zeros(len(new), np.bool_)
+        for i, search in enumerate(self.searches):
+            for count, token in enumerate(new[i], 1):
+                if search is not None and search.is_stopped_by(token):
+                    del new[i][count:]
+                    ended[i] = True
+                    break
+        if ended.any():
+            self._stop(ended, Reason.STOP_STRING)
+        return bool(ended.any())
+
+    def _stop(self, which: np.ndarray, reason: Reason) -> None:
+        """Stops rows for a reason and gives back what they have."""
+        live = ~np.asarray(pages.free_rows(self.state.table))[self.rows]
+        table, _ = release(self.state.table, np.where(which & live, self.rows, -1))
+        self.state = dataclasses.replace(self.state, table=table)
+        self.reasons = np.where(which, np.int32(reason), self.reasons)
+
     def interrupt(self) -> None:
         """Gives back what the rows that still run have taken."""
-        running = self.reasons == Reason.RUNNING
-        live = ~np.asarray(pages.free_rows(self.state.table))[self.rows]
-        table, _ = pages.release(self.state.table, np.where(running & live, self.rows, -1))
-        self.state = dataclasses.replace(self.state, table=table)
-        self.reasons = np.where(running, np.int32(Reason.INTERRUPTED), self.reasons)
+        self._stop(self.reasons == Reason.RUNNING, Reason.INTERRUPTED)
 
     def result(self) -> Generation:
         """What there is now."""

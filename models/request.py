@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .stream import TextStream
+
 OnTokens = Callable[[list[int], str | None], None]
 
 
@@ -28,14 +30,15 @@ class Request:
     """One request. `Engine.submit` makes it; read tokens, reason, detail and the counters.
 
     tokens: the new ids so far, without the stop token.
-    reason: None while it goes on, else "stop_token", "length" (max_new_tokens reached, or the
-      model's context used up), "cancelled" or "refused".
+    reason: None while it goes on, else "stop_token", "stop_string" (the last tokens hold it),
+      "length" (max_new_tokens reached, or the model's context used up), "cancelled" or "refused".
     detail: why it was refused.
     """
 
     prompt: np.ndarray  # i32[n]
     limit: int  # most new tokens
     stop_tokens: frozenset[int]
+    search: TextStream | None  # for stop strings
     sampling: Sampling
     priority: int
     number: int  # in the order of arrival
@@ -99,6 +102,9 @@ class Request:
                 self.reason = "stop_token"
                 break
             kept.append(token)
+            if self.search is not None and self.search.is_stopped_by(token):
+                self.reason = "stop_string"
+                break
             if len(self.tokens) + len(kept) == self.limit:
                 self.reason = "length"
                 break

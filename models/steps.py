@@ -35,6 +35,7 @@ class Reason(enum.IntEnum):
     POOL_FULL = 3
     ROW_FULL = 4
     INTERRUPTED = 5
+    STOP_STRING = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +136,7 @@ def make_room(
 
 
 admit = jax.jit(make_room)
+release = jax.jit(pages.release)
 
 
 @jax.tree_util.register_dataclass

@@ -106,13 +106,12 @@ def test_kv_dtype_reaches_the_pages(run, loaded):
 def test_several_prompts_come_in_order_under_their_names(run, loaded, tmp_path):
     lines = tmp_path / "prompts.txt"
     lines.write_text("second one\n\n  third\n", encoding="utf-8")
-    code, out, _ = run("generate", "first", "--file", lines, *LENGTH)
+    code, out, err = run("generate", "first", "--file", lines, *LENGTH)
     assert code == 0
     prompts = ["first", "second one", "  third"]
-    expected = ""
-    for number, prompt in enumerate(prompts, 1):
-        expected += f"--- {number} of 3: {prompt.strip()}\n{continuation(loaded, prompt)[1]}\n"
-    assert out == expected
+    assert out == "".join(continuation(loaded, prompt)[1] + "\n" for prompt in prompts)
+    names = [f"--- {number} of 3: {prompt.strip()}" for number, prompt in enumerate(prompts, 1)]
+    assert err.splitlines()[:3] == names
 
 
 def test_several_prompts_share_a_pool_that_is_too_small_for_all(run, loaded):
@@ -142,6 +141,24 @@ def test_prompts_come_from_stdin(run, loaded, monkeypatch):
     assert out == continuation(loaded, "Hello")[1] + "\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "prompt"), [("Hello\n", "Hello"), ("a\n\nb \n\n", "a\n\nb \n"), ("x\r\n", "x")]
+)
+def test_without_a_prompt_all_of_stdin_is_one(run, loaded, monkeypatch, given, prompt):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+    code, out, _ = run("generate", *LENGTH)
+    assert (code, out) == (0, continuation(loaded, prompt)[1] + "\n")
+
+
+@pytest.mark.parametrize("stdin", ["a terminal", "empty", "closed"])
+def test_no_prompt_at_all_is_one_line(run, monkeypatch, stdin):
+    monkeypatch.setattr(cli, "open_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    file = io.TextIOWrapper(io.BytesIO(b"never read" if stdin == "a terminal" else b""))
+    file.isatty = lambda: stdin == "a terminal"
+    monkeypatch.setattr("sys.stdin", None if stdin == "closed" else file)
+    assert_one_line_error(run("generate"), "no prompt given: expected PROMPT, a text on stdin or")
+
+
 def test_json_has_one_object_per_line(run, loaded):
     code, out, _ = run("generate", "Hello", "you", "--json", *LENGTH)
     assert code == 0
@@ -157,14 +174,37 @@ def test_chat_applies_the_template(run, loaded):
     assert out == continuation(loaded, "<Hello>")[1] + "\n"
 
 
-def test_stop_tokens_by_text_and_by_id(run, loaded):
+def test_a_stop_id_ends_the_text(run, loaded):
     tokens, _ = continuation(loaded, "Hello")
-    stop = next(token for token in tokens[1:] if loaded[2].decode([token]) != "\ufffd")
-    for flags in (["--stop", loaded[2].decode([stop])], ["--stop-id", stop]):
-        _, out, _ = run("generate", "Hello", "--json", *LENGTH, *flags)
-        entry = json.loads(out)
-        assert entry["tokens"] == tokens[: tokens.index(stop)]
-        assert entry["stop_reason"] == "stop_token"
+    stop = tokens[3]
+    _, out, _ = run("generate", "Hello", "--json", *LENGTH, "--stop-id", stop)
+    entry = json.loads(out)
+    assert entry["tokens"] == tokens[: tokens.index(stop)]
+    assert entry["stop_reason"] == "stop_token"
+
+
+@pytest.mark.parametrize("prompts", [["Hello"], ["Hello", "you"]])
+def test_the_text_ends_before_a_stop_string_over_several_tokens(run, loaded, prompts):
+    options = {"temperature": 1.0, "seed": 3, "max_new_tokens": 40}
+    flags = ["--temperature", 1.0, "--seed", 3, "--max-new-tokens", 40]
+    tokens, text = continuation(loaded, "Hello", **options)
+    begin = next(i for i in range(3, len(text)) if text[i : i + 2].isascii())
+    stop = text[begin : begin + 2]
+    _, out, _ = run("generate", *prompts, *flags, "--stop", stop)
+    assert out.splitlines()[0] == text[: text.index(stop)]
+    _, out, _ = run("generate", *prompts, "--json", *flags, "--stop", "<none>", "--stop", stop)
+    entry = json.loads(out.splitlines()[0])
+    assert (entry["text"], entry["stop_reason"]) == (text[: text.index(stop)], "stop_string")
+    assert entry["tokens"] == tokens[: len(entry["tokens"])]
+    assert loaded[2].decode(entry["tokens"]).endswith(stop)
+
+
+def test_a_special_token_is_a_stop_by_its_name(run, monkeypatch, loaded):
+    asked = {}
+    monkeypatch.setattr(cli, "generate", lambda *_, **given: asked.update(given) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("generate", "Hello", *LENGTH, "--stop", "<eos>", "--stop", "a\n", "--stop-id", 7)
+    assert (asked["stop_tokens"], asked["stop_strings"]) == ([7, 256], ["a\n"])
 
 
 def test_the_models_own_end_token_stops(run, checkpoint, tmp_path, loaded):
@@ -234,7 +274,6 @@ def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
         (["--pages", "0", "a"], ["pages: expected an integer >= 1, got 0"]),
         (["--dtype", "float16", "a"], ["--dtype", "float16", "bfloat16"]),
         (["--bogus", "a"], ["--bogus"]),
-        ([], ["no prompt given: expected PROMPT or a --file"]),
         (["--file", "/nowhere/prompts"], ["/nowhere/prompts: No such file or directory"]),
         (["--file", "/"], ["/: Is a directory"]),
         (["bad\udcff"], ["prompt 1: expected UTF-8 text, got 'bad\\udcff'"]),
@@ -250,7 +289,8 @@ def test_bad_arguments_are_refused_before_the_weights_are_loaded(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["a", "--stop", "two"], ["--stop: expected the text of one token, got 'two': 3 tokens"]),
+        (["a", "--stop", ""], ["--stop: expected a text that is not empty"]),
+        (["a", "--stop", "\n<eos>"], ["--stop: expected a text without special tokens, or one"]),
         (["a", "--stop-id", "999"], ["stop_tokens[1]: expected a token id in [0, vocab_size=257)"]),
         (["a", ""], ["prompts[1]: expected a non-empty list of token ids"]),
     ],
@@ -406,6 +446,17 @@ def test_8_bit_weights_generate(run, checkpoint, weight_dtype):
     assert (code, out) == (0, continuation(model, "Hello")[1] + "\n")
 
 
+def test_eval_prints_json_with_its_window(run, loaded, tmp_path):
+    file = tmp_path / "text"
+    file.write_text("to be pinned or not to be seen")
+    flags = ["--window", 8, "--pinned", 2, "--weight-dtype", "int8", "--json"]
+    code, out, _ = run("eval", file, *flags)
+    figures = json.loads(out)
+    assert (code, figures["window"], figures["num_pinned"]) == (0, 8, 2)
+    want = evaluate(loaded[0], loaded[2].encode(file.read_text()), window=8, num_pinned=2)
+    assert figures["unquantised_perplexity"] == pytest.approx(want["perplexity"], rel=1e-5)
+
+
 def test_eval_in_bf16_is_close(run, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog.")
@@ -425,6 +476,7 @@ def test_eval_in_bf16_is_close(run, tmp_path):
         (b"abc", ["--chunk", "0"], ["chunk: expected an integer >= 1, got 0"]),
         (b"abc", ["--context", "65"], ["context: expected at most context_length=64, got 65"]),
         (b"abc", ["--context", "8", "--stride", "9"], ["stride: expected at most context=8"]),
+        (b"abc", ["--pinned", "3"], ["pinned: expected 0 without a window, got 3"]),
         (None, [], ["text: No such file or directory"]),
     ],
 )

@@ -152,6 +152,29 @@ def test_a_model_whose_layers_have_windows_is_served():
         assert request.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"max_drafts": 3}])
+def test_a_stop_string_over_several_tokens_ends_a_request(make, alone, options):
+    def letters(ids):
+        return "".join(chr(0x100 + i) for i in ids)
+
+    full = [alone(prompt) for prompt in PROMPTS]
+    stop = letters(full[0][4:7])
+    end = letters(full[0]).index(stop) + 3
+    engine = make(**options)
+    pieces = []
+    first = engine.submit(
+        PROMPTS[0], max_new_tokens=NEW, stop_strings=[stop], decode=letters,
+        on_tokens=lambda new, reason: pieces.append((new, reason)),
+    )  # fmt: skip
+    others = submit_all(engine, PROMPTS[1:], stop_strings=["no such text"], decode=letters)
+    engine.run()
+    assert (first.tokens, first.reason) == (full[0][:end], "stop_string")
+    assert list(chain(*(new for new, _ in pieces))) == first.tokens
+    assert [r.tokens for r in others] == full[1:]
+    engine.clear_cache()
+    assert_empty(engine)
+
+
 def test_a_stop_token_ends_a_request_and_is_not_kept(make, alone):
     full = alone(PROMPTS[0])
     engine = make()

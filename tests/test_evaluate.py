@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_paged.models import Decoder, evaluate, score
-from jax_paged.models.evaluate import plan_windows
+from jax_paged.models.evaluate import plan_pieces
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import small_config
 
@@ -61,16 +61,15 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(model):
     assert evaluate(blank, LONG)["perplexity"] == pytest.approx(64, rel=1e-5)
 
 
-def test_a_long_text_is_scored_in_windows_that_each_predict_new_tokens(model):
+def test_a_long_text_is_scored_in_pieces_that_each_predict_new_tokens(model):
     told = []
     result = evaluate(model, LONG, context=16, stride=6, chunk=5, on_progress=told.append)
     total = 0.0
     for position in range(1, len(LONG)):
-        window = next(w for w in plan_windows(len(LONG), 16, 6) if position <= w.stop)
-        logits = score(model, LONG[window.start : window.stop])
-        total += losses(logits, LONG[window.start + 1 : window.stop + 1])[
-            position - 1 - window.start
-        ]
+        piece = next(p for p in plan_pieces(len(LONG), 16, 6) if position <= p.stop)
+        logits = score(model, LONG[piece.start : piece.stop])
+        each = losses(logits, LONG[piece.start + 1 : piece.stop + 1])
+        total += each[position - 1 - piece.start]
     assert result["nll"] == pytest.approx(total / 76, abs=1e-5)
     assert sum(told) == result["predicted"] == 76
     assert (result["context"], result["stride"]) == (16, 6)
@@ -80,14 +79,44 @@ def test_a_long_text_is_scored_in_windows_that_each_predict_new_tokens(model):
     ("num_tokens", "context", "stride"),
     [(2, 1, 1), (9, 8, 4), (100, 8, 1), (100, 8, 8), (77, 16, 6), (33, 32, 16), (5, 100, 50)],
 )
-def test_windows_predict_each_token_once_with_enough_context(num_tokens, context, stride):
-    windows = list(plan_windows(num_tokens, context, stride))
-    predicted = [t + 1 for w in windows for t in range(w.first, w.stop)]
+def test_pieces_predict_each_token_once_with_enough_context(num_tokens, context, stride):
+    pieces = list(plan_pieces(num_tokens, context, stride))
+    predicted = [t + 1 for p in pieces for t in range(p.first, p.stop)]
     assert predicted == list(range(1, num_tokens))
-    for window in windows:
-        assert 0 <= window.start <= window.first < window.stop
-        assert window.stop - window.start <= context
-        assert window.start == 0 or window.first + 1 - window.start > context - stride
+    for piece in pieces:
+        assert 0 <= piece.start <= piece.first < piece.stop
+        assert piece.stop - piece.start <= context
+        assert piece.start == 0 or piece.first + 1 - piece.start > context - stride
+
+
+@pytest.mark.parametrize("chunk", [5, 512])
+def test_a_window_is_that_of_a_model_whose_layers_have_it(model, chunk):
+    raw = {"vocab_size": 64, "head_dim": 8, "max_position_embeddings": 32}
+    slides = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
+    configs = [small_config("qwen3", **raw), small_config("qwen3", **raw, **slides)]
+    whole, windowed = (Decoder(config, random_source(config, seed=1)) for config in configs)
+    options = {"context": 20, "stride": 9, "chunk": chunk}
+    result = evaluate(whole, LONG, window=6, **options)
+    assert result["nll"] == pytest.approx(evaluate(windowed, LONG, **options)["nll"], abs=1e-5)
+    assert abs(result["nll"] - evaluate(whole, LONG, **options)["nll"]) > 1e-3
+    assert (result["window"], result["num_pinned"]) == (6, 0)
+
+
+def test_pinned_tokens_are_seen_by_all_and_the_others_by_none(model):
+    """With a window of the pinned tokens and itself, a token between them matters to nobody."""
+
+    def total(changes, **options):
+        text = [changes.get(i, token) for i, token in enumerate(TEXT)]
+        return 31 * evaluate(model, text, **options)["nll"]
+
+    for options, adds_up in (({"window": 4, "num_pinned": 3}, True), ({}, False)):
+        none, one, two, both = (
+            total(changes, **options) for changes in ({}, {8: 1}, {20: 2}, {8: 1, 20: 2})
+        )
+        assert (abs(both - one - two + none) < 1e-4) == adds_up
+    pinned = [total({1: token}, window=4, num_pinned=3) for token in (1, 2)]
+    free = [total({1: token}, window=1) for token in (1, 2)]
+    assert abs(pinned[0] - pinned[1] - free[0] + free[1]) > 1e-3
 
 
 def test_perplexity_of_impossible_tokens_is_infinite_and_no_error(model):
@@ -109,6 +138,8 @@ def test_perplexity_of_impossible_tokens_is_infinite_and_no_error(model):
         (TEXT, {"context": 33}, "context: expected at most context_length=32, got 33"),
         (TEXT, {"context": 8, "stride": 9}, "stride: expected at most context=8, got 9"),
         (TEXT, {"stride": 0}, "stride: expected an integer >= 1, got 0"),
+        (TEXT, {"num_pinned": 2}, "num_pinned: expected 0 without a window, got 2"),
+        (TEXT, {"window": 2, "num_pinned": 2}, "window: expected an integer >= 3, got 2"),
     ],
 )
 def test_bad_calls_of_evaluate_are_refused(model, tokens, options, message):

@@ -119,6 +119,33 @@ def test_prompts_longer_than_a_prefill_chunk_give_the_same(model, expected, monk
     assert result.prefill_tokens == sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
+def letters(ids) -> str:
+    """A text with a letter for each id."""
+    return "".join(chr(0x100 + i) for i in ids)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 32])
+def test_a_stop_string_over_several_tokens_ends_its_row_alone(model, expected, chunk):
+    stop = letters(expected[1][3:6])
+    end = letters(expected[1]).index(stop) + 3
+    assert all(stop not in letters(new) for i, new in enumerate(expected) if i != 1)
+    pieces = []
+    result = run(
+        model, chunk=chunk, stop_strings=["no such text", stop], decode=letters,
+        on_tokens=lambda new, _: pieces.extend(new[1]),
+    )  # fmt: skip
+    assert result.tokens == [expected[0], expected[1][:end], *expected[2:]]
+    assert result.stop_reasons == ["length", "stop_string", "length", "length"]
+    assert pieces == result.tokens[1]
+    assert_all_free(result.state)
+
+
+def test_stop_strings_are_not_looked_for_in_the_prompt(model, expected):
+    stop = letters([*PROMPTS[0][-1:], expected[0][0]])
+    result = run(model, PROMPTS[:1], stop_strings=[stop], decode=letters)
+    assert result.tokens == [expected[0]]
+
+
 def test_chunks_hold_every_token_once_in_row_order():
     texts = [np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate((5, 0, 21, 1, 3))]
     for size in (1, 4, 7, 16, 64):

@@ -1,10 +1,12 @@
 """Text comes out whole characters at a time, and adds up to what the tokens say."""
 
+import random
+
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jax_paged.models.stream import TextStream
+from jax_paged.models.stream import TextStream, as_searches
 
 TEXT = "caf\u00e9 \u20ac5 \U0001f600\U0001f680 na\u00efve \u4f60\u597d end"
 
@@ -99,3 +101,70 @@ def test_tokens_without_text_do_not_lose_the_space_behind_them():
     tokenizer = byte_fallback()
     stream = TextStream(lambda ids: tokenizer.decode([i for i in ids if i != 300]), [256])
     assert [stream.push([i]) for i in (300, 300, 259)] == ["", "", " end"]
+
+
+STOPS = ["END", "N!", "\u00e9\u00e9", "aab"]
+
+
+def up_to_stop(text: str) -> str:
+    """What stands before the first of the STOPS that is complete."""
+    for end in range(len(text) + 1):
+        whole = [stop for stop in STOPS if text[:end].endswith(stop)]
+        if whole:
+            return text[: end - max(map(len, whole))]
+    return text
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "an END.",
+        "EN EEND",
+        "EN!D",
+        "caf\u00e9\u00e9 x",
+        "aaaaab",
+        "EN",
+        "\u00e9",
+        "END",
+        "",
+        "aaENb",
+    ],
+)
+def test_text_ends_before_a_stop_string_wherever_its_tokens_end(text, group):
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text).ids
+    stream = TextStream(tokenizer.decode, tokenizer.encode("EN").ids, STOPS)
+    told = ""
+    for start in range(0, len(ids), group):
+        told += stream.push(ids[start : start + group])
+        assert up_to_stop(text).startswith(told)  # a start of a stop string is held back
+    assert told + stream.finish() == up_to_stop(text)
+    assert stream.stopped == (up_to_stop(text) != text)
+
+
+def test_stop_strings_are_found_in_random_texts():
+    rng = random.Random(0)
+    tokenizer = byte_level()
+    for _ in range(300):
+        text = "".join(rng.choices("ENDab!\u00e9", k=rng.randrange(30)))
+        ids = tokenizer.encode(text).ids
+        stream, told = TextStream(tokenizer.decode, [], STOPS), ""
+        while ids:
+            size = rng.randrange(1, 4)
+            told, ids = told + stream.push(ids[:size]), ids[size:]
+        assert told + stream.finish() == up_to_stop(text)
+
+
+@pytest.mark.parametrize(
+    ("stop_strings", "decode", "message"),
+    [
+        ("END", str, r"^stop_strings: expected a list of texts that are not empty, got 'END'$"),
+        (["a", ""], str, r"^stop_strings: expected a list of texts that are not empty, got"),
+        ([5], str, r"^stop_strings: expected a list of texts that are not empty, got \[5\]$"),
+        (["a"], None, r"^decode: expected a function from token ids to text, got None$"),
+    ],
+)
+def test_bad_stop_strings_are_refused(stop_strings, decode, message):
+    with pytest.raises(ValueError, match=message):
+        as_searches([[1]], stop_strings, decode)
