@@ -265,7 +265,7 @@ def test_ctrl_c_in_a_callback_keeps_what_there_is(model, expected):
     assert again.tokens == expected
 
 
-@pytest.mark.parametrize("program", ["prefill", "decode"])
+@pytest.mark.parametrize("program", ["prefill", "decode_steps"])
 def test_ctrl_c_during_a_device_call_never_loses_the_state(model, expected, monkeypatch, program):
     real, compiled = getattr(generate_module, program), generate_module.compiled
 
