@@ -133,13 +133,16 @@ class PageTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepBatch:
-    """What a forward step needs: S rows and their T flat tokens, row after row, then padding."""
+    """What a forward step needs: S rows and their T flat tokens, row after row, then padding.
+
+    The tokens of a row of -1 are padding, too, in the row's place.
+    """
 
     page_table: jax.Array  # i32[S, pages_per_seq]
     seq_lens: jax.Array  # i32[S], including this step's tokens; 0 for a row of -1
     cu_q_lens: jax.Array  # i32[S + 1], where each row's tokens start
     num_seqs: jax.Array  # i32[1], rows up to the last one that takes part
-    slot_mapping: jax.Array  # i32[T], page * page_size + offset; -1 for padding
+    slot_mapping: jax.Array  # i32[T], page * page_size + offset; -1 for padding, only for that
     positions: jax.Array  # i32[T], place of the token in its row, or in its tree; 0 for padding
     # None unless the step was given tree_parents; else what `ragged_paged_attention` takes.
     tree: jax.Array | None = None  # i32[S, max_tree, 2]

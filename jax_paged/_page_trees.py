@@ -37,14 +37,13 @@ class NewNodes(NamedTuple):
 
 
 def read_parents(
-    table: PageTable, rows: jax.Array, q_lens: jax.Array, tree_parents: jax.Array
-) -> NewNodes:
-    """Checks the parents of a step's tokens; rows are safe ids, q_lens 0 for rows left alone."""
-    size = tree_parents.shape[0]
-    q_lens = jnp.clip(q_lens, 0, size + 1)
-    owner, index = token_owners(q_lens, size)
+    table: PageTable, rows: jax.Array, takes_part: jax.Array, ends: jax.Array,
+    tree_parents: jax.Array,
+) -> NewNodes:  # fmt: skip
+    """Checks the parents of a step's tokens; rows are safe ids, ends those of `token_ends`."""
+    owner, index = token_owners(ends, tree_parents.shape[0])
     node = table.tree_sizes[rows][owner] + index
-    in_batch = index < q_lens[owner]
+    in_batch = takes_part[owner] & (index < jnp.diff(ends, prepend=0)[owner])
     is_node = in_batch & (tree_parents != NO_TREE)
     is_bad = is_node & ((tree_parents < -1) | (tree_parents >= node))
 
@@ -55,16 +54,22 @@ def read_parents(
     return NewNodes(grows, in_row(is_bad) | (grows & in_row(in_batch & ~is_node)))
 
 
-def token_owners(q_lens: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+def token_ends(q_lens: jax.Array, size: int) -> jax.Array:
+    """Where the tokens of each row end in a flat batch of `size`; size + 1 for all beyond it."""
+    ends = jnp.cumsum(jnp.clip(q_lens, 0, size + 1), dtype=jnp.int32)
+    # A sum that does not fit i32 first turns negative, which as u32 is large, and stays so.
+    return jnp.minimum(jax.lax.cummax(ends.astype(jnp.uint32)), size + 1).astype(jnp.int32)
+
+
+def token_owners(ends: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Of each of `size` flat tokens: its row, and which of the row's tokens it is.
 
-    For padding the latter is not below the row's q_len.
+    For padding at the end the latter is not below the row's q_len.
     """
-    number = jnp.arange(q_lens.shape[0], dtype=jnp.int32)
-    ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-    starts = ends - q_lens
+    number = jnp.arange(ends.shape[0], dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     # Each row marks its first token, and the mark carries on.
-    first_token = jnp.where(q_lens > 0, starts, size)
+    first_token = jnp.where(ends > starts, starts, size)
     marks = jnp.zeros(size, jnp.int32).at[first_token].set(number, mode="drop")
     owner = jax.lax.cummax(marks)
     return owner, jnp.arange(size, dtype=jnp.int32) - starts[owner]

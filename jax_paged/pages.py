@@ -59,7 +59,7 @@ from jax_paged._page_table import (
     replace,
     stored_lens,
 )
-from jax_paged._page_trees import NO_TREE, commit_tree, read_parents, token_owners
+from jax_paged._page_trees import NO_TREE, commit_tree, read_parents, token_ends, token_owners
 from jax_paged._page_windows import find_slides, set_window, slide
 from jax_paged.tree import intervals_of
 from jax_paged.validation import as_index, check_shape
@@ -170,9 +170,10 @@ def step_batch(
 ) -> tuple[PageTable, StepBatch, jax.Array]:  # fmt: skip
     """Appends q_lens[i] tokens to row i and tells where they go; once per step, after `reserve`.
 
-    The flat batch holds the tokens of rows[0], then those of rows[1], and so on without gaps, then
-    padding. A row of -1 or with q_len 0 has none, so token i is rows[i]'s only if every row before
-    it brings exactly one.
+    The flat batch holds q_lens[0] tokens of rows[0], then q_lens[1] of rows[1], and so on, then
+    padding. A row of -1 keeps the places of its tokens: they are padding that counts to the row. So
+    where a token lies depends on q_lens alone, and with one token per row token i is rows[i]'s,
+    whichever rows take part.
 
     The batch of a table with windows also has `sliding_window`, `num_pinned` and `slot_offset`, for
     `ragged_paged_attention`. Lengths and positions count the tokens that have slid away, slots do
@@ -180,7 +181,7 @@ def step_batch(
 
     Args:
       rows: integers [S].
-      q_lens: integers [S] or a scalar, new tokens per row.
+      q_lens: integers [S] or a scalar, new tokens per row; for a row of -1, places to keep free.
       num_tokens: T, the static size of the flat batch; None = S.
       tree_parents: integers [T]: the tokens are nodes of token trees. A row's nodes are numbered as
         they come, over several steps until `commit_tree`; the parent of a node is an earlier one,
@@ -211,9 +212,10 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
     page_size = table.page_size
     takes_part, bad, safe = look_up(rows, table.max_seqs)
     old_lens, old_nodes = table.seq_lens[safe], table.tree_sizes[safe]
+    ends = token_ends(q_lens, size)
     grows = wrong = overgrown = jnp.zeros((), jnp.bool_)
     if tree_parents is not None:
-        grows, wrong = read_parents(table, safe, jnp.where(takes_part, q_lens, 0), tree_parents)
+        grows, wrong = read_parents(table, safe, takes_part, ends, tree_parents)
         overgrown = grows & (q_lens > table.max_tree - old_nodes)
         if table.windows is not None:
             # Attention tells pinned tokens by their slots, which in a tree are not their positions.
@@ -229,19 +231,15 @@ def _step_batch(table, rows, q_lens, tree_parents, size):
         (takes_part & wrong, Status.BAD_ROW),
         (takes_part & (q_lens > 0) & (old_nodes > 0) & ~grows, Status.UNCOMMITTED_TREE),
         (takes_part & (too_long | overgrown), Status.ROW_FULL),
+        (takes_part & (q_lens > 0) & (ends > size), Status.BAD_ROW),
     )
-    # No overflow: these slots are in no other row, so there are num_pages * page_size at most.
-    q_lens = jnp.where(takes_part & (status == code(Status.OK)), q_lens, 0)
-    past_end = (q_lens > 0) & (jnp.cumsum(q_lens, dtype=jnp.int32) > size)
-    status = jnp.where(past_end, code(Status.BAD_ROW), status)
-
     live = takes_part & all_ok(status)
     q_lens = jnp.where(live, q_lens, 0)
     seq_lens = jnp.where(live, old_lens + q_lens, 0)
     pages = jnp.where(live[:, None], table.page_table[safe], -1)
-    ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-    owner, number_in_row = token_owners(q_lens, size)
-    in_batch = jnp.arange(size, dtype=jnp.int32) < ends[-1]
+    ends = jnp.where(all_ok(status), jnp.minimum(ends, size), 0)
+    owner, number_in_row = token_owners(ends, size)
+    in_batch = number_in_row < q_lens[owner]
     places = jnp.where(in_batch, old_lens[owner] + number_in_row, 0)
     in_row = jnp.where(in_batch, stored[owner] + number_in_row, 0)
     slots = pages[owner, in_row // page_size] * page_size + in_row % page_size

@@ -374,8 +374,7 @@ class Decoder(_Projections):
         cos, sin = rope_tables(
             first.positions, config.rope.frequencies(config.head_dim), config.rope.attention_factor
         )
-        end = first.cu_q_lens[first.num_seqs.reshape(())]
-        live = jnp.arange(x.shape[0], dtype=jnp.int32) < end
+        live = first.slot_mapping >= 0
         steps = [
             _Step(batch, cos, sin, live, group.layout, self.implementation)
             for batch, group in zip(batches, groups, strict=True)

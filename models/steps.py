@@ -188,15 +188,9 @@ def decode(
         running = reasons == int(Reason.RUNNING)
 
         table, batch, _ = pages.step_batch(table, jnp.where(running, rows, -1), 1)
-        place = batch.cu_q_lens[:-1]  # running rows stand side by side in the flat batch
-        tokens = jnp.zeros(num_rows, jnp.int32)
-        tokens = tokens.at[jnp.where(running, place, num_rows)].set(progress.last, mode="drop")
         state = dataclasses.replace(state, table=table)
-        logits, state = model(
-            tokens, batch, state, logit_rows=jnp.minimum(place, jnp.int32(num_rows - 1))
-        )
-        index = jnp.arange(num_rows, dtype=jnp.int32)
-        new = sampler(logits, index, progress.made)
+        logits, state = model(progress.last, batch, state)
+        new = sampler(logits, jnp.arange(num_rows, dtype=jnp.int32), progress.made)
 
         stop = running & jnp.any(new[:, None] == stop_tokens[None, :], axis=1)
         kept = running & ~stop

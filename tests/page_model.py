@@ -157,9 +157,9 @@ class Model:
         """The parents of each row's tokens, as far as the batch reaches."""
         parents, found = list(parents), []
         for row, q_len in zip(rows, q_lens, strict=True):
-            mine = parents[: max(0, q_len)] if row != -1 else []
+            mine = parents[: max(0, q_len)]
             del parents[: len(mine)]
-            found.append(mine)
+            found.append(mine if row != -1 else [])
         return found
 
     def step(
@@ -171,6 +171,7 @@ class Model:
         for row, q_len, nodes in zip(rows, q_lens, nodes_of, strict=True):
             has = self.rows.get(row)
             grows = any(parent != NO_TREE for parent in nodes)
+            used += max(0, q_len)
             if row == -1:
                 status = Status.OK
             elif row == STALE:
@@ -189,15 +190,16 @@ class Model:
             elif q_len > self.room(has) or (grows and len(has.tree) + q_len > self.config.max_tree):
                 status = Status.ROW_FULL
             else:
-                used += q_len
                 fits = q_len == 0 or used <= self.config.batch_tokens
                 status = Status.OK if fits else Status.BAD_ROW
             statuses.append(status)
         if not any(statuses):
             values = list(values)
             for row, q_len, nodes in zip(rows, q_lens, nodes_of, strict=True):
+                mine = values[: max(0, q_len)]
+                del values[: len(mine)]
                 if row != -1:
-                    self.rows[row].tokens += [values.pop(0) for _ in range(q_len)]
+                    self.rows[row].tokens += mine
                     self.rows[row].tree += [p for p in nodes if p != NO_TREE]
         return statuses
 

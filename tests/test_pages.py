@@ -219,19 +219,21 @@ def test_rows_of_minus_one_take_no_part():
 # Step batch
 
 
-def test_step_batch_packs_tokens_in_the_order_of_the_rows():
+def test_step_batch_lays_tokens_out_by_their_counts():
     table = grow(make(page_size=4), [0, 1], [3, 4])
     table, _ = pages.reserve(table, [0, 1, 2], 4)
-    table, batch, status = pages.step_batch(table, [1, -1, 2, 0, -1], [2, 9, 0, 3, 9], num_tokens=8)
+    table, batch, status = pages.step_batch(
+        table, [1, -1, 2, 0, -1], [2, 1, 0, 3, 2**40], num_tokens=8
+    )
     assert status.tolist() == [OK] * 5
     assert held(table, 0) == [0, 2]
     assert held(table, 1) == [1, 3]
     assert held(table, 2) == [4]
-    assert batch.cu_q_lens.tolist() == [0, 2, 2, 2, 5, 5]
+    assert batch.cu_q_lens.tolist() == [0, 2, 3, 3, 6, 8]
     assert batch.num_seqs.tolist() == [4]
     assert batch.seq_lens.tolist() == [6, 0, 0, 6, 0]
-    assert batch.positions.tolist() == [4, 5, 3, 4, 5, 0, 0, 0]
-    assert batch.slot_mapping.tolist() == [12, 13, 3, 8, 9, -1, -1, -1]
+    assert batch.positions.tolist() == [4, 5, 0, 3, 4, 5, 0, 0]
+    assert batch.slot_mapping.tolist() == [12, 13, -1, 3, 8, 9, -1, -1]
     assert [row[:2] for row in batch.page_table.tolist()] == [
         [1, 3], [-1, -1], [4, -1], [0, 2], [-1, -1],
     ]  # fmt: skip
@@ -260,6 +262,13 @@ def test_rows_that_do_not_fit_the_flat_batch_are_bad():
     _, batch, status = pages.step_batch(table, [0, -1, 2, -1], [3, 2, 0, 1], num_tokens=4)
     assert status.tolist() == [OK] * 4
     assert batch.slot_mapping.tolist() == [0, 1, 2, -1]
+    wide = 2**31 - 2  # the second of them is past i32, the fourth past u32
+    for first in (-1, 0):
+        _, _, status = pages.step_batch(
+            table, [first, -1, -1, -1, 3, 1, 2], [wide] * 4 + [1, 0, 1], num_tokens=4
+        )
+        full = Status.ROW_FULL if first == 0 else OK
+        assert status.tolist() == [full, OK, OK, OK, BAD_ROW, OK, BAD_ROW]
 
 
 # As a pytree, under jit
