@@ -75,7 +75,8 @@ def paged_attention(
         tokens are left out.
       seq_lens: KV length of each row, this step's token included. 0: the row's output is exactly 0
         and its lse −inf. Lengths are clamped to [0, pages_per_seq · page_size].
-      layer: which layer of stacked pages; may be traced. Out of range: output 0.
+      layer: which layer of stacked pages; may be traced. With a traced one out of range the output
+        is 0; one that the host knows is a ValueError.
       sm_scale: factor on the logits, default head_dim ** −0.5; may be traced.
       sliding_window: how many tokens a query sees, itself included: keys j > p − sliding_window.
         None or ≤ 0: all. A scalar, or [num_seqs] for one of each row. May be traced. Pages wholly

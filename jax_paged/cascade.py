@@ -18,7 +18,14 @@ from jax_paged._ffi import Implementation
 from jax_paged.attention import paged_attention, ragged_paged_attention
 from jax_paged.layout import Layout, pages_shape
 from jax_paged.merge import merge_attention_states
-from jax_paged.validation import as_index, check_scale, check_shape, expect
+from jax_paged.validation import (
+    as_index,
+    check_layer,
+    check_pages,
+    check_scale,
+    check_shape,
+    expect,
+)
 
 
 class CascadeLevel(NamedTuple):
@@ -110,6 +117,7 @@ def cascade_attention(
         expect(cu_q_lens.shape[0] >= 1, "cu_q_lens", "at least one element", 0)
         batch_rows = cu_q_lens.shape[0] - 1
     levels = _check_levels(levels, batch_rows)
+    k_shape, _ = check_pages(k_pages, v_pages, layout, layer)
     expect(
         sinks is None or any(level.row_groups is None for level in levels),
         "sinks",
@@ -126,7 +134,7 @@ def cascade_attention(
         num_seqs = as_index("num_seqs", num_seqs)
     options = {
         "alibi_slopes": alibi_slopes,
-        "layer": None if layer is None else as_index("layer", layer),
+        "layer": None if layer is None else check_layer(layer, k_shape.num_layers),
         "sm_scale": check_scale("sm_scale", q.shape[-1] ** -0.5 if sm_scale is None else sm_scale),
         "k_scale": np.float32(k_scale) if isinstance(k_scale, float) else k_scale,
         "v_scale": np.float32(v_scale) if isinstance(v_scale, float) else v_scale,

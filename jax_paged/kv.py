@@ -83,7 +83,8 @@ def write_kv(
         ±127 (int8); NaN stays NaN (in int8: 0).
       slot_mapping: page · page_size + offset of each token. Negative or out of range: the token is
         skipped. Of several tokens for one slot the last one wins, whole.
-      layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
+      layer: which layer of stacked pages; may be traced. With a traced one out of range nothing is
+        written; one that the host knows is a ValueError.
       k_scale, v_scale: of 8-bit pages: stored × scale = real; None: 1. A scalar or [num_kv_heads],
         for stacked pages also with a leading num_layers axis: a scale to use. Or [num_pages,
         num_kv_heads, page_size], stacked with num_layers in front: pools of scales, one per token
@@ -256,7 +257,8 @@ def qkv_norm_rope_write(
       rotary_dim: how many dimensions of a head turn, even; the others stay. None: head_dim.
       style: "half" turns dimension i with i + rotary_dim / 2 (NeoX, Llama, Qwen), "interleaved"
         2 i with 2 i + 1 (GPT-J).
-      layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
+      layer: which layer of stacked pages; may be traced. With a traced one out of range nothing is
+        written; one that the host knows is a ValueError.
       k_scale, v_scale: of 8-bit pages, as for `write_kv`: given, or pools of scales per token and
         head, which are computed and written. Those pools are donated.
       implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".

@@ -15,6 +15,7 @@ from jax_paged.validation import (
     FLOAT_DTYPES,
     as_index,
     check_kv_scale,
+    check_layer,
     check_pages,
     check_shape,
     expect,
@@ -141,10 +142,8 @@ def scatter_kv(
 
 
 def _check_pages(k_pages, v_pages, layout: Layout, layer) -> jax.Array:
-    check_pages(k_pages, v_pages, layout, layer)
-    layer = as_index("layer", 0 if layer is None else layer)
-    check_shape("layer", layer, "", ())
-    return layer
+    k_shape, _ = check_pages(k_pages, v_pages, layout, layer)
+    return check_layer(layer, k_shape.num_layers)
 
 
 def _check_scales(k_pages, v_pages, layout: Layout, k_scale, v_scale) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from jax_paged.validation import (
     check_choice,
     check_float,
     check_kv_dtype,
+    check_layer,
     check_scale,
     check_shape,
     expect,
@@ -131,9 +132,7 @@ def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
     )
     expect(kv_pages.shape[-2] >= 1, "kv_pages", "page_size >= 1", kv_pages.shape[-2])
     check_kv_dtype("kv_pages", kv_pages)
-    layer = as_index("layer", 0 if layer is None else layer)
-    check_shape("layer", layer, "", ())
-    return layer
+    return check_layer(layer, kv_pages.shape[0] if rank == 4 else None)
 
 
 def check_latent_scale(kv_scale: Any, kv_pages: jax.Array) -> jax.Array | None:
@@ -277,7 +276,8 @@ def write_mla_kv(
       kv_scale: of 8-bit pages, as for `mla_paged_attention`.
       slot_mapping: page · page_size + offset of each token. Negative or out of range: the token is
         skipped. Of several tokens for one slot the last one wins, whole.
-      layer: which layer of stacked pages; may be traced. Out of range: nothing is written.
+      layer: which layer of stacked pages; may be traced. With a traced one out of range nothing is
+        written; one that the host knows is a ValueError.
 
     Raises:
       ValueError: an argument's shape or dtype is wrong.

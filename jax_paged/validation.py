@@ -197,6 +197,20 @@ def as_index(name: str, x: Any) -> jax.Array:
     return x.astype(np.int32)
 
 
+def check_layer(layer: Any, num_layers: int | None) -> jax.Array:
+    """Checks the layer of stacked pages; returns it as i32, 0 for pages without a layer axis.
+
+    One that the host knows must be there. What is traced or lies on the device is not looked at:
+    out of range, the op writes nothing and reads nothing.
+    """
+    index = as_index("layer", 0 if layer is None else layer)
+    check_shape("layer", index, "", ())
+    if layer is not None and not isinstance(index, jax.Array):
+        got = int(index)
+        expect(0 <= got < (num_layers or 0), "layer", f"a layer in [0, {num_layers})", got)
+    return index
+
+
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Checks that value is one of choices."""
     expect(value in choices, name, " or ".join(map(repr, choices)), repr(value))
@@ -261,8 +275,7 @@ def check_write(
             "tokens num_kv_heads head_dim",
             (slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim),
         )
-    layer = as_index("layer", 0 if layer is None else layer)
-    check_shape("layer", layer, "", ())
+    layer = check_layer(layer, k_shape.num_layers)
     scales = _check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
     return slot_mapping, layer, *scales
 
@@ -340,8 +353,7 @@ def check_qkv(
             "layout: native kernels take 'HND' or 'NHD', got 'vllm5d'; write_kv takes it, and "
             "implementation='reference'"
         )
-    layer = as_index("layer", 0 if layer is None else layer)
-    check_shape("layer", layer, "", ())
+    layer = check_layer(layer, k_shape.num_layers)
     scales = _check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
     return positions, slot_mapping, layer, *scales
 
@@ -381,8 +393,7 @@ def check_attention(
     num_seqs = as_index("num_seqs", rows if num_seqs is None else num_seqs)
     expect(num_seqs.size == 1 and num_seqs.ndim <= 1, "num_seqs", "a scalar or [1]", num_seqs.shape)
     num_seqs = num_seqs if num_seqs.ndim else num_seqs.reshape(1)
-    layer = as_index("layer", 0 if layer is None else layer)
-    check_shape("layer", layer, "", ())
+    layer = check_layer(layer, k_shape.num_layers)
     for name, value in (("num_kv_splits", spec.num_kv_splits), ("split_tokens", spec.split_tokens)):
         ok = value is None or (isinstance(value, int) and value is not True and value >= 1)
         expect(ok, name, "None or an int >= 1", value)

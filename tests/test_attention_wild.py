@@ -70,10 +70,9 @@ def test_decode_leaves_out_pages_out_of_range(page_id, implementation):
 @pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
 def test_layer_out_of_range_gives_zero(layer, implementation):
     batch = small_batch(dataclasses.replace(SMALL, num_layers=3))
-    for value in (jnp.int32(layer), layer):
-        out, lse = run(batch, implementation, layer=value)
-        assert not np.asarray(out).any()
-        assert np.isneginf(lse).all()
+    out, lse = run(batch, implementation, layer=jnp.int32(layer))
+    assert not np.asarray(out).any()
+    assert np.isneginf(lse).all()
 
 
 @pytest.mark.parametrize("length", [-1, I32_MIN, 33, I32_MAX])

@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 from jax_paged import (
+    cascade_attention,
     check_values,
     copy_pages,
+    gather_kv,
+    mla_paged_attention,
     paged_attention,
     qkv_norm_rope_write,
     ragged_paged_attention,
+    scatter_kv,
     write_kv,
+    write_mla_kv,
 )
 
 
@@ -263,6 +268,51 @@ def test_a_wrong_call_is_told_in_one_line(op, good, change, message):
     static = {name: x for name, x in (good | change).items() if name not in traced}
     with pytest.raises(ValueError, match=whole(message)):
         jax.eval_shape(functools.partial(op, **static), **traced)
+
+
+STACKED = f32(3, 9, 2, 5, 16)
+LATENT = f32(3, 9, 5, 24)
+PLACES = (i32(4, 3), i32(2), i32(2), i32(2))
+
+
+def pools():  # donated by a call that goes through
+    return {"k_pages": STACKED + 0, "v_pages": STACKED + 0}
+
+
+WITH_LAYERS = {
+    "paged_attention": lambda layer: paged_attention(
+        DECODE["q"], STACKED, STACKED, i32(4, 3), i32(4), layer=layer
+    ),
+    "ragged_paged_attention": lambda layer: ragged_paged_attention(
+        RAGGED["q"], STACKED, STACKED, i32(4, 3), i32(4), i32(5), layer=layer
+    ),
+    "cascade_attention": lambda layer: cascade_attention(
+        DECODE["q"], STACKED, STACKED, [(i32(4, 3), i32(4))], layer=layer
+    ),
+    "mla_paged_attention": lambda layer: mla_paged_attention(
+        f32(6, 4, 24), LATENT, i32(4, 3), i32(4), i32(5), sm_scale=1.0, v_head_dim=16, layer=layer
+    ),
+    "write_kv": lambda layer: write_kv(**WRITE | pools() | {"layer": layer}),
+    "write_mla_kv": lambda layer: write_mla_kv(LATENT + 0, f32(6, 24), i32(6), layer=layer),
+    "qkv_norm_rope_write": lambda layer: qkv_norm_rope_write(**QKV | pools() | {"layer": layer}),
+    "gather_kv": lambda layer: gather_kv(STACKED, STACKED, *PLACES, max_tokens=5, layer=layer),
+    "scatter_kv": lambda layer: scatter_kv(
+        STACKED + 0, STACKED + 0, f32(2, 5, 2, 16), f32(2, 5, 2, 16), *PLACES, layer=layer
+    ),
+}
+
+
+@pytest.mark.parametrize("op", WITH_LAYERS)
+def test_a_layer_that_the_host_knows_must_be_there(op):
+    for layer in (-1, 3, 2**40, np.int64(-1), np.array(7)):
+        got = min(int(layer), 2**31 - 1)
+        message = whole(f"layer: expected a layer in [0, 3), got {got}")
+        with pytest.raises(ValueError, match=message):
+            WITH_LAYERS[op](layer)
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda: WITH_LAYERS[op](layer))()  # noqa: B023
+    for layer in (0, np.int64(2), jnp.int32(7)):
+        jax.eval_shape(functools.partial(WITH_LAYERS[op], layer))
 
 
 def test_the_good_calls_are_good(implementation):

@@ -68,7 +68,7 @@ def test_wild_values_dead_rows_and_layers_out_of_range(implementation):
     batch = make_mla(24, 16, 3, [2, 1, 1], [40, 20, 5], num_seqs=2, num_tokens=9, num_layers=3)
     result = attend(batch, implementation=implementation)
     assert_attention_close(*result, *dense_oracle(batch))
-    for layer in (-1, 3):
+    for layer in jnp.array([-1, 3]):
         out, lse = attend(batch, layer=layer, implementation=implementation)
         np.testing.assert_array_equal(out, 0)
         assert np.isneginf(lse).all()
@@ -225,7 +225,7 @@ def test_write_skips_bad_slots_and_the_last_of_equal_slots_wins():
     expected = np.full((2, 4, 8), -7.0)
     expected[1, 1], expected[0, 0] = 3, 5
     np.testing.assert_array_equal(written, expected)
-    stacked = write_mla_kv(jnp.zeros((2, 2, 4, 8), jnp.bfloat16), kv, slots, layer=5)
+    stacked = write_mla_kv(jnp.zeros((2, 2, 4, 8), jnp.bfloat16), kv, slots, layer=jnp.int32(5))
     np.testing.assert_array_equal(stacked, 0)
 
 

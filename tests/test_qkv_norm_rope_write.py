@@ -212,8 +212,8 @@ def run(call, implementation):
     }
     results = qkv_norm_rope_write(
         **operands, eps=call.eps, num_q_heads=call.num_q_heads, style=call.style,
-        rotary_dim=2 * call.cos.shape[1], layer=call.layer, layout=call.layout,
-        implementation=implementation,
+        rotary_dim=2 * call.cos.shape[1], layout=call.layout, implementation=implementation,
+        layer=None if call.layer is None else jnp.int32(call.layer),
     )  # fmt: skip
     return [np.array(x) for x in results]
 

@@ -53,7 +53,8 @@ def check_write(pools, tokens, slots, implementation, *, layer=None, layout="HND
     slots = np.asarray(slots, np.int32)
     written = write_kv(
         *map(jnp.array, pools), *map(jnp.asarray, tokens), jnp.asarray(slots),
-        layer=layer, layout=layout, implementation=implementation,
+        layer=None if layer is None else jnp.int32(layer), layout=layout,
+        implementation=implementation,
     )  # fmt: skip
     for pool, out, pages, new in zip(POOLS, written, pools, tokens, strict=True):
         expected = expected_write(pages, new, slots, layer, layout, pool)
