@@ -17,6 +17,7 @@ from jax_paged._page_table import (
     Status,
     all_ok,
     check_rows,
+    check_table,
     code,
     first_status,
     hand_out,
@@ -54,6 +55,7 @@ def fork(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_table(table)
     sources, targets = check_rows("parent", parent), check_rows("child", child)
     check_shape("child", targets, "N", sources.shape)
     return _fork(table, sources, targets, per_row("length", length, sources))
@@ -139,6 +141,7 @@ def truncate(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_table(table)
     ids = check_rows("rows", rows)
     return _truncate(table, ids, per_row("num_tokens", num_tokens, ids))
 

@@ -9,7 +9,7 @@ check that it does not ask for.
 import jax
 import jax.numpy as jnp
 
-from jax_paged._page_table import INT32_MAX, STALE, Integers, PageTable, check_rows
+from jax_paged._page_table import INT32_MAX, STALE, Integers, PageTable, check_rows, check_table
 
 
 def handles(table: PageTable, rows: Integers) -> jax.Array:
@@ -36,6 +36,7 @@ def handles(table: PageTable, rows: Integers) -> jax.Array:
     >>> print(status, pages.rows_of(table, held), again)
     [0] [-2] [4]
     """
+    check_table(table)
     return _handles(table, check_rows("rows", rows))
 
 
@@ -61,6 +62,7 @@ def rows_of(table: PageTable, handles: Integers) -> jax.Array:
 
     A generation comes back after 2**31 / max_seqs releases of the row.
     """
+    check_table(table)
     return _rows_of(table, check_rows("handles", handles))
 
 

@@ -18,6 +18,7 @@ from jax_paged._page_table import (
     Status,
     all_ok,
     check_rows,
+    check_table,
     first_status,
     look_up,
     push,
@@ -60,6 +61,7 @@ def hold(
     >>> print(table.seq_lens, table.num_free, status)
     [ 0 16] 3 [0]
     """
+    check_table(table)
     ids = check_rows("rows", rows)
     places = check_rows("columns", columns)
     check_shape("columns", places, "N", ids.shape)
@@ -105,6 +107,7 @@ def unhold(table: PageTable, page_ids: Integers) -> tuple[PageTable, jax.Array]:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_table(table)
     return _unhold(table, check_rows("page_ids", page_ids))
 
 
@@ -147,6 +150,7 @@ def adopt(table: PageTable, rows: Integers, page_ids: Any) -> tuple[PageTable, j
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_table(table)
     ids = check_rows("rows", rows)
     shared = as_index("page_ids", page_ids)
     ok = shared.ndim == 2 and 1 <= shared.shape[1] <= table.pages_per_seq

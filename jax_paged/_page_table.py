@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.validation import as_index, expect
+from jax_paged.validation import as_index, expect, kind_text
 
 INT32_MAX = 2**31 - 1
 STALE = -2  # for a row that was released since somebody took its handle: always STALE_ROW
@@ -174,11 +174,27 @@ def check_size(name: str, value: Any) -> int:
     return int(value)
 
 
+_VERBS_OF = {"PageTable": "pages", "KVState": "state", "KVGroups": "groups"}
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """A ValueError unless `value` is of this kind of state, which says where the verbs are."""
+    if not isinstance(value, kind):
+        got = type(value).__name__
+        there = f", whose verbs are in jax_paged.{_VERBS_OF[got]}" if got in _VERBS_OF else ""
+        expect(False, name, f"a {kind.__name__}", kind_text(value) + there)
+
+
+def check_table(table: Any) -> None:
+    check_kind("table", table, PageTable)
+
+
 def check_rows(name: str, value: Integers) -> jax.Array:
     """`value` as i32[N], N at least 1, or a ValueError that names it."""
     rows = as_index(name, value)
     ok = rows.ndim == 1 and rows.shape[0] > 0
-    expect(ok, name, "shape [N] with N of at least 1", list(rows.shape))
+    got = list(rows.shape) if rows.ndim else "a scalar"
+    expect(ok, name, "shape [N] with N of at least 1", got)
     return rows
 
 

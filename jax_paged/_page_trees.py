@@ -18,6 +18,7 @@ from jax_paged._page_table import (
     Status,
     all_ok,
     check_rows,
+    check_table,
     first_status,
     look_up,
     per_row,
@@ -110,6 +111,7 @@ def commit_tree(
     >>> print(table.seq_lens, moves.src[moves.src >= 0], moves.dst[moves.dst >= 0])
     [6 0] [5 6] [4 5]
     """
+    check_table(table)
     ids = check_rows("rows", rows)
     return _commit_tree(table, ids, per_row("leaves", leaves, ids))
 

@@ -22,6 +22,7 @@ from jax_paged._page_table import (
     Windows,
     all_ok,
     check_rows,
+    check_table,
     first_status,
     look_up,
     pages_for,
@@ -72,6 +73,7 @@ def set_window(
     >>> print(table.page_table, table.windows.slot_offset, table.num_free)
     [[ 0  2  3 -1]] [2] 5
     """
+    check_table(table)
     expect(table.windows is not None, "table", "one made with windows=True", "one without windows")
     ids = check_rows("rows", rows)
     sizes, pinned = per_row("window", window, ids), per_row("num_pinned", num_pinned, ids)

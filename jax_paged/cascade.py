@@ -20,6 +20,7 @@ from jax_paged.layout import Layout, pages_shape
 from jax_paged.merge import merge_attention_states
 from jax_paged.validation import (
     as_index,
+    check_array,
     check_layer,
     check_pages,
     check_scale,
@@ -108,6 +109,7 @@ def cascade_attention(
     >>> print(out[:, 0, 0])  # (4 · 0 + 4 · 1) / 8 and (4 · 0 + 1 · 2) / 5
     [0.5 0.4]
     """
+    check_array("q", q)
     batch_rows = q.shape[0]
     if cu_q_lens is None and num_seqs is not None:
         cu_q_lens = as_index("cu_q_lens", np.arange(batch_rows + 1))

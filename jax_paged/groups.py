@@ -22,7 +22,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged import pages
-from jax_paged._page_table import INT32_MAX, all_ok, check_rows, check_size, code, per_row
+from jax_paged._page_table import (
+    INT32_MAX,
+    all_ok,
+    check_kind,
+    check_rows,
+    check_size,
+    code,
+    per_row,
+)
 from jax_paged._page_windows import loses_window
 from jax_paged._zero_pool import zero_pool
 from jax_paged.kv import copy_rows
@@ -197,6 +205,7 @@ def _do(state: KVGroups, ids: jax.Array, verb: _Verb) -> tuple[list[PageTable], 
     So nothing is ever selected after the fact: a row that takes no part changes nothing. The first
     round is for its statuses alone, and the compiler drops the rest of it.
     """
+    check_kind("state", state, KVGroups)
     windows = [kind if isinstance(kind, int) else 0 for kind in state.kinds]
     pairs = [(window, group.table) for window, group in zip(windows, state.groups, strict=True)]
     status = jnp.zeros(ids.shape, jnp.int32)
@@ -347,16 +356,19 @@ def commit_tree(state: KVGroups, rows: Integers, leaves: Integers) -> tuple[KVGr
 
 def reset(state: KVGroups) -> KVGroups:
     """Frees all rows: `pages.reset`. What the pages hold stays until it is overwritten."""
+    check_kind("state", state, KVGroups)
     return _with_tables(state, [pages.reset(group.table) for group in state.groups])
 
 
 def num_free_pages(state: KVGroups) -> jax.Array:
     """i32[groups]: pages that no row holds, of each group."""
+    check_kind("state", state, KVGroups)
     return jnp.stack([pages.num_free_pages(group.table) for group in state.groups])
 
 
 def peak_pages_in_use(state: KVGroups) -> jax.Array:
     """i32[groups]: the most pages held after any verb since the state was made or reset."""
+    check_kind("state", state, KVGroups)
     return jnp.stack([pages.peak_pages_in_use(group.table) for group in state.groups])
 
 

@@ -26,6 +26,7 @@ from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
     QkvSpec,
     as_index,
+    check_array,
     check_choice,
     check_kv_scale,
     check_pages,
@@ -419,6 +420,8 @@ def copy_pages(
     >>> print(k_pages.ravel())
     [2. 1. 2.]
     """
+    check_array("k_pages", k_pages)
+    check_array("v_pages", v_pages)
     # A page is a page in every layout: HND stands for NHD too, and only K of "vllm5d" has its rank.
     layout = "vllm5d" if len(k_pages.shape) == len(v_pages.shape) + 1 else "HND"
     check_pages(k_pages, v_pages, layout, 0 if stacked else None)

@@ -63,6 +63,8 @@ def atom_dims(dtype: Any) -> int:
 
 def check_axes(name: str, pages: Any, layout: Layout, pool: Pool) -> None:
     """Raises ValueError unless pages have the rank, and for "vllm5d" the x, of their layout."""
+    if not hasattr(pages, "shape"):
+        raise ValueError(f"{name}: expected an array, got a {type(pages).__name__}")
     rank, got = pages_rank(layout, pool), list(pages.shape)
     if len(got) not in (rank, rank + 1):
         raise ValueError(

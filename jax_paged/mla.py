@@ -18,6 +18,7 @@ from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
     as_index,
     as_scale_of,
+    check_array,
     check_choice,
     check_float,
     check_kv_dtype,
@@ -120,6 +121,7 @@ def mla_paged_attention(
 
 def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
     """Checks a pool of latent rows; returns layer as i32."""
+    check_array("kv_pages", kv_pages)
     rank = len(kv_pages.shape)
     expect(
         rank in (3, 4), "kv_pages", f"{_PAGES}, or with a leading num_layers", list(kv_pages.shape)

@@ -47,6 +47,7 @@ from jax_paged._page_table import (
     all_ok,
     check_rows,
     check_size,
+    check_table,
     code,
     first_status,
     hand_out,
@@ -117,6 +118,7 @@ def reserve(table: PageTable, rows: Integers, num_tokens: Integers) -> tuple[Pag
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_table(table)
     ids = check_rows("rows", rows)
     counts = per_row("num_tokens", num_tokens, ids)
     at_most_one_page = isinstance(num_tokens, int | np.integer) and num_tokens <= table.page_size
@@ -199,6 +201,7 @@ def step_batch(
     Raises:
       ValueError: a shape or dtype is wrong, or num_tokens is no integer of at least 1.
     """
+    check_table(table)
     ids = check_rows("rows", rows)
     size = ids.shape[0] if num_tokens is None else check_size("num_tokens", num_tokens)
     if tree_parents is not None:
@@ -293,6 +296,7 @@ def release(table: PageTable, rows: Integers) -> tuple[PageTable, jax.Array]:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_table(table)
     return _release(table, check_rows("rows", rows))
 
 
@@ -334,6 +338,7 @@ def reset(table: PageTable) -> PageTable:
 
     Handles of rows that were live go stale.
     """
+    check_table(table)
     sizes = (table.num_pages, table.max_seqs, table.pages_per_seq, table.page_size)
     empty = make_table(*sizes, table.max_tree, table.windows is not None)
     later = next_generation(table.generations, table.max_seqs)
@@ -343,21 +348,25 @@ def reset(table: PageTable) -> PageTable:
 
 def free_rows(table: PageTable) -> jax.Array:
     """bool[max_seqs]: the rows that are not live."""
+    check_table(table)
     return ~table.is_live
 
 
 def num_free_pages(table: PageTable) -> jax.Array:
     """i32[]: pages that no row holds and that are not on hold."""
+    check_table(table)
     return table.num_free
 
 
 def peak_pages_in_use(table: PageTable) -> jax.Array:
     """i32[]: the most pages held after any verb since the table was made or reset."""
+    check_table(table)
     return table.peak_pages
 
 
 def total_tokens(table: PageTable) -> jax.Array:
     """i32[]: the sum of all lengths, a shared token counted in each row; at most 2**31 - 1."""
+    check_table(table)
     exact = jnp.sum(table.seq_lens.astype(jnp.uint32), dtype=jnp.uint32)  # modulo 2**32
     estimate = jnp.sum(table.seq_lens.astype(jnp.float32))
     most = jnp.uint32(INT32_MAX)
@@ -367,4 +376,5 @@ def total_tokens(table: PageTable) -> jax.Array:
 
 def is_empty(table: PageTable) -> jax.Array:
     """bool[]: no row is live."""
+    check_table(table)
     return ~jnp.any(table.is_live)

@@ -10,6 +10,7 @@ from jax_paged._ffi import Implementation
 from jax_paged.attention import ragged_paged_attention
 from jax_paged.validation import (
     as_index,
+    check_array,
     check_float,
     check_native,
     check_scale,
@@ -77,6 +78,7 @@ def ragged_attention(
     check_shape("cu_kv_lens", cu_kv_lens, "num_seqs+1", cu_q_lens.shape)
     check_float("q", q)
     check_shape("q", q, "tokens num_q_heads head_dim", (None, None, None))
+    check_array("k", k)
     for name, x, sizes in (
         ("k", k, (None, None, q.shape[2])),
         ("v", v, (*k.shape[:2], None)),

@@ -130,9 +130,12 @@ def _check_split(op: str, axes: HeadAxes, specs: Sequence[Any], *, follow: bool)
         want = [over if i == axis else None for i in range(len(have))]
         follows = (follow or over is None) and leader is not None and not name.endswith("_pages")
         if have != want and not follows:
+            pairs = enumerate(zip(have, want, strict=True))
+            wrong = [f"axis {i} split over {x!r}" for i, (x, y) in pairs if x and x != y]
             raise ValueError(
                 f"{op}: {name}: expected to be split over devices by KV heads alone, as "
-                f"{P(*want)}, got {P(*have)}; inside jax.shard_map any split is yours"
+                f"{P(*want)}, got {' and '.join(wrong) or 'it whole'}, {P(*have)}; inside "
+                "jax.shard_map any split is yours"
             )
 
 

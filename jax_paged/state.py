@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged import pages
-from jax_paged._page_table import check_size
+from jax_paged._page_table import check_kind, check_size
 from jax_paged._zero_pool import zero_pool
 from jax_paged.kv import copy_pages, copy_rows, move_slots
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
@@ -129,6 +129,7 @@ def check_pages_dtype(dtype: Any) -> None:
 
 def reserve(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVState, jax.Array]:
     """Makes room for num_tokens[i] more tokens in row i: `pages.reserve`."""
+    check_kind("state", state, KVState)
     table, status = pages.reserve(state.table, rows, num_tokens)
     return dataclasses.replace(state, table=table), status
 
@@ -138,6 +139,7 @@ def step_batch(
     tree_parents: Integers | None = None,
 ) -> tuple[KVState, StepBatch, jax.Array]:  # fmt: skip
     """Appends q_lens[i] tokens to row i and tells where they go: `pages.step_batch`."""
+    check_kind("state", state, KVState)
     table, batch, status = pages.step_batch(
         state.table, rows, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
     )
@@ -146,6 +148,7 @@ def step_batch(
 
 def release(state: KVState, rows: Integers) -> tuple[KVState, jax.Array]:
     """Frees rows: `pages.release`. What the pages hold stays until it is overwritten."""
+    check_kind("state", state, KVState)
     table, status = pages.release(state.table, rows)
     return dataclasses.replace(state, table=table), status
 
@@ -157,6 +160,7 @@ def fork(
 
     `pages.fork`, and the last page is copied where `length` fills it only partly.
     """
+    check_kind("state", state, KVState)
     table, copies, status = pages.fork(state.table, parent, child, length)
     return _with_copies(state, table, copies), status
 
@@ -166,6 +170,7 @@ def truncate(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVSt
 
     `pages.truncate`, and the last page is copied where other rows hold it too.
     """
+    check_kind("state", state, KVState)
     table, copies, status = pages.truncate(state.table, rows, num_tokens)
     return _with_copies(state, table, copies), status
 
@@ -175,6 +180,7 @@ def commit_tree(state: KVState, rows: Integers, leaves: Integers) -> tuple[KVSta
 
     `pages.commit_tree`, and the tokens of the path are moved to where the tree began.
     """
+    check_kind("state", state, KVState)
     table, moves, status = pages.commit_tree(state.table, rows, leaves)
     return _with_moves(state, table, moves), status
 
@@ -183,30 +189,35 @@ def set_window(
     state: KVState, rows: Integers, window: Integers, num_pinned: Integers
 ) -> tuple[KVState, jax.Array]:
     """Gives live rows a sliding window: `pages.set_window`."""
+    check_kind("state", state, KVState)
     table, status = pages.set_window(state.table, rows, window, num_pinned)
     return dataclasses.replace(state, table=table), status
 
 
 def hold(state: KVState, rows: Integers, columns: Integers) -> tuple[KVState, jax.Array, jax.Array]:
     """Keeps full pages of rows beyond their release: `pages.hold`."""
+    check_kind("state", state, KVState)
     table, page_ids, status = pages.hold(state.table, rows, columns)
     return dataclasses.replace(state, table=table), page_ids, status
 
 
 def unhold(state: KVState, page_ids: Integers) -> tuple[KVState, jax.Array]:
     """Gives back references that `hold` took: `pages.unhold`."""
+    check_kind("state", state, KVState)
     table, status = pages.unhold(state.table, page_ids)
     return dataclasses.replace(state, table=table), status
 
 
 def adopt(state: KVState, rows: Integers, page_ids: Any) -> tuple[KVState, jax.Array]:
     """Starts free rows with pages on hold: `pages.adopt`."""
+    check_kind("state", state, KVState)
     table, status = pages.adopt(state.table, rows, page_ids)
     return dataclasses.replace(state, table=table), status
 
 
 def reset(state: KVState) -> KVState:
     """Frees all rows: `pages.reset`. What the pages hold stays until it is overwritten."""
+    check_kind("state", state, KVState)
     return dataclasses.replace(state, table=pages.reset(state.table))
 
 

@@ -6,6 +6,7 @@ NotImplementedError that says what can. Each message is one line: argument, expe
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -86,8 +87,21 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def check_shape(name: str, x: jax.Array, axes: str, sizes: tuple[int | None, ...]) -> None:
+def check_array(name: str, x: Any) -> None:
+    """Checks that x is an array, and not None or a list."""
+    expect(hasattr(x, "shape") and hasattr(x, "dtype"), name, "an array", kind_text(x))
+
+
+def kind_text(x: Any) -> str:
+    """What x is, for a message."""
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
+def check_shape(
+    name: str, x: jax.Array, axes: str, sizes: tuple[int | None, ...], *, hint: str = ""
+) -> None:
     """Checks rank and sizes; `axes` names them in the message, None in `sizes` is any size."""
+    check_array(name, x)
     ok = len(x.shape) == len(sizes) and all(
         want is None or have == want for have, want in zip(x.shape, sizes, strict=True)
     )
@@ -97,11 +111,12 @@ def check_shape(name: str, x: jax.Array, axes: str, sizes: tuple[int | None, ...
     expected = ", ".join(
         n if s is None or n == str(s) else f"{n}={s}" for n, s in zip(names, sizes, strict=True)
     )
-    raise ValueError(f"{name}: expected shape [{expected}], got {_shape_text(x.shape)}")
+    raise ValueError(f"{name}: expected shape [{expected}], got {_shape_text(x.shape)}{hint}")
 
 
 def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None:
     """Checks for bf16, f16 or f32, or for one dtype."""
+    check_array(name, x)
     allowed = FLOAT_DTYPES if dtype is None else (dtype,)
     expect(x.dtype in allowed, name, "dtype " + " or ".join(d.name for d in allowed), x.dtype.name)
 
@@ -115,6 +130,7 @@ def check_weight(
     sizes: tuple[int | None, ...],
 ) -> None:
     """Checks a weight of x's dtype without a scale, or an 8-bit one with one per output."""
+    check_array(name, weight)
     allowed = (dtype, *WEIGHT_DTYPES)
     expected = "dtype " + " or ".join(d.name for d in allowed)
     expect(weight.dtype in allowed, name, expected, weight.dtype.name)
@@ -185,6 +201,8 @@ def as_index(name: str, x: Any) -> jax.Array:
     """
     if not isinstance(x, jax.Array):
         x = np.asarray(x)  # jnp.asarray would wrap 64-bit values unless x64 is on
+        if not x.size and x.dtype == np.float64:  # an empty list
+            x = x.astype(np.int32)
     expect(jnp.issubdtype(x.dtype, jnp.integer), name, "an integer dtype", f"dtype {x.dtype.name}")
     if x.dtype == np.int32:
         return x
@@ -220,6 +238,8 @@ def check_pages(
     k_pages: jax.Array, v_pages: jax.Array, layout: Layout, layer: Any
 ) -> tuple[PagesShape, PagesShape]:
     """Checks a K and a V pool against each other; returns their named shapes."""
+    check_array("k_pages", k_pages)
+    check_array("v_pages", v_pages)
     check_choice("layout", layout, LAYOUTS)
     check_axes("k_pages", k_pages, layout, "k")
     check_axes("v_pages", v_pages, layout, "v")
@@ -250,6 +270,14 @@ def check_pages(
     return k_shape, v_shape
 
 
+def _other_layout(k_pages: jax.Array, layout: Layout, fits: Callable[[int], bool]) -> str:
+    """What to add to a message about KV heads: that the pages would fit as "NHD", or as "HND"."""
+    other: Layout = "HND" if layout == "NHD" else "NHD"
+    if layout == "vllm5d" or not fits(pages_shape(k_pages, other).num_kv_heads):
+        return ""
+    return f"; with layout={other!r} it would fit, got layout={layout!r}"
+
+
 def check_native(name: str, head_dim: int, implementation: Implementation) -> None:
     """Raises unless the native kernels take this head_dim, or the reference is asked for."""
     if implementation != "reference" and (head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM):
@@ -269,12 +297,9 @@ def check_write(
     check_shape("slot_mapping", slot_mapping, "tokens", (None,))
     for name, x, shape in (("k", k, k_shape), ("v", v, v_shape)):
         check_float(name, x)
-        check_shape(
-            name,
-            x,
-            "tokens num_kv_heads head_dim",
-            (slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim),
-        )
+        sizes = (slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim)
+        other = _other_layout(k_pages, layout, lambda heads, x=x: x.shape[1:2] == (heads,))
+        check_shape(name, x, "tokens num_kv_heads head_dim", sizes, hint=other)
     layer = check_layer(layer, k_shape.num_layers)
     scales = _check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
     return slot_mapping, layer, *scales
@@ -382,7 +407,10 @@ def check_attention(
         0 < k_shape.num_kv_heads <= num_q_heads and num_q_heads % k_shape.num_kv_heads == 0,
         "q",
         f"num_q_heads to be a multiple of num_kv_heads={k_shape.num_kv_heads}",
-        num_q_heads,
+        f"{num_q_heads}"
+        + _other_layout(
+            k_pages, spec.layout, lambda n: n > 0 and num_q_heads > 0 and num_q_heads % n == 0
+        ),
     )
     for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
         check_native(name, shape.head_dim, spec.implementation)
@@ -454,6 +482,7 @@ def as_rope(rope: Any, k_pages: jax.Array, layout: Layout) -> Rope | None:
     """Checks the tables of a rope inside attention."""
     if rope is None:
         return None
+    check_array("k_pages", k_pages)
     expect(
         isinstance(rope, tuple) and 2 <= len(rope) <= 3, "rope", "(cos, sin) or (cos, sin, style)",
         f"a {type(rope).__name__}",

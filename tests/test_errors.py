@@ -270,6 +270,41 @@ def test_a_wrong_call_is_told_in_one_line(op, good, change, message):
         jax.eval_shape(functools.partial(op, **static), **traced)
 
 
+PAIRS = {"k_pages": POOL, "v_pages": POOL, "src_pages": i32(2), "dst_pages": i32(2)}
+
+
+@pytest.mark.parametrize(
+    ("op", "good", "name"),
+    [
+        (op, good, name)
+        for op, good, names in (
+            (paged_attention, DECODE, ("q", "k_pages", "v_pages")),
+            (ragged_paged_attention, RAGGED, ("q", "k_pages", "v_pages")),
+            (write_kv, WRITE, ("k_pages", "v_pages", "k", "v")),
+            (qkv_norm_rope_write, QKV, ("qkv", "k_pages", "v_pages", "cos", "sin")),
+            (copy_pages, PAIRS, ("k_pages", "v_pages")),
+        )
+        for name in names
+    ],
+    ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""),
+)
+def test_what_is_no_array_is_named(op, good, name):
+    for value, got in ((None, "None"), ([1.0], "a list")):
+        with pytest.raises(ValueError, match=whole(f"{name}: expected an array, got {got}")):
+            op(**good | {name: value})
+
+
+def test_pages_that_would_fit_the_other_layout_are_told_so():
+    pages = f32(9, 5, 2, 16)  # NHD
+    pools = {"k_pages": pages, "v_pages": pages}
+    with pytest.raises(ValueError, match=r"got \[6, 2, 16\]; with layout='NHD' it would fit, got"):
+        write_kv(**WRITE | pools)
+    with pytest.raises(ValueError, match=r"=5, got 4; with layout='NHD' it would fit, got layout"):
+        paged_attention(**DECODE | pools)
+    with pytest.raises(ValueError, match=r"=5, got 4; with layout='HND' it would fit, got layout"):
+        paged_attention(**DECODE, layout="NHD")
+
+
 STACKED = f32(3, 9, 2, 5, 16)
 LATENT = f32(3, 9, 5, 24)
 PLACES = (i32(4, 3), i32(2), i32(2), i32(2))

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from page_tables import assert_reset, assert_same, assert_sound, grow, held, make
 
-from jax_paged import pages
+from jax_paged import groups, pages, state
+from jax_paged.groups import KVGroups
 from jax_paged.pages import PageTable, Status
+from jax_paged.state import KVState
 
 OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
 BAD_ROW, STALE_ROW = Status.BAD_ROW, Status.STALE_ROW
@@ -378,8 +380,9 @@ ROWS, COUNT = r"rows: expected shape \[N\] with N of at least 1", "num_tokens: e
 WRONG_CALLS = [
     (pages.release, (jnp.zeros(2),), "rows: expected an integer dtype, got dtype float32"),
     (pages.release, ([True],), "rows: expected an integer dtype, got dtype bool"),
-    (pages.release, (0,), ROWS + r", got \[\]"),
+    (pages.release, (0,), ROWS + ", got a scalar"),
     (pages.release, (np.zeros(0, int),), ROWS + r", got \[0\]"),
+    (pages.release, ([],), ROWS + r", got \[0\]"),
     (pages.release, ([[0]],), ROWS + r", got \[1, 1\]"),
     (pages.reserve, ([0, 1], 1.5), COUNT + " an integer dtype, got dtype float64"),
     (pages.reserve, ([0, 1], True), COUNT + " an integer dtype, got dtype bool"),
@@ -395,6 +398,39 @@ WRONG_CALLS = [
 def test_a_wrong_argument_is_named(verb, arguments, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         verb(make(), *arguments)
+
+
+ONES = {"num_pages": 1, "page_size": 1, "max_seqs": 1, "pages_per_seq": 1}
+STATES = {
+    "table": PageTable.create(1, 1, 1, 1),
+    "state": KVState.create(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", **ONES),
+    "groups": KVGroups.create(
+        layer_kinds=["full"], num_kv_heads=1, head_dim=8, dtype="float32", **ONES
+    ),
+}
+VERBS = {
+    "reserve": (1,), "step_batch": (1,), "release": (), "fork": ([0], 0), "truncate": (0,),
+    "commit_tree": (0,), "set_window": (1, 0), "hold": ([0],), "unhold": (), "adopt": ([[0]],),
+    "handles": (), "rows_of": (), "reset": None, "free_rows": None, "num_free_pages": None,
+    "peak_pages_in_use": None, "total_tokens": None, "is_empty": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_state_of_another_kind_is_told_where_its_verbs_are(verb):
+    modules = {"table": pages, "state": state, "groups": groups}
+    for kind, module in modules.items():
+        if not hasattr(module, verb):
+            continue
+        for given in {*modules, "none"} - {kind}:
+            arguments = () if VERBS[verb] is None else ([0], *VERBS[verb])
+            value = STATES.get(given)
+            name = "table" if kind == "table" else "state"
+            where = f", whose verbs are in {modules.get(given, pages).__name__}"
+            message = f"{name}: expected a {type(STATES[kind]).__name__}, got "
+            message += "None" if value is None else f"a {type(value).__name__}{where}"
+            with pytest.raises(ValueError, match=f"^{message}$"):
+                getattr(module, verb)(value, *arguments)
 
 
 def test_a_wrong_size_is_named():

@@ -249,14 +249,15 @@ def pools_split_otherwise_are_refused():
     operands = step.operands()
     specs = step.specs(operands)
     bad = {
-        "k_pages": (P(None, None, None, "tp"), specs[1]),
-        "v_pages": (specs[0], P()),
+        "k_pages": (P(None, None, None, "tp"), specs[1], "axis 3 split over 'tp'"),
+        "v_pages": (specs[0], P(), "it whole"),
     }
-    for name, pools in bad.items():
+    for name, (*pools, got) in bad.items():
         for axis_type in AXIS_TYPES:
             placed = place(make_mesh(axis_type), operands, (*pools, *specs[2:]))
             error = jax.errors.JaxRuntimeError if axis_type == AxisType.Auto else ValueError
-            message = rf"write_kv.v1: {name}: expected to be split over devices by KV heads alone"
+            message = rf"write_kv.v1: {name}: expected to be split over devices by KV heads alone, "
+            message += rf"as .*, got {got}, "
             with pytest.raises(error, match=message):
                 jax.jit(step).lower(*placed).compile()
 
