@@ -154,7 +154,7 @@ class Walk:
                     self.texts[row] += values[begin : begin + count].tolist()
                     nodes = parents[begin : begin + count]
                     self.trees[row] += [x for x in nodes if x != pages.NO_TREE]
-                    begin += count
+                begin += count
 
     def grow(self):
         new = self.free() if self.rng.random() < 0.2 or not self.texts else set()
@@ -172,7 +172,7 @@ class Walk:
         parents = [pages.NO_TREE] * TOKENS
         place = 0
         for row, count in zip(rows, counts, strict=True):
-            for node in range(count if row != -1 else 0):
+            for node in range(count):
                 parents[place] = int(self.rng.integers(-1, len(self.trees.get(row, [])) + node))
                 place += 1
         self.step(rows, counts, parents)
