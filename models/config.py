@@ -2,12 +2,63 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_paged import rope
+from jax_paged._fields import FLAG, NOTHING, TEXT, Domain, either, integer, list_of, number, short
+
+_SIZE, _ID = integer(1), integer(0)
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# The type and range of each field of `RopeConfig` and `DecoderConfig`. The readers' tables give the
+# keys of their formats these domains, so that a message can name the key.
+ROPE_DOMAINS: dict[str, Domain] = {
+    "theta": number(2, 1e15),
+    "kind": Domain(" or ".join(map(repr, ROPE_KINDS)), lambda value: value in ROPE_KINDS),
+    "factor": number(1e-3, 1e6),
+    "original_context": integer(0, 2**40),
+    "low_freq_factor": number(1e-3, 1e6),
+    "high_freq_factor": number(1e-3, 1e6),
+    "beta_fast": number(1e-3, 1e6),
+    "beta_slow": number(1e-3, 1e6),
+    "truncate": FLAG,
+    "attention_factor": number(1e-3, 1e3),
+    "frequency_divisors": either(NOTHING, list_of(number(1e-6, 1e6))),
+}
+DOMAINS: dict[str, Domain] = {
+    "model_type": TEXT,
+    "vocab_size": _SIZE,
+    "hidden_size": _SIZE,
+    "intermediate_size": integer(0),
+    "num_layers": integer(1, 2**16),
+    "num_q_heads": _SIZE,
+    "num_kv_heads": _SIZE,
+    "head_dim": integer(1, 2**16),
+    "context_length": _SIZE,
+    "rms_norm_eps": number(1e-30, 1),
+    "tie_embeddings": FLAG,
+    "qk_norm": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "num_experts": integer(0),
+    "experts_per_token": integer(0),
+    "moe_intermediate_size": integer(0),
+    "norm_topk_prob": FLAG,
+    "moe_layers": list_of(FLAG),
+    "layer_windows": list_of(integer(0)),
+    "bos_token_id": either(NOTHING, _ID),
+    "eos_token_ids": list_of(_ID),
+}
+TOKEN_IDS = either(_ID, list_of(_ID))  # for `token_ids`
+
+
+def _check_domains(config: Any, domains: Mapping[str, Domain]) -> None:
+    for name, domain in domains.items():
+        if not domain.has(value := getattr(config, name)):
+            raise ValueError(f"config: {name} must be {domain.text}, got {short(value)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +79,22 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     frequency_divisors: tuple[float, ...] | None = None
+
+    def __post_init__(self):
+        _check_domains(self, ROPE_DOMAINS)
+        if self.kind in ("llama3", "yarn") and self.original_context < 1:
+            raise ValueError(
+                f"config: original_context must be positive with rope kind {self.kind!r}, got 0"
+            )
+        fast, slow = self.high_freq_factor, self.low_freq_factor
+        if self.kind == "llama3" and fast <= slow:
+            raise ValueError(
+                f"config: high_freq_factor must be above low_freq_factor={slow}, got {fast}"
+            )
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"config: beta_fast must be above beta_slow={self.beta_slow}, got {self.beta_fast}"
+            )
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """f32[head_dim / 2] radians per position."""
@@ -93,10 +160,8 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        sizes = ["vocab_size", "hidden_size", "num_layers"]
-        sizes += ["num_q_heads", "num_kv_heads", "head_dim"]
-        if self.num_experts:
-            sizes += ["experts_per_token", "moe_intermediate_size"]
+        _check_domains(self, DOMAINS)
+        sizes = ["experts_per_token", "moe_intermediate_size"] if self.num_experts else []
         if not all(self.moe_layers) or not self.moe_layers:
             sizes.append("intermediate_size")
         for name in sizes:
@@ -118,10 +183,6 @@ class DecoderConfig:
             raise ValueError(
                 f"config: layer_windows must have num_layers={self.num_layers} entries or none, "
                 f"got {len(self.layer_windows)}"
-            )
-        if any(window < 0 for window in self.layer_windows):
-            raise ValueError(
-                f"config: layer_windows must be at least 0, got {min(self.layer_windows)}"
             )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
@@ -147,6 +208,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # also what is no UTF-8
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):

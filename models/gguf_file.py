@@ -4,36 +4,58 @@ Tensors are dequantised. Every metadata key that can alter a logit is honoured o
 keys of the `general.` space and of tools that made the file only describe it.
 """
 
+import itertools
 import os
-import struct
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .config import DecoderConfig, RopeConfig
+from jax_paged._fields import FLAG, TEXT, Domain, either, integer, short
+
+from .config import DOMAINS, ROPE_DOMAINS, DecoderConfig, RopeConfig
 from .gguf_quants import KINDS, QUANTIZATIONS, dequantize, kind_name
 from .gguf_reader import read_gguf
 from .gguf_vocab import tokenizer_from_gguf
-from .parameters import Fill, Shape, check_tensors, expected_tensors
+from .outside import check_keys, reading
+from .parameters import Fill, Shape, check_tensors, each_expected_tensor
 from .tokenizer import MissingTokenizer, Tokenizer
 
 # GGUF architecture → the model_type of `DecoderConfig`.
 _MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 
 # Keys behind "<architecture>." that are read.
-_HONOURED = frozenset(
-    [
-        "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
-        "attention.head_count", "attention.head_count_kv", "attention.key_length",
-        "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
-        "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
-        "rope.scaling.original_context_length", "expert_count", "expert_used_count",
-        "expert_feed_forward_length", "expert_weights_norm",
-    ]
-)  # fmt: skip
+_HONOURED: dict[str, Domain] = {
+    "vocab_size": DOMAINS["vocab_size"],
+    "context_length": DOMAINS["context_length"],
+    "embedding_length": DOMAINS["hidden_size"],
+    "block_count": DOMAINS["num_layers"],
+    "feed_forward_length": DOMAINS["intermediate_size"],
+    "attention.head_count": DOMAINS["num_q_heads"],
+    "attention.head_count_kv": DOMAINS["num_kv_heads"],
+    "attention.key_length": DOMAINS["head_dim"],
+    "attention.value_length": DOMAINS["head_dim"],
+    "attention.layer_norm_rms_epsilon": DOMAINS["rms_norm_eps"],
+    "rope.dimension_count": DOMAINS["head_dim"],
+    "rope.freq_base": ROPE_DOMAINS["theta"],
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": ROPE_DOMAINS["factor"],
+    "rope.scaling.original_context_length": ROPE_DOMAINS["original_context"],
+    "expert_count": DOMAINS["num_experts"],
+    "expert_used_count": DOMAINS["experts_per_token"],
+    "expert_feed_forward_length": DOMAINS["moe_intermediate_size"],
+    "expert_weights_norm": either(FLAG, integer(0, 1)),
+}
+# Keys of any architecture that are read.
+_GENERAL: dict[str, Domain] = {
+    "general.architecture": TEXT,
+    "general.type": TEXT,
+    "split.count": integer(),
+}
+_BOS = "tokenizer.ggml.bos_token_id"
+_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _HARMLESS = {
     "rope.scaling.finetuned": "says how the model was trained",
 }
@@ -118,20 +140,19 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
+        with reading(f"{path}: truncated or not a GGUF file"):
             self.metadata, self._tensors = read_gguf(path)
-        except (ValueError, OverflowError, RecursionError, struct.error) as error:
-            raise ValueError(f"{path}: truncated or not a GGUF file: {error}") from None
         self.shapes: dict[str, Shape] = {name: t.shape for name, t in self._tensors.items()}
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "dequantize")
+        check_keys(path, self.metadata, _GENERAL)
         if (parts := self.metadata.get("split.count", 1)) > 1:
             raise ValueError(f"{path}: key 'split.count' must be 1 (merge the parts), got {parts}")
         if (kind := self.metadata.get("general.type", "model")) != "model":
-            raise ValueError(f"{path}: key 'general.type' must be 'model', got {kind!r}")
+            raise ValueError(f"{path}: key 'general.type' must be 'model', got {short(kind)}")
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in _MODEL_TYPES:
             raise ValueError(
-                f"{path}: architecture {self.architecture!r} is not supported; supported: "
+                f"{path}: architecture {short(self.architecture)} is not supported; supported: "
                 f"{', '.join(_MODEL_TYPES)}"
             )
 
@@ -142,58 +163,61 @@ class GGUFFile:
           ValueError: a key is missing, or not supported, or has a value that is not.
         """
         self._check_keys()
-        values = self._value
-        num_layers = values("block_count", int)
-        num_q_heads = values("attention.head_count", int)
-        hidden = values("embedding_length", int)
-        head_dim = values("attention.key_length", int, hidden // num_q_heads)
+        with reading(self.path):
+            return self._config()
+
+    def _config(self) -> DecoderConfig:
+        value = self._value
+        num_layers = value("block_count")
+        num_q_heads = value("attention.head_count")
+        hidden = value("embedding_length")
+        head_dim = value("attention.key_length", hidden // num_q_heads)
         for key in ("attention.value_length", "rope.dimension_count"):
-            if values(key, int, head_dim) != head_dim:
+            if value(key, head_dim) != head_dim:
                 raise ValueError(
                     f"{self.path}: key '{self.architecture}.{key}' must be the head_dim, "
-                    f"{head_dim}, got {values(key, int)}"
+                    f"{head_dim}, got {value(key)}"
                 )
         is_moe = self.architecture == "qwen3moe"
-        if not is_moe and values("expert_count", int, 0):
+        if not is_moe and value("expert_count", 0):
             raise ValueError(
                 f"{self.path}: key '{self.architecture}.expert_count' must be 0, got "
-                f"{values('expert_count', int)}"
+                f"{value('expert_count')}"
             )
         moe: dict[str, Any] = {"moe_layers": (is_moe,) * num_layers}
         if is_moe:
             moe |= {
-                "num_experts": values("expert_count", int),
-                "experts_per_token": values("expert_used_count", int),
-                "moe_intermediate_size": values("expert_feed_forward_length", int),
+                "num_experts": value("expert_count"),
+                "experts_per_token": value("expert_used_count"),
+                "moe_intermediate_size": value("expert_feed_forward_length"),
                 # Writers leave the key out: every Qwen3-MoE in this format renormalises.
-                "norm_topk_prob": bool(values("expert_weights_norm", int, 1)),
+                "norm_topk_prob": bool(value("expert_weights_norm", 1)),
             }
-        vocab_size = self.shapes.get("token_embd.weight", (0,))[0]
-        if values("vocab_size", int, vocab_size) != vocab_size:
+        vocab_size = (*self.shapes.get("token_embd.weight", ()), 0)[0]
+        if value("vocab_size", vocab_size) != vocab_size:
             raise ValueError(
                 f"{self.path}: tensor 'token_embd.weight' must have "
-                f"{values('vocab_size', int)} rows, got {vocab_size}"
+                f"{value('vocab_size')} rows, got {vocab_size}"
             )
-        ends = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
         return DecoderConfig(
             model_type=_MODEL_TYPES[self.architecture],
             vocab_size=vocab_size,
             hidden_size=hidden,
-            intermediate_size=values("feed_forward_length", int, 0 if is_moe else None),
+            intermediate_size=value("feed_forward_length", 0 if is_moe else None),
             num_layers=num_layers,
             num_q_heads=num_q_heads,
-            num_kv_heads=values("attention.head_count_kv", int, num_q_heads),
+            num_kv_heads=value("attention.head_count_kv", num_q_heads),
             head_dim=head_dim,
-            context_length=values("context_length", int),
-            rms_norm_eps=values("attention.layer_norm_rms_epsilon", float),
+            context_length=value("context_length"),
+            rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
             rope=self._rope(head_dim),
             tie_embeddings="output.weight" not in self.shapes,
             qk_norm=self.architecture != "llama",
             attention_bias="blk.0.attn_q.bias" in self.shapes,
             mlp_bias="blk.0.ffn_up.bias" in self.shapes,
-            bos_token_id=self.metadata.get("tokenizer.ggml.bos_token_id"),
+            bos_token_id=self.metadata.get(_BOS),
             eos_token_ids=tuple(
-                dict.fromkeys(self.metadata[key] for key in ends if key in self.metadata)
+                dict.fromkeys(self.metadata[key] for key in _ENDS if key in self.metadata)
             ),
             **moe,
         )
@@ -208,16 +232,10 @@ class GGUFFile:
         Args:
           config: from `config`. fill takes the names of `expected_tensors`.
         """
-        expected = {gguf_name(name): shape for name, shape in expected_tensors(config).items()}
-        if _ROPE_FREQS in self.shapes:
-            expected[_ROPE_FREQS] = (config.head_dim // 2,)
-        check_tensors(self.path, expected, self.shapes)
-        for name, tensor in self._tensors.items():
-            if tensor.kind not in KINDS:
-                raise ValueError(
-                    f"{self.path}: tensor {name!r} has quantisation {kind_name(tensor.kind)}, "
-                    f"which is not supported; supported: {', '.join(QUANTIZATIONS)}"
-                )
+        weights = ((gguf_name(name), shape) for name, shape in each_expected_tensor(config))
+        divisors = [(_ROPE_FREQS, (config.head_dim // 2,))] if _ROPE_FREQS in self.shapes else []
+        check_tensors(self.path, itertools.chain(divisors, weights), self.shapes)
+        self._check_kinds(self.shapes)
         heads = {}
         if self.architecture == "llama":
             heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads}
@@ -234,9 +252,20 @@ class GGUFFile:
         if num_heads:
             rows = data.reshape(len(out), -1)
             data = _unpermute(rows, num_heads).reshape(-1)
-        dequantize(KINDS[number], data, out, self._pool)
+        with reading(f"{self.path}: tensor {name!r}"):
+            dequantize(KINDS[number], data, out, self._pool)
+
+    def _check_kinds(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (number := self._tensors[name].kind) not in KINDS:
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} has quantisation {kind_name(number)}, which is "
+                    f"not supported; supported: {', '.join(QUANTIZATIONS)}"
+                )
 
     def _check_keys(self) -> None:
+        own = {f"{self.architecture}.{key}": domain for key, domain in _HONOURED.items()}
+        check_keys(self.path, self.metadata, own | dict.fromkeys([_BOS, *_ENDS], integer()))
         for name, value in self.metadata.items():
             space, _, key = name.partition(".")
             if space == "split":
@@ -244,38 +273,36 @@ class GGUFFile:
             if space != self.architecture:
                 if not name.startswith(_DESCRIPTIVE):
                     raise ValueError(
-                        f"{self.path}: key {name!r} = {_short(value)} is not known; it might "
+                        f"{self.path}: key {short(name)} = {short(value)} is not known; it might "
                         "alter the logits, so it is not ignored"
                     )
             elif key in _NEUTRAL:
                 if value not in _NEUTRAL[key]:
                     neutral = " or ".join(repr(v) for v in _NEUTRAL[key])
                     raise ValueError(
-                        f"{self.path}: key {name!r} must be {neutral}, got {_short(value)}"
+                        f"{self.path}: key {name!r} must be {neutral}, got {short(value)}"
                     )
             elif key not in _HONOURED and key not in _HARMLESS:
                 raise ValueError(
-                    f"{self.path}: key {name!r} = {_short(value)} is not known; it might alter "
+                    f"{self.path}: key {short(name)} = {short(value)} is not known; it might alter "
                     "the logits, so it is not ignored"
                 )
 
-    def _value(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
+    def _value(self, key: str, default: Any = None) -> Any:
         name = f"{self.architecture}.{key}"
         value = self.metadata.get(name, default)
         if value is None:
             raise ValueError(f"{self.path}: key {name!r} is missing")
-        if not isinstance(value, int | float):
-            raise ValueError(f"{self.path}: key {name!r} must be a number, got {_short(value)}")
-        return kind(value)
+        return value
 
     def _rope(self, head_dim: int) -> RopeConfig:
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if kind not in ("none", "linear"):
             raise ValueError(
                 f"{self.path}: key '{self.architecture}.rope.scaling.type' must be 'none' or "
-                f"'linear', got {kind!r}"
+                f"'linear', got {short(kind)}"
             )
-        theta = self._value("rope.freq_base", float, 10000.0)
+        theta = float(self._value("rope.freq_base", 10000.0))
         divisors = None
         if _ROPE_FREQS in self.shapes:
             if self.shapes[_ROPE_FREQS] != (head_dim // 2,):
@@ -283,6 +310,7 @@ class GGUFFile:
                     f"{self.path}: tensor {_ROPE_FREQS!r} must have shape {(head_dim // 2,)}, got "
                     f"{self.shapes[_ROPE_FREQS]}"
                 )
+            self._check_kinds([_ROPE_FREQS])
             values = np.empty(head_dim // 2, np.float32)
             self._dequantize(_ROPE_FREQS, values)
             divisors = tuple(values.tolist())
@@ -291,11 +319,6 @@ class GGUFFile:
         return RopeConfig(
             theta=theta,
             kind=kind,
-            factor=self._value("rope.scaling.factor", float),
+            factor=float(self._value("rope.scaling.factor")),
             frequency_divisors=divisors,
         )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from .parameters import is_finite
+
 _PIECE = 8192 * 32  # values that are dequantised at a time: large for numpy, small for the caches
 
 
@@ -31,6 +33,9 @@ def dequantize(kind: Kind, data: np.ndarray, out: np.ndarray, pool: Executor) ->
       data: u8[bytes], the tensor's blocks.
       out: any float dtype, as many values as the tensor has; its first axes may be strided.
       pool: runs the pieces.
+
+    Raises:
+      ValueError: a value is NaN or infinite.
     """
     if not out.flags.c_contiguous:
         for part, target in zip(np.split(data, len(out)), out, strict=True):
@@ -54,14 +59,23 @@ def dequantize(kind: Kind, data: np.ndarray, out: np.ndarray, pool: Executor) ->
 
 def _as(dtype) -> Callable[[np.ndarray, np.ndarray], None]:
     def values(blocks, out):
-        out[...] = np.ascontiguousarray(blocks).view(dtype)
+        found = np.ascontiguousarray(blocks).view(dtype)
+        _check_finite(found)
+        out[...] = found
 
     return values
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
     """f32[n, 1], the f16 number that each block has at a byte."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    found = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    _check_finite(found)  # then all values are finite: they are small integers times these
+    return found
+
+
+def _check_finite(values: np.ndarray) -> None:
+    if not is_finite(values):
+        raise ValueError("expected finite weights, got NaN or infinity")
 
 
 def _fields(packed: np.ndarray, width: int, bits: int) -> np.ndarray:

@@ -4,6 +4,7 @@ The format is little-endian: "GGUF", a version, the numbers of tensors and of me
 the pairs, a name, shape, type and offset for each tensor, and the aligned tensor data.
 """
 
+import itertools
 import math
 import mmap
 import struct
@@ -12,9 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_paged._fields import integer, short
+
 from .gguf_quants import KINDS
+from .outside import reading
 
 _VERSIONS = (2, 3)
+_MAX_AXES = 4  # of a tensor, as in ggml
+_ALIGNMENT = integer(1)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
@@ -55,8 +61,10 @@ class _Cursor:
 
     def strings(self, count: int) -> list[str]:
         """As `string` again and again, in a loop that costs little for each: there are many."""
-        data, at, found = self.data, self.at, []
+        data, at, found, last = self.data, self.at, [], len(self.data) - 8
         for _ in range(count):
+            if at > last:
+                raise ValueError(f"the file ends within {count} texts")
             start = at + 8
             at = start + _SIZE.unpack_from(data, at)[0]
             found.append(data[start:at].decode())
@@ -94,29 +102,39 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     for _ in range(num_pairs):
         name = cursor.string()
         if name in metadata:
-            raise ValueError(f"key {name!r} is there twice")
-        metadata[name] = cursor.value(cursor.scalar("<u4"))
+            raise ValueError(f"key {short(name)} is there twice")
+        with reading(f"key {short(name)}"):
+            metadata[name] = cursor.value(cursor.scalar("<u4"))
     entries = {}
     for _ in range(num_tensors):
         name = cursor.string()
         if name in entries:
-            raise ValueError(f"tensor {name!r} is there twice")
-        shape = tuple(cursor.array("<u8", cursor.scalar("<u4"))[::-1])
+            raise ValueError(f"tensor {short(name)} is there twice")
+        num_axes = cursor.scalar("<u4")
+        if num_axes > _MAX_AXES:
+            raise ValueError(
+                f"tensor {short(name)} must have at most {_MAX_AXES} axes, got {num_axes}"
+            )
+        shape = tuple(cursor.array("<u8", num_axes)[::-1])
         entries[name] = shape, cursor.scalar("<u4"), cursor.scalar("<u8")
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"general.alignment is {alignment!r}")
+    if not _ALIGNMENT.has(alignment):
+        raise ValueError(f"general.alignment must be {_ALIGNMENT.text}, got {short(alignment)}")
     start = -(-cursor.at // alignment) * alignment
-    whole, tensors = np.frombuffer(cursor.data, np.uint8), {}
+    whole, tensors, places = np.frombuffer(cursor.data, np.uint8), {}, []
     for name, (shape, number, offset) in entries.items():
         data = whole[:0]
         if number in KINDS:
             kind, row = KINDS[number], shape[-1] if shape else 1
             if row % kind.size:
-                raise ValueError(f"tensor {name!r} of {shape} has no whole {kind.name} blocks")
+                raise ValueError(f"tensor {short(name)} of {shape} has no whole {kind.name} blocks")
             begin = start + offset
             data = whole[begin : begin + math.prod(shape) // kind.size * kind.num_bytes]
             if data.size * kind.size != math.prod(shape) * kind.num_bytes:
-                raise ValueError(f"the file ends within tensor {name!r}")
+                raise ValueError(f"the file ends within tensor {short(name)}")
+            places.append((begin, begin + data.size, name))
         tensors[name] = TensorEntry(shape, number, data)
+    for (_, end, name), (begin, _, after) in itertools.pairwise(sorted(places)):
+        if begin < end:  # else a small file could ask for any amount of memory
+            raise ValueError(f"tensors {short(name)} and {short(after)} overlap")
     return metadata, tensors

@@ -1,16 +1,28 @@
 """Reads the config.json of a Hugging Face checkpoint: qwen3_moe, qwen3 and llama.
 
-Every key, under its old or its new name, stands in one of the tables below: honoured, harmless (it
-cannot alter a logit at inference; the reason is given), or accepted with its neutral value only. A
-key in none of them is refused too: what we do not know might matter.
+Every key, under its old or its new name, stands in one of the tables below: honoured, with the
+values that it may have, harmless (it cannot alter a logit at inference; the reason is given), or
+accepted with its neutral value only. A key in none of them is refused too: what we do not know
+might matter.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jax_paged import rope
+from jax_paged._fields import ANYTHING, FLAG, OBJECT, TEXT, Domain, integer, list_of, number, short
 
-from .config import DecoderConfig, RopeConfig, token_ids
+from .config import (
+    DOMAINS,
+    ROPE_DOMAINS,
+    ROPE_KINDS,
+    TOKEN_IDS,
+    DecoderConfig,
+    RopeConfig,
+    token_ids,
+)
+from .outside import check_keys, reading
 
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -18,43 +30,47 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
 }
 
+_CONTEXT = integer(1, 2**40)
 # Keys that `config_from_hf` reads, for every model type.
-_HONOURED = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "attention_bias",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "original_max_position_embeddings",
-        "use_sliding_window",
-        "sliding_window",
-        "max_window_layers",
-        "layer_types",
-        "bos_token_id",
-        "eos_token_id",
-        "hidden_act",
-    ]
-)
-_HONOURED_BY_TYPE = {
-    "qwen3_moe": frozenset(
-        ["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-         "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"]
-    ),
-    "qwen3": frozenset(),
-    "llama": frozenset(["mlp_bias"]),
-}  # fmt: skip
+_HONOURED: dict[str, Domain] = {
+    "architectures": list_of(TEXT),
+    "model_type": TEXT,
+    "vocab_size": DOMAINS["vocab_size"],
+    "hidden_size": DOMAINS["hidden_size"],
+    "intermediate_size": DOMAINS["intermediate_size"],
+    "num_hidden_layers": DOMAINS["num_layers"],
+    "num_attention_heads": DOMAINS["num_q_heads"],
+    "num_key_value_heads": DOMAINS["num_kv_heads"],
+    "head_dim": DOMAINS["head_dim"],
+    "max_position_embeddings": DOMAINS["context_length"],
+    "rms_norm_eps": DOMAINS["rms_norm_eps"],
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
+    "rope_theta": ROPE_DOMAINS["theta"],
+    "rope_scaling": OBJECT,
+    "rope_parameters": OBJECT,
+    "original_max_position_embeddings": _CONTEXT,
+    "use_sliding_window": FLAG,
+    "sliding_window": ANYTHING,  # where it is used it is checked
+    "max_window_layers": integer(0),
+    "layer_types": list_of(TEXT),
+    "bos_token_id": DOMAINS["bos_token_id"],
+    "eos_token_id": TOKEN_IDS,
+    "hidden_act": TEXT,
+}
+_HONOURED_BY_TYPE: dict[str, dict[str, Domain]] = {
+    "qwen3_moe": {
+        "num_experts": DOMAINS["num_experts"],
+        "num_local_experts": DOMAINS["num_experts"],
+        "num_experts_per_tok": DOMAINS["experts_per_token"],
+        "moe_intermediate_size": DOMAINS["moe_intermediate_size"],
+        "norm_topk_prob": FLAG,
+        "decoder_sparse_step": integer(1),
+        "mlp_only_layers": list_of(integer(0)),
+    },
+    "qwen3": {},
+    "llama": {"mlp_bias": FLAG},
+}
 
 # Keys that cannot alter a logit at inference, with the reason.
 _HARMLESS = {
@@ -120,17 +136,26 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "task_specific_params": (None,),
 }
 
-_ROPE_KEYS = {
-    "default": frozenset(),
-    "linear": frozenset(["factor"]),
-    "llama3": frozenset(
-        ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    ),
-    "yarn": frozenset(
-        ["factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
-         "beta_slow", "mscale", "mscale_all_dim", "truncate"]
-    ),
-}  # fmt: skip
+_ROPE_KEYS: dict[str, dict[str, Domain]] = {
+    "default": {},
+    "linear": {"factor": ROPE_DOMAINS["factor"]},
+    "llama3": {
+        "factor": ROPE_DOMAINS["factor"],
+        "low_freq_factor": ROPE_DOMAINS["low_freq_factor"],
+        "high_freq_factor": ROPE_DOMAINS["high_freq_factor"],
+        "original_max_position_embeddings": _CONTEXT,
+    },
+    "yarn": {
+        "factor": ROPE_DOMAINS["factor"],
+        "original_max_position_embeddings": _CONTEXT,
+        "attention_factor": ROPE_DOMAINS["attention_factor"],
+        "beta_fast": number(0, 1e6),  # 0 = not given, as in transformers
+        "beta_slow": number(0, 1e6),
+        "mscale": number(0, 1e3),
+        "mscale_all_dim": number(0, 1e3),
+        "truncate": FLAG,
+    },
+}
 
 
 def _model_type(raw: Mapping[str, Any], where: str) -> str:
@@ -139,12 +164,12 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
     for name in names:
         if name not in ARCHITECTURES:
             raise ValueError(
-                f"{where}: architecture {name!r} is not supported; supported: {supported}"
+                f"{where}: architecture {short(name)} is not supported; supported: {supported}"
             )
     model_type = raw.get("model_type") or (ARCHITECTURES[names[0]] if names else None)
     if model_type not in _HONOURED_BY_TYPE:
         raise ValueError(
-            f"{where}: model_type {model_type!r} is not supported; supported: "
+            f"{where}: model_type {short(model_type)} is not supported; supported: "
             f"{', '.join(_HONOURED_BY_TYPE)} ({supported})"
         )
     for name in names:
@@ -155,31 +180,19 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
     return model_type
 
 
-def _check_keys(raw: Mapping[str, Any], model_type: str, where: str) -> None:
+def _check_known(raw: Mapping[str, Any], model_type: str, where: str) -> None:
     honoured = _HONOURED | _HONOURED_BY_TYPE[model_type]
     for key, value in raw.items():
         if key in honoured or key in _HARMLESS:
             continue
         if key not in _NEUTRAL:
             raise ValueError(
-                f"{where}: key {key!r} = {value!r} is not known for model_type {model_type!r}; "
-                "it might alter the logits, so it is not ignored"
+                f"{where}: key {short(key)} = {short(value)} is not known for model_type "
+                f"{model_type!r}; it might alter the logits, so it is not ignored"
             )
         if value not in _NEUTRAL[key]:
             neutral = " or ".join(repr(v) for v in _NEUTRAL[key])
-            raise ValueError(f"{where}: key {key!r} must be {neutral}, got {value!r}")
-
-
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob",
-          "use_sliding_window")  # fmt: skip
-_LISTS = ("architectures", "layer_types", "mlp_only_layers")
-
-
-def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
-    for names, kind, what in ((_FLAGS, bool, "true or false"), (_LISTS, list, "a list")):
-        for name in names:
-            if raw.get(name) is not None and not isinstance(raw[name], kind):
-                raise ValueError(f"{where}: key {name!r} must be {what}, got {raw[name]!r}")
+            raise ValueError(f"{where}: key {key!r} must be {neutral}, got {short(value)}")
 
 
 def _layer_windows(
@@ -189,14 +202,14 @@ def _layer_windows(
     if model_type == "llama":
         for key in ("sliding_window", "use_sliding_window"):
             if raw.get(key) not in (None, False):
-                raise ValueError(f"{where}: key {key!r} must be None, got {raw[key]!r}")
+                raise ValueError(f"{where}: key {key!r} must be None, got {short(raw[key])}")
     # Qwen writes a window beside use_sliding_window = false, the default: then nobody applies it.
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"{where}: key 'sliding_window' must be at least 1, got {window!r}")
-    first = raw.get("max_window_layers", 28) if model_type == "qwen3" else 0
-    if not isinstance(first, int):
-        raise ValueError(f"{where}: key 'max_window_layers' must be an integer, got {first!r}")
+    if window is not None:
+        check_keys(where, {"sliding_window": window}, {"sliding_window": integer(1)})
+    first = 0
+    if model_type == "qwen3" and (first := raw.get("max_window_layers")) is None:
+        first = 28
     slides = [window is not None and i >= first for i in range(num_layers)]
     kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
     given = raw.get("layer_types") or kinds
@@ -211,37 +224,37 @@ def _layer_windows(
         allowed = both if model_type == "qwen3" and window is not None else {usual}
         if kind not in allowed:
             names = " or ".join(map(repr, sorted(allowed)))
-            raise ValueError(f"{where}: key 'layer_types' must hold {names} here, got {kind!r}")
+            raise ValueError(
+                f"{where}: key 'layer_types' must hold {names} here, got {short(kind)}"
+            )
     windows = tuple((window or 0) * (kind == "sliding_attention") for kind in given)
     return windows if any(windows) else ()
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
-    for given in (new, old):
-        if given is not None and not isinstance(given, dict):
-            raise ValueError(f"{where}: rope parameters must be an object, got {given!r}")
     if new and old and new != old:
         raise ValueError(
-            f"{where}: 'rope_parameters' = {new!r} contradicts 'rope_scaling' = {old!r}"
+            f"{where}: 'rope_parameters' = {short(new)} contradicts 'rope_scaling' = {short(old)}"
         )
-    parameters = dict(new or old or {})
-    kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
-    if parameters.pop("type", kind) != kind:
-        raise ValueError(f"{where}: rope_type {kind!r} contradicts type in {new or old!r}")
-    if kind not in _ROPE_KEYS:
+    given = dict(new or old or {})
+    check_keys(where, given, {"rope_type": TEXT, "type": TEXT})
+    kind = given.pop("rope_type", None) or given.get("type") or "default"
+    if given.pop("type", kind) != kind:
         raise ValueError(
-            f"{where}: rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
+            f"{where}: rope_type {short(kind)} contradicts type in {short(new or old)}"
         )
-    inner, outer = parameters.pop("rope_theta", None), raw.get("rope_theta")
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"{where}: rope_type {short(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}"
+        )
+    inner, outer = given.pop("rope_theta", None), raw.get("rope_theta")
+    check_keys(where, {"rope_theta": inner}, _HONOURED)
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(f"{where}: rope_theta is {outer!r}, but {inner!r} in the rope parameters")
-    theta = next(v for v in (inner, outer, 10000.0) if v is not None)
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise ValueError(f"{where}: rope_theta must be a positive number, got {theta!r}")
-    theta = float(theta)
-    if (partial := parameters.pop("partial_rotary_factor", 1.0)) not in (1, None):
-        raise ValueError(f"{where}: partial_rotary_factor must be 1, got {partial!r}")
+    theta = float(next(v for v in (inner, outer, 10000.0) if v is not None))
+    if (partial := given.pop("partial_rotary_factor", 1.0)) not in (1, None):
+        raise ValueError(f"{where}: partial_rotary_factor must be 1, got {short(partial)}")
     outer_context = raw.get("original_max_position_embeddings")
     if outer_context is not None:
         if kind not in ("llama3", "yarn"):
@@ -249,54 +262,46 @@ def _rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
                 f"{where}: key 'original_max_position_embeddings' = {outer_context!r} has no use "
                 f"with rope_type {kind!r}"
             )
-        parameters["original_max_position_embeddings"] = outer_context
-    for key, value in parameters.items():
-        if key not in _ROPE_KEYS[kind] and value is not None:
+        given["original_max_position_embeddings"] = outer_context
+    values = {key: value for key, value in given.items() if value is not None}
+    for key, value in values.items():
+        if key not in _ROPE_KEYS[kind]:
             raise ValueError(
-                f"{where}: rope key {key!r} = {value!r} is not known for rope_type {kind!r}"
+                f"{where}: rope key {short(key)} = {short(value)} is not known for rope_type "
+                f"{kind!r}"
             )
+    check_keys(where, values, _ROPE_KEYS[kind])
+    needed = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    for key in needed.get(kind, ("factor",)):
+        if key not in values:
+            raise ValueError(f"{where}: rope_type {kind!r} needs a number for {key!r}, got None")
     if kind == "default":
         return RopeConfig(theta=theta)
-
-    def need(key: str) -> float:
-        value = parameters.get(key)
-        if not isinstance(value, int | float):
-            raise ValueError(
-                f"{where}: rope_type {kind!r} needs a number for {key!r}, got {value!r}"
-            )
-        return float(value)
-
-    def number(key: str, default: float) -> float:
-        return default if parameters.get(key) is None else need(key)
-
-    factor = need("factor")
-    if factor <= 0:
-        raise ValueError(f"{where}: rope factor must be positive, got {factor}")
+    factor = float(values["factor"])
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
-    context = int(number("original_max_position_embeddings", raw["max_position_embeddings"]))
+    context = values.get("original_max_position_embeddings", raw["max_position_embeddings"])
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
             kind=kind,
             factor=factor,
             original_context=context,
-            low_freq_factor=need("low_freq_factor"),
-            high_freq_factor=need("high_freq_factor"),
+            low_freq_factor=float(values["low_freq_factor"]),
+            high_freq_factor=float(values["high_freq_factor"]),
         )
     default_attention = rope.yarn_attention_factor(
-        factor, parameters.get("mscale"), parameters.get("mscale_all_dim")
+        factor, values.get("mscale"), values.get("mscale_all_dim")
     )
-    truncate = parameters.get("truncate")
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
         original_context=context,
-        beta_fast=number("beta_fast", 32.0) or 32.0,
-        beta_slow=number("beta_slow", 1.0) or 1.0,
-        truncate=True if truncate is None else bool(truncate),
-        attention_factor=number("attention_factor", default_attention),
+        beta_fast=float(values.get("beta_fast") or 32.0),
+        beta_slow=float(values.get("beta_slow") or 1.0),
+        truncate=values.get("truncate", True),
+        attention_factor=float(values.get("attention_factor", default_attention)),
     )
 
 
@@ -324,9 +329,17 @@ def config_from_hf(
     >>> config.head_dim, config.num_kv_heads, config.rope.theta
     (8, 2, 10000.0)
     """
-    _check_kinds(raw, where)
+    beside = Path(where).with_name("generation_config.json")
+    check_keys(beside, generation or {}, {"eos_token_id": TOKEN_IDS})
+    with reading(where):
+        return _config(raw, generation or {}, where)
+
+
+def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> DecoderConfig:
+    check_keys(where, raw, _HONOURED)
     model_type = _model_type(raw, where)
-    _check_keys(raw, model_type, where)
+    check_keys(where, raw, _HONOURED_BY_TYPE[model_type])
+    _check_known(raw, model_type, where)
 
     def need(*names: str) -> int:
         values = {name: raw[name] for name in names if raw.get(name) is not None}
@@ -334,43 +347,33 @@ def config_from_hf(
             raise ValueError(f"{where}: key {names[0]!r} is missing")
         if len(set(values.values())) > 1:
             raise ValueError(f"{where}: {values} contradict each other")
-        name, value = next(iter(values.items()))
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{where}: key {name!r} must be an integer, got {value!r}")
-        return value
+        return next(iter(values.values()))
 
-    def optional(name: str, default: int) -> int:
-        return default if raw.get(name) is None else need(name)
+    def optional(name: str, default: Any) -> Any:
+        return default if raw.get(name) is None else raw[name]
 
     if (act := raw.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"{where}: key 'hidden_act' must be 'silu', got {act!r}")
+        raise ValueError(f"{where}: key 'hidden_act' must be 'silu', got {short(act)}")
     num_layers, num_q_heads = need("num_hidden_layers"), need("num_attention_heads")
     hidden_size = need("hidden_size")
     need("max_position_embeddings")
-    moe: dict[str, Any] = {"moe_layers": (False,) * max(num_layers, 0)}
+    moe: dict[str, Any] = {"moe_layers": (False,) * num_layers}
     if model_type == "qwen3_moe":
-        step = raw.get("decoder_sparse_step", 1)
-        if not isinstance(step, int) or step < 1:
-            raise ValueError(f"{where}: key 'decoder_sparse_step' must be at least 1, got {step!r}")
-        dense = raw.get("mlp_only_layers") or []
+        step = optional("decoder_sparse_step", 1)
+        dense = set(optional("mlp_only_layers", ()))
         num_experts = need("num_experts", "num_local_experts")
         moe = {
             "num_experts": num_experts,
             "experts_per_token": need("num_experts_per_tok"),
             "moe_intermediate_size": need("moe_intermediate_size"),
-            "norm_topk_prob": bool(raw.get("norm_topk_prob", False)),
+            "norm_topk_prob": optional("norm_topk_prob", False),
             "moe_layers": tuple(
                 num_experts > 0 and i not in dense and (i + 1) % step == 0
                 for i in range(num_layers)
             ),
         }
-    if num_q_heads < 1:
-        raise ValueError(f"{where}: key 'num_attention_heads' must be positive, got {num_q_heads}")
     head_dim = 128 if model_type == "qwen3" else hidden_size // num_q_heads
-    eps = raw.get("rms_norm_eps", 1e-6)
-    if not isinstance(eps, int | float) or eps <= 0:
-        raise ValueError(f"{where}: key 'rms_norm_eps' must be a positive number, got {eps!r}")
-    eos = (generation or {}).get("eos_token_id")
+    eos = generation.get("eos_token_id")
     return DecoderConfig(
         model_type=model_type,
         vocab_size=need("vocab_size"),
@@ -385,12 +388,12 @@ def config_from_hf(
         ),
         head_dim=optional("head_dim", head_dim),
         context_length=need("max_position_embeddings"),
-        rms_norm_eps=float(eps),
+        rms_norm_eps=float(optional("rms_norm_eps", 1e-6)),
         rope=_rope(raw, where),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=optional("tie_word_embeddings", False),
         qk_norm=model_type != "llama",
-        attention_bias=bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        attention_bias=optional("attention_bias", False),
+        mlp_bias=optional("mlp_bias", False),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=token_ids(raw.get("eos_token_id") if eos is None else eos),
         layer_windows=_layer_windows(raw, model_type, num_layers, where),

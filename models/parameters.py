@@ -6,15 +6,18 @@ tensor, `…mlp.experts.gate_proj.weight` [num_experts, inner, hidden] and so on
 name through a `TensorSource` and joins some of them into one leaf.
 """
 
+import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from jax_paged._fields import short
 
 from .config import DecoderConfig
 
@@ -33,6 +36,8 @@ class TensorSource(Protocol):
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     """Name → shape of every tensor of the configuration, in the order the decoder reads them.
 
+    A configuration from a file may promise any number of them: see `each_expected_tensor`.
+
     >>> from jax_paged.models.hf_config import config_from_hf
     >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
     >>> config = config_from_hf(dict(sizes, model_type="llama", num_attention_heads=2,
@@ -40,28 +45,33 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     >>> print(expected_tensors(config)["model.layers.0.mlp.up_proj.weight"])
     (24, 16)
     """
+    return dict(each_expected_tensor(config))
+
+
+def each_expected_tensor(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    """The items of `expected_tensors`, one after another."""
     hidden = config.hidden_size
     q_out, kv_out = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
-        tensors[layer + "input_layernorm.weight"] = (hidden,)
+        yield layer + "input_layernorm.weight", (hidden,)
         for name, rows, columns in (
             ("q_proj", q_out, hidden),
             ("k_proj", kv_out, hidden),
             ("v_proj", kv_out, hidden),
             ("o_proj", hidden, q_out),
         ):
-            tensors[f"{layer}self_attn.{name}.weight"] = (rows, columns)
+            yield f"{layer}self_attn.{name}.weight", (rows, columns)
             if config.attention_bias:
-                tensors[f"{layer}self_attn.{name}.bias"] = (rows,)
+                yield f"{layer}self_attn.{name}.bias", (rows,)
         if config.qk_norm:
-            tensors[layer + "self_attn.q_norm.weight"] = (config.head_dim,)
-            tensors[layer + "self_attn.k_norm.weight"] = (config.head_dim,)
-        tensors[layer + "post_attention_layernorm.weight"] = (hidden,)
+            yield layer + "self_attn.q_norm.weight", (config.head_dim,)
+            yield layer + "self_attn.k_norm.weight", (config.head_dim,)
+        yield layer + "post_attention_layernorm.weight", (hidden,)
         experts, inner, mlp, bias = (), config.intermediate_size, layer + "mlp.", config.mlp_bias
         if config.moe_layers[i]:
-            tensors[layer + "mlp.gate.weight"] = (config.num_experts, hidden)
+            yield layer + "mlp.gate.weight", (config.num_experts, hidden)
             experts, inner, bias = (config.num_experts,), config.moe_intermediate_size, False
             mlp += "experts."
         for name, rows, columns in (
@@ -69,34 +79,52 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
             ("up_proj", inner, hidden),
             ("down_proj", hidden, inner),
         ):
-            tensors[f"{mlp}{name}.weight"] = (*experts, rows, columns)
+            yield f"{mlp}{name}.weight", (*experts, rows, columns)
             if bias:
-                tensors[f"{mlp}{name}.bias"] = (rows,)
-    tensors["model.norm.weight"] = (hidden,)
+                yield f"{mlp}{name}.bias", (rows,)
+    yield "model.norm.weight", (hidden,)
     if not config.tie_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, hidden)
-    return tensors
+        yield "lm_head.weight", (config.vocab_size, hidden)
 
 
-def check_tensors(where: object, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
-    """Raises a ValueError of one line unless a file holds just the expected tensors."""
-    missing = [name for name in expected if name not in found]
+def check_tensors(
+    where: object, expected: Iterable[tuple[str, Shape]], found: Mapping[str, Shape]
+) -> None:
+    """Raises a ValueError of one line unless a file holds just the expected tensors.
+
+    Args:
+      expected: (name, shape), no name twice. Of a configuration that promises more tensors than
+        the file has, little more is looked at than the file has.
+    """
+    expected = iter(expected)
+    shapes = dict(itertools.islice(expected, len(found) + 1000))
+    missing = [name for name in shapes if name not in found]
     if missing:
         name, more = missing[0], len(missing) - 1
-        others = f" ({more} more are missing too)" if more else ""
+        at_least = "at least " if next(expected, None) else ""
+        others = f" ({at_least}{more} more are missing too)" if more else ""
         raise ValueError(
-            f"{where}: tensor {name!r} is missing; expected shape {expected[name]}{others}"
+            f"{where}: tensor {name!r} is missing; expected shape {shapes[name]}{others}"
         )
     for name, shape in found.items():
-        if name not in expected:
+        if name not in shapes:
             raise ValueError(
-                f"{where}: tensor {name!r} of shape {shape} has no place in this model; expected "
-                f"{len(expected)} tensors, got {len(found)}"
+                f"{where}: tensor {short(name)} of shape {short(shape)} has no place in this "
+                f"model; expected {len(shapes)} tensors, got {len(found)}"
             )
-        if tuple(shape) != expected[name]:
+        if tuple(shape) != shapes[name]:
             raise ValueError(
-                f"{where}: tensor {name!r} must have shape {expected[name]}, got {tuple(shape)}"
+                f"{where}: tensor {name!r} must have shape {shapes[name]}, got {short(shape)}"
             )
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether bf16, f16 or f32 values hold no NaN and no infinity; 8 to 20 GB/s."""
+    if values.dtype.itemsize != 2:
+        return bool(np.isfinite(values).all())
+    exponent = np.uint16(0x7C00 if values.dtype == np.float16 else 0x7F80)
+    bits = values.view(np.uint16) & exponent
+    return not bits.size or bits.max() != exponent
 
 
 def tensor_source(

@@ -7,8 +7,11 @@ from typing import Any
 
 import tokenizers
 
+from jax_paged._fields import OBJECT, TEXT, Domain, either, list_of
+
 from ._packages import needed
 from .config import read_json, token_ids
+from .outside import check_keys, reading
 
 
 class Tokenizer:
@@ -45,11 +48,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, with the start token if the checkpoint wants one."""
-        return self.prefix_ids + self.backend.encode(text).ids
+        with reading("tokenizer"):
+            return self.prefix_ids + self.backend.encode(text).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids. Bytes that are no whole character become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with reading("tokenizer"):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
@@ -71,7 +76,8 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             **self.named_tokens,
         )
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with reading("tokenizer"):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
 
 class MissingTokenizer:
@@ -109,10 +115,11 @@ def _render(template: str, **values: Any) -> str:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(template).render(**values)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"chat template: {error}") from None
+    with reading("chat template"):
+        try:
+            return environment.from_string(template).render(**values)
+        except jinja2.TemplateError as error:
+            raise ValueError(error) from None
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer | MissingTokenizer:
@@ -120,16 +127,14 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer | MissingTokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
         return MissingTokenizer(f"{path}: no such file; text needs it, token ids do not")
-    try:
+    with reading(f"{path}: not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises a bare Exception
-        raise ValueError(f"{path}: not a tokenizer.json: {error}") from None
     backend.no_truncation()
     backend.no_padding()
     side = folder / "tokenizer_config.json"
     settings = read_json(side) if side.exists() else {}
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    named = {name: _text_of(settings[name]) for name in names if settings.get(name)}
+    check_keys(side, settings, _SETTINGS)
+    named = {name: _text_of(settings[name]) for name in _NAMED if settings.get(name)}
     eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
     return Tokenizer(
         backend,
@@ -139,6 +144,21 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer | MissingTokenizer:
     )
 
 
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TOKEN = Domain(
+    "a text, or an object whose 'content' is one",
+    lambda value: TEXT.has(value["content"] if OBJECT.has(value) and "content" in value else value),
+)
+_TEMPLATE = Domain(
+    "an object with texts for 'name' and 'template'",
+    lambda value: (
+        OBJECT.has(value) and all(TEXT.has(value.get(name)) for name in ("name", "template"))
+    ),
+)
+# The keys of tokenizer_config.json that are read.
+_SETTINGS = dict.fromkeys(_NAMED, _TOKEN) | {"chat_template": either(TEXT, list_of(_TEMPLATE))}
+
+
 def _text_of(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
 
@@ -146,7 +166,8 @@ def _text_of(token: str | Mapping[str, Any]) -> str:
 def _template_of(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        with reading(file):
+            return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name; "default" is the one for plain chat
         by_name = {entry["name"]: entry["template"] for entry in template}

