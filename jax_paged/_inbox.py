@@ -257,13 +257,17 @@ def _check_no_windows(state: KVState) -> None:
 
 def _check_payload(state: KVState, payload: Payload, places: tuple[int, ...]) -> None:
     per_token = is_per_token(state.k_scale, state.k_pages)
+    num_layers, most = payload.k.shape[0] if payload.k.ndim else None, state.k_pages.shape[0]
+    expect(
+        num_layers is None or num_layers <= most, "payload.k", f"at most {most} layers", num_layers
+    )
     for pool, pages_, tokens, scale in (
         ("k", state.k_pages, payload.k, payload.k_scale),
         ("v", state.v_pages, payload.v, payload.v_scale),
     ):
         shape = pages_shape(pages_, state.layout, "k" if pool == "k" else "v")
         axes = "num_layers N max_tokens num_kv_heads head_dim"
-        sizes = (payload.k.shape[0], *places, shape.num_kv_heads, shape.head_dim)
+        sizes = (num_layers, *places, shape.num_kv_heads, shape.head_dim)
         check_shape(f"payload.{pool}", tokens, axes, sizes)
         if tokens.dtype != pages_.dtype:
             raise ValueError(

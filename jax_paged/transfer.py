@@ -13,10 +13,11 @@ into `Message`s as its row grows; `deliver` writes them into the receiver's cach
     # the receiver, for each of them
     state, inbox, status = deliver(state, inbox, [message])
 
-What travels are plain values: tickets and messages turn into bytes and back (checked by a CRC), and
-the arrays of a message may as well go from device to device by `jax.device_put`. Stored values
-travel as they are, 8-bit ones with their scales. Layout, page size and the number of pages may
-differ; what both sides must have alike is their `Geometry`.
+What travels are plain values: tickets and messages turn into bytes and back, and the arrays of a
+message may as well go from device to device by `jax.device_put`. A CRC finds damage. Fields that
+make no sense are a ValueError before memory is taken for what they promise. Stored values travel as
+they are, 8-bit ones with their scales. Layout, page size and the number of pages may differ; what
+both sides must have alike is their `Geometry`.
 
 A message may be lost, come twice or out of turn: its tokens' numbers are its place in the sequence,
 as TCP counts bytes. `receive` takes only what leaves no gap, never writes a token twice and lets a
@@ -34,6 +35,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged._fields import (
+    ANYTHING,
+    OBJECT,
+    TEXT,
+    Domain,
+    check_fields,
+    integer,
+    list_of,
+    short,
+)
 from jax_paged._frames import frame, unframe
 from jax_paged._inbox import Inbox, Payload, forget, prepare, read, receive
 from jax_paged._page_table import check_size
@@ -84,24 +95,59 @@ def compress_positions(positions: Any) -> list[int]:
     return [len(first), *np.stack([flat[first], lengths], axis=1).ravel().tolist()]
 
 
-def expand_positions(compressed: Sequence[int]) -> np.ndarray:
-    """The i32[tokens] that `compress_positions` made it from.
+def expand_positions(
+    compressed: Sequence[int], *, begin: int = 0, end: int | None = None
+) -> np.ndarray:
+    """The i32[tokens] that `compress_positions` made it from, or those begin ≤ t < end of them.
+
+    A few runs may stand for any number of tokens; those of [begin, end) alone take memory.
 
     Raises:
-      ValueError: it is not of the form [n, begin, length, …], or a number is out of range.
+      ValueError: it is not of the form [n, begin, length, …], a number is out of range, or there
+        are fewer than `end` tokens.
 
     >>> print(expand_positions([3, 8, 3, -1, 1, 0, 1]))
     [ 8  9 10 -1  0]
+    >>> print(expand_positions([3, 8, 3, -1, 1, 0, 1], begin=2, end=4))
+    [10 -1]
     """
+    begins, lengths = _runs(compressed)
+    ends = np.cumsum(lengths)
+    total = int(lengths.sum())
+    end = total if end is None else end
+    expect(0 <= begin <= end <= total, "positions", f"at least {end} tokens", total)
+    counts = np.clip(ends, begin, end) - np.clip(ends - lengths, begin, end)
+    return (np.repeat(begins - ends + lengths, counts) + np.arange(begin, end)).astype(np.int32)
+
+
+_RUNS = list_of(integer(-1))
+
+
+def _runs(compressed: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(begins, lengths) of the runs of a compressed position map, i64[n] each; checks them."""
+    if isinstance(compressed, np.ndarray):
+        compressed = compressed.tolist()
+    ok = _RUNS.has(compressed) and len(compressed) > 0 and len(compressed) == 2 * compressed[0] + 1
+    expect(ok, "positions", "[n, begin, length, …] with n pairs", short(compressed))
     flat = np.asarray(compressed, np.int64)
-    ok = flat.ndim == 1 and flat.size >= 1 and flat.size == 2 * flat[0] + 1
-    expect(bool(ok), "positions", "[n, begin, length, …] with n pairs", list(compressed)[:9])
     begins, lengths = flat[1::2], flat[2::2]
-    fits = (begins >= -1) & (lengths >= 1) & (begins + lengths < 2**31)
-    fits &= (begins >= 0) | (lengths == 1)
-    expect(bool(fits.all()), "positions", "runs of slots, each -1 on its own", list(compressed)[:9])
-    starts = np.cumsum(lengths) - lengths
-    return (np.repeat(begins - starts, lengths) + np.arange(lengths.sum())).astype(np.int32)
+    fits = (lengths >= 1) & (begins + lengths < 2**31) & ((begins >= 0) | (lengths == 1))
+    expect(bool(fits.all()), "positions", "runs of slots, each -1 on its own", short(compressed))
+    return begins, lengths
+
+
+def _check(name: str, value: Any, domains: Mapping[str, Domain]) -> None:
+    """Holds the fields of a dataclass against their domains; JSON gives any of any type."""
+    check_fields(name, {field: getattr(value, field) for field in domains}, domains)
+
+
+_COUNT, _INDEX = integer(1), integer(0)
+_GEOMETRY = {
+    "tensor_degree": _COUNT, "pipeline_degree": _COUNT, "stage": _INDEX, "num_layers": _COUNT,
+    "num_kv_heads": _COUNT, "head_dim": _COUNT, "v_head_dim": _COUNT, "dtype": TEXT, "scales": TEXT,
+}  # fmt: skip
+_TICKET = {"id": _INDEX, "row": _INDEX, "begin": _INDEX, "positions": ANYTHING}  # see _runs
+_MESSAGE = _TICKET | {"end": _INDEX, "layer_begin": _INDEX}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +163,9 @@ class Geometry:
     v_head_dim: int
     dtype: str
     scales: str  # "none", "per token", or a digest of those that were given
+
+    def __post_init__(self):
+        _check("geometry", self, _GEOMETRY)
 
     @staticmethod
     def create(
@@ -175,6 +224,11 @@ class Ticket:
     positions: list[int]  # compressed: the receiver's slots of the tokens from there on
     geometry: Geometry
 
+    def __post_init__(self):
+        _check("ticket", self, _TICKET)
+        total = int(_runs(self.positions)[1].sum())
+        expect(self.begin + total < 2**31, "ticket", "an end below 2147483648", self.begin + total)
+
     @staticmethod
     def create(
         state: KVState, id: Any, row: int, begin: int, num_tokens: int, slots: Any,
@@ -193,14 +247,16 @@ class Ticket:
 
     def to_bytes(self) -> bytes:
         """For `from_bytes`, anywhere."""
-        return frame(dataclasses.asdict(self), [])
+        return frame("ticket", dataclasses.asdict(self), [])
 
     @staticmethod
     def from_bytes(data: bytes) -> "Ticket":
         """Raises ValueError if the bytes are damaged or something else."""
-        fields, _ = unframe("ticket", data)
-        geometry = Geometry(**fields.pop("geometry"))
-        return Ticket(**fields, geometry=geometry)
+        fields, _ = unframe("ticket", data, num_arrays=0)
+        check_fields("ticket", fields, _TICKET | {"geometry": OBJECT})
+        geometry = fields.pop("geometry")
+        check_fields("geometry", geometry, _GEOMETRY)
+        return Ticket(**fields, geometry=Geometry(**geometry))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,17 +271,34 @@ class Message:
     layer_begin: int
     payload: Payload  # [num_layers, max_tokens, …], of one row; what lies behind `end` is padding
 
+    def __post_init__(self):
+        _check("message", self, _MESSAGE)
+        count, total = self.end - self.begin, int(_runs(self.positions)[1].sum())
+        expect(count > 0, "message", f"an end behind begin={self.begin}", self.end)
+        expect(total == count, "positions", f"{count} slots, one for each token", total)
+        k = self.payload.k
+        for name, x in self.payload._asdict().items():
+            if x is None:
+                expect(name.endswith("_scale"), f"payload.{name}", "an array", None)
+                continue
+            ok = x.ndim == (3 if name.endswith("_scale") else 4) and x.shape[1] >= count
+            ok &= x.shape[:3] == k.shape[:3] and x.size > 0
+            axes = "num_layers, max_tokens, num_kv_heads" + ", head_dim" * (x.ndim == 4)
+            expected = f"[{axes}] of at least {count} tokens, the same for all arrays"
+            expect(bool(ok), f"payload.{name}", expected, list(x.shape))
+
     def to_bytes(self) -> bytes:
         """For `from_bytes`, anywhere: a header, the tokens without padding, and a CRC."""
         count = self.end - self.begin
         arrays = [None if x is None else np.asarray(x)[:, :count] for x in self.payload]
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return frame({n: x for n, x in fields.items() if n != "payload"}, arrays)
+        return frame("message", {n: x for n, x in fields.items() if n != "payload"}, arrays)
 
     @staticmethod
     def from_bytes(data: bytes) -> "Message":
         """Raises ValueError if the bytes are damaged or something else."""
-        fields, arrays = unframe("message", data)
+        fields, arrays = unframe("message", data, num_arrays=len(Payload._fields))
+        check_fields("message", fields, _MESSAGE)
         return Message(**fields, payload=Payload(*arrays))
 
 
@@ -317,7 +390,9 @@ class Sender:
         made = []
         for i, (row, begin, end) in enumerate(due):
             ticket = self._tickets[row]
-            slots = expand_positions(ticket.positions)[begin - ticket.begin : end - ticket.begin]
+            slots = expand_positions(
+                ticket.positions, begin=begin - ticket.begin, end=end - ticket.begin
+            )
             own = Payload(*(None if x is None else x[:, i] for x in payload))
             positions = compress_positions(slots)
             made.append(Message(ticket.id, ticket.row, begin, end, positions, layer_begin, own))
@@ -335,20 +410,19 @@ def deliver(
       (state, inbox, status i32[len(messages)]).
 
     Raises:
-      ValueError: there is no message, they are of different layers, a position map does not fit, or
-        what they bring does not fit the pages. Nothing has changed then.
+      ValueError: there is no message, they are of different layers or kinds, or what they bring
+        does not fit the pages. Nothing has changed then.
     """
     expect(len(messages) > 0, "messages", "at least one", 0)
     layers = {(m.layer_begin, m.payload.k.shape[0]) for m in messages}
     expect(len(layers) == 1, "messages", "the same layers in all", sorted(layers))
+    kinds = {_kinds(m.payload) for m in messages}
+    expect(len(kinds) == 1, "messages", "arrays of the same kinds in all", short(sorted(kinds)))
     width = max(m.payload.k.shape[1] for m in messages)
     width = _power_of_two(width) if all(_is_host(m) for m in messages) else width
     slots = np.full((len(messages), width), -1, np.int32)
     for i, message in enumerate(messages):
-        own = expand_positions(message.positions)
-        count = message.end - message.begin
-        expect(len(own) == count <= width, "positions", f"{count} of {width} slots", len(own))
-        slots[i, :count] = own
+        slots[i, : message.end - message.begin] = expand_positions(message.positions)
     payload = Payload(
         *(None if parts[0] is None else _stacked(parts, width) for parts in zip(
             *(m.payload for m in messages), strict=True
@@ -358,6 +432,13 @@ def deliver(
     rows, ids, begins, ends = np.array(columns, np.int32).T
     layer_begin = messages[0].layer_begin
     return receive(state, inbox, rows, ids, begins, ends, slots, payload, layer_begin=layer_begin)
+
+
+def _kinds(payload: Payload) -> tuple[str, ...]:
+    """The dtypes and shapes of a payload's arrays, whose numbers of tokens may differ."""
+    return tuple(
+        "none" if x is None else f"{x.dtype.name}{[x.shape[0], *x.shape[2:]]}" for x in payload
+    )
 
 
 def _is_host(message: Message) -> bool:

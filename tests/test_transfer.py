@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import itertools
+import json
 import re
+import tracemalloc
+import zlib
 
 import jax
 import numpy as np
@@ -59,8 +62,13 @@ def test_positions_that_tempt(positions, compressed):
 
 
 @pytest.mark.parametrize(
-    "wrong", [[], [1], [2, 0, 1], [1, 0, 0], [1, -2, 1], [1, -1, 2], [1, 2**31 - 2, 9], [-1]]
-)
+    "wrong",
+    [
+        [], [1], [2, 0, 1], [1, 0, 0], [1, -2, 1], [1, -1, 2], [1, 2**31 - 2, 9], [-1], "1", None,
+        [1, 0.5, 1], [1, "0", 1], [1, [0], 1], [1, 2**63, 1], [1, 2**70, 1], [1, True, 1], {"1": 2},
+        np.array([1, 2**64 - 1, 1], np.uint64), np.array([1.0, 0, 1]), np.array([[1, 0, 1]]),
+    ],
+)  # fmt: skip
 def test_a_position_map_that_is_none_is_refused(wrong):
     with pytest.raises(ValueError, match=r"^positions: expected "):
         expand_positions(wrong)
@@ -70,6 +78,21 @@ def test_a_position_map_that_is_none_is_refused(wrong):
 def test_positions_that_are_no_slots_are_refused(positions):
     with pytest.raises(ValueError, match=r"^positions: expected "):
         compress_positions(positions)
+
+
+def test_a_part_of_a_position_map_costs_no_more_than_it_has():
+    tracemalloc.start()
+    part = expand_positions([2, 3, 1, 0, 2**31 - 1], begin=2**30, end=2**30 + 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert part.tolist() == [2**30 - 1, 2**30, 2**30 + 1]
+    assert peak < 2**20
+    with pytest.raises(ValueError, match=r"^positions: expected at least 5 tokens, got 4"):
+        expand_positions([1, 0, 4], end=5)
+    whole = [8, 9, 10, -1, 0, 1]
+    for begin, end in itertools.combinations(range(7), 2):
+        part = expand_positions(compress_positions(whole), begin=begin, end=end)
+        assert part.tolist() == whole[begin:end]
 
 
 SCALE = {"k_scale": np.float32(0.02), "v_scale": np.float32(0.02)}
@@ -324,6 +347,155 @@ def test_a_payload_that_does_not_fit_is_named(change, text):
     wrong = dataclasses.replace(message, payload=message.payload._replace(**change))
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         deliver(target, inbox, [wrong])
+
+
+def reframed(data, change):
+    """The bytes of another header, with the right CRC."""
+    end = 16 + int.from_bytes(data[8:16], "little")
+    header = json.loads(data[16:end])
+    header = change(header) or header
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    whole = data[:8] + len(text).to_bytes(8, "little") + text + data[end:-4]
+    return whole + zlib.crc32(whole).to_bytes(4, "little")
+
+
+def put(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(header):
+        for key in path:
+            header = header[key]
+        header[last] = value
+
+    return change
+
+
+def drop(*path):
+    def change(header):
+        for key in path[:-1]:
+            header = header[key]
+        del header[path[-1]]
+
+    return change
+
+
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda h: b"\xff\xfe", "message: expected a header in JSON, got none: "),
+        (lambda h: b"[" * 100000, "message: expected a header in JSON, got none: "),
+        (lambda h: [1], "message header: expected an object, got [1]"),
+        (put("arrays", 3), "message header.arrays: expected a list, each entry None or [dtype, "),
+        (put("more", 3), "message header: expected holds, fields, arrays, got 'more' as well"),
+        (drop("fields"), "message header.fields: expected an object, got none"),
+        (put("fields", []), "message header.fields: expected an object, got []"),
+        (put("arrays", []), "message: expected 4 arrays, got 0"),
+        (put("arrays", 0, ["object", [1]]), "message header.arrays: expected a list, each entry"),
+        (put("arrays", 0, ["float32", [-1]]), "message header.arrays: expected a list, each entry"),
+        (put("arrays", 0, ["float32", [2**62] * 8]), "message header.arrays: expected a list"),
+        (put("arrays", 0, ["float32", [HUGE] * 8]), "message: expected arrays that end before"),
+        (put("arrays", 0, None), "message: expected "),
+        (drop("fields", "row"), "message.row: expected an integer from 0 to 2147483647, got none"),
+        (put("fields", "row", 2**31), "message.row: expected an integer from 0 to 2147483647, got"),
+        (put("fields", "row", -1), "message.row: expected an integer"),
+        (put("fields", "row", True), "message.row: expected an integer"),
+        (put("fields", "id", None), "message.id: expected an integer"),
+        (put("fields", "begin", "a"), "message.begin: expected an integer"),
+        (put("fields", "end", 1.5), "message.end: expected an integer"),
+        (put("fields", "end", 0), "message: expected an end behind begin=0, got 0"),
+        (put("fields", "layer_begin", 2**40), "message.layer_begin: expected an integer"),
+        (put("fields", "color", 1), "message: expected id, row, begin, positions, end, lay"),
+        (put("fields", "positions", [1, 0, HUGE]), "positions: expected 6 slots, one for each to"),
+        (put("fields", "positions", {"a": 1}), "positions: expected [n, begin, length, …]"),
+        (put("fields", "positions", ["a"]), "positions: expected [n, begin, length, …]"),
+    ],
+)  # fmt: skip
+def test_a_right_crc_over_a_wrong_header_is_a_clear_error(change, text):
+    *_, message = one_message()
+    data = reframed(message.to_bytes(), change)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}") as caught:
+        Message.from_bytes(data)
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(data) + 2**20
+    tracemalloc.stop()
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (drop("fields", "geometry", "stage"), "geometry.stage: expected an integer from 0"),
+        (put("fields", "geometry", 3), "ticket.geometry: expected an object, got 3"),
+        (put("fields", "geometry", "head_dim", 0), "geometry.head_dim: expected an integer from 1"),
+        (put("fields", "geometry", "dtype", 5), "geometry.dtype: expected a text, got 5"),
+        (put("fields", "begin", HUGE), "ticket: expected an end below 2147483648, got 2147483655"),
+        (put("fields", "payload", 1), "ticket: expected id, row, begin, positions, geometry, got"),
+    ],
+)
+def test_a_ticket_with_a_wrong_header_is_a_clear_error(change, text):
+    *_, ticket = open_row(make(), Inbox.create(make()), 2, 8)
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        Ticket.from_bytes(reframed(ticket.to_bytes(), change))
+
+
+def test_frames_say_what_they_hold():
+    *_, message = one_message()
+    *_, ticket = open_row(make(), Inbox.create(make()), 2, 8)
+    with pytest.raises(ValueError, match=r"^ticket: expected bytes of a ticket, got those of a me"):
+        Ticket.from_bytes(message.to_bytes())
+    with pytest.raises(
+        ValueError, match=r"^message: expected bytes of a message, got those of a t"
+    ):
+        Message.from_bytes(ticket.to_bytes())
+    with pytest.raises(ValueError, match=r"^ticket: expected bytes, got str"):
+        Ticket.from_bytes("ticket")
+
+
+def test_a_ticket_that_promises_a_billion_tokens_costs_the_sender_nothing():
+    source = append(make(), 1, 6, seed=1)
+    *_, ticket = open_row(make(), Inbox.create(make()), 2, 8)
+    sender = Sender(source)
+    sender.mark(1, dataclasses.replace(ticket, positions=[1, 0, HUGE]), 6)
+    sender.messages(source, {1: 5}, max_tokens=5)  # compiled
+    tracemalloc.start()
+    (message,) = sender.messages(source, {1: 6}, max_tokens=5)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert message.positions == [1, 5, 1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"row": 2**31}, {"row": "a"}, {"begin": None}, {"begin": 1.5}, {"id": -1},
+        {"positions": [1, 0, HUGE]}, {"positions": 3}, {"end": 7}, {"layer_begin": [0]},
+    ],
+)  # fmt: skip
+def test_a_message_checks_itself(fields):
+    *_, good = one_message()
+    with pytest.raises(ValueError, match=r"^(message|positions)"):
+        dataclasses.replace(good, **fields)
+
+
+def test_messages_of_different_kinds_are_refused_together():
+    _, target, inbox, _, good = one_message()
+    scale = np.ones(good.payload.k.shape[:3], "f4")
+    other = good.payload._replace(k_scale=scale, v_scale=scale)
+    other = dataclasses.replace(good, row=0, payload=other)
+    with pytest.raises(ValueError, match=r"^messages: expected arrays of the same kinds in all"):
+        deliver(target, inbox, [good, other])
+
+
+def test_more_layers_than_there_are_are_refused():
+    _, target, inbox, _, good = one_message()
+    twice = Payload(*(x if x is None else np.concatenate([x, x]) for x in good.payload))
+    before = jax.device_get((target, inbox))
+    with pytest.raises(ValueError, match=r"^payload.k: expected at most 3 layers, got 6"):
+        deliver(target, inbox, [dataclasses.replace(good, payload=twice)])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((target, inbox)), before)
 
 
 def test_prepare_is_all_or_nothing_and_refuses_what_waits():
