@@ -13,6 +13,7 @@ from jax_paged import pages as pages
 from jax_paged import state as state
 from jax_paged import transfer as transfer
 from jax_paged._check import check as check
+from jax_paged._export import export as export
 from jax_paged._ffi import build_info as build_info
 from jax_paged.attention import paged_attention as paged_attention
 from jax_paged.attention import ragged_paged_attention as ragged_paged_attention

@@ -134,7 +134,7 @@ def build_info() -> dict[str, Any]:
 
     Returns:
       A dict: `version`; `ffi_api`, the XLA FFI version of the jaxlib at hand; `targets`, the FFI
-      target names (give them to `jax.export.DisabledSafetyCheck.custom_call` when exporting);
+      target names (`jax_paged.export` vouches for them);
       `cpu` and `cuda`, each with `status` ("ok", "not built" or the reason why it does not load),
       and, when ok, the handlers and how they were built; for `cuda` the version of the toolkit
       (`toolkit`, `toolkit_major`) and `driver`, the newest CUDA (major, minor) that the driver
