@@ -27,7 +27,7 @@ from flax import nnx
 from harness import Bench, Timing
 
 from jax_paged.models import Decoder
-from jax_paged.models.generate import state_for
+from jax_paged.models.generation import state_for
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import Sampler
 from jax_paged.models.steps import Progress, decode

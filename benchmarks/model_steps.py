@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_paged import pages
 from jax_paged.models import Decoder
-from jax_paged.models.generate import state_for
+from jax_paged.models.generation import state_for
 from jax_paged.models.sample import Sampler
 from jax_paged.models.steps import Progress, decode
 from jax_paged.state import KVState, truncate

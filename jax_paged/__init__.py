@@ -2,8 +2,13 @@
 
 The verbs of the page state are in `jax_paged.state` (on a KVState) and `jax_paged.pages` (on a
 PageTable alone), for layers of different kinds in `jax_paged.groups` (on KVGroups);
-`jax_paged.transfer` moves K and V between states.
+`jax_paged.transfer` moves K and V between states. `jax_paged.testing` has oracles and checks of
+compiled programs; it is imported when it is used.
 """
+
+import importlib
+import importlib.metadata
+from typing import Any
 
 from jax_paged import _interrupt as _interrupt  # first: Ctrl-C may come while the rest is imported
 
@@ -46,3 +51,11 @@ from jax_paged.ragged import ragged_attention as ragged_attention
 from jax_paged.state import KVState as KVState
 from jax_paged.tree import tree_intervals as tree_intervals
 from jax_paged.validation import check_values as check_values
+
+__version__ = importlib.metadata.version("jax_paged")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("jax_paged.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,10 +8,15 @@ _check_installed("flax", "safetensors", "tokenizers")
 
 from .config import DecoderConfig as DecoderConfig
 from .decoder import Decoder as Decoder
-from .evaluate import evaluate as evaluate
-from .evaluate import score as score
-from .generate import Generation as Generation
-from .generate import generate as generate
+from .engine import Engine as Engine
+from .engine import Request as Request
+from .evaluation import evaluate as evaluate
+from .evaluation import score as score
+from .generation import Generation as Generation
+from .generation import create_state as create_state
+from .generation import generate as generate
 from .hf_config import config_from_hf as config_from_hf
+from .stream import TextStream as TextStream
+from .testing import Stepper as Stepper
 from .weights import default_checkpoint as default_checkpoint
 from .weights import load_checkpoint as load_checkpoint

@@ -10,7 +10,7 @@ from jax_paged.pages import pages_for
 
 from .decoder import Decoder
 from .engine import Engine
-from .generate import PAGE_SIZE, Generation, OnTokens, as_texts, check_count
+from .generation import PAGE_SIZE, Generation, OnTokens, as_texts, check_count
 from .request import Request
 from .stream import Decode
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax_paged.pages import pages_for
 
 from .engine import Engine
-from .generate import PAGE_SIZE, check_count
+from .generation import PAGE_SIZE, check_count
 from .request import Request
 from .speculate import RULES
 from .weights import load_checkpoint

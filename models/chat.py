@@ -20,7 +20,15 @@ from jax_paged._interrupt import raise_at_ctrl_c
 from jax_paged.pages import pages_for
 
 from .decoder import Decoder
-from .generate import PAGE_SIZE, Run, as_stops, check_count, create_state, make_state, uninterrupted
+from .generation import (
+    PAGE_SIZE,
+    Run,
+    as_stops,
+    check_count,
+    create_state,
+    make_state,
+    uninterrupted,
+)
 from .sample import Sampler
 from .steps import Reason
 from .stream import TextStream

@@ -28,8 +28,8 @@ from jax_paged.state import KVState
 from . import bench_serve, chat
 from .batch import generate_many
 from .decoder import WEIGHT_DTYPES, Decoder
-from .evaluate import evaluate
-from .generate import (
+from .evaluation import evaluate
+from .generation import (
     PAGE_SIZE,
     Generation,
     check_count,

@@ -25,7 +25,7 @@ from jax_paged.validation import check_choice, expect
 from .decoder import Decoder
 from .engine_plan import as_keeping, fill_plan, step_sizes
 from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
-from .generate import (
+from .generation import (
     PAGE_SIZE,
     as_tokens,
     check_count,

@@ -17,7 +17,7 @@ from jax_paged.state import KVState
 from jax_paged.validation import expect
 
 from .decoder import Decoder
-from .generate import as_tokens, check_count, check_window, state_for, uninterrupted
+from .generation import as_tokens, check_count, check_window, state_for, uninterrupted
 from .steps import chunk_size, prefill
 
 

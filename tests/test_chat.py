@@ -11,7 +11,7 @@ from tiny_checkpoint import byte_tokenizer
 from jax_paged.models import chat, generate, steps
 from jax_paged.models.chat import Conversation
 from jax_paged.models.decoder import Decoder
-from jax_paged.models.generate import create_state
+from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import abstract_source, random_source
 from jax_paged.models.status import Status
 from jax_paged.models.testing import small_config

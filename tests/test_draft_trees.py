@@ -14,7 +14,7 @@ from in_place import assert_no_pool_is_copied, gathers_in_place
 from jax_paged import pages
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
-from jax_paged.models.generate import create_state
+from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import RowSamplers
 from jax_paged.models.speculate import RULES, Drafts, draft_tree, propose, reject

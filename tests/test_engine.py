@@ -16,7 +16,7 @@ from drafter import noisy
 
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
-from jax_paged.models.generate import create_state
+from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import Stepper, small_config
 from jax_paged.state import reserve, set_window

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_paged.models import Decoder, evaluate, score
-from jax_paged.models.evaluate import plan_pieces
+from jax_paged.models.evaluation import plan_pieces
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import small_config
 

@@ -1,7 +1,6 @@
 """Generation through paged attention: right tokens, reasons and pages, whatever the batch."""
 
 import dataclasses
-import importlib
 import re
 import signal
 from itertools import chain
@@ -13,15 +12,13 @@ import pytest
 
 from jax_paged import pages
 from jax_paged.groups import KVGroups
-from jax_paged.models import Decoder, generate, score
-from jax_paged.models.generate import compile_ahead, create_state, state_for
+from jax_paged.models import Decoder, generate, generation, score
+from jax_paged.models.generation import compile_ahead, create_state, state_for
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import Sampler
 from jax_paged.models.steps import Progress, decode, plan_chunks, prefill
 from jax_paged.models.testing import small_config
 from jax_paged.testing import pool_sized_ops
-
-generate_module = importlib.import_module("jax_paged.models.generate")
 
 CONFIG = small_config("qwen3", vocab_size=64, head_dim=8, max_position_embeddings=64)
 PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9]
@@ -113,7 +110,7 @@ def test_streamed_pieces_add_up_whatever_the_chunk(model, expected):
 
 
 def test_prompts_longer_than_a_prefill_chunk_give_the_same(model, expected, monkeypatch):
-    monkeypatch.setattr(generate_module, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 8)
     result = run(model)
     assert result.tokens == expected
     assert result.prefill_tokens == sum(len(prompt) - 1 for prompt in PROMPTS)
@@ -267,7 +264,7 @@ def test_ctrl_c_in_a_callback_keeps_what_there_is(model, expected):
 
 @pytest.mark.parametrize("program", ["prefill", "decode_steps"])
 def test_ctrl_c_during_a_device_call_never_loses_the_state(model, expected, monkeypatch, program):
-    real, compiled = getattr(generate_module, program), generate_module.compiled
+    real, compiled = getattr(generation, program), generation.compiled
 
     def pressed(compiling, *args, **static):
         executable = compiled(compiling, *args, **static)
@@ -279,7 +276,7 @@ def test_ctrl_c_during_a_device_call_never_loses_the_state(model, expected, monk
 
         return call
 
-    monkeypatch.setattr(generate_module, "compiled", pressed)
+    monkeypatch.setattr(generation, "compiled", pressed)
     result = run(model, state=make_state(model, row2=9))
     assert result.stop_reasons == ["interrupted"] * 4
     kept = 0 if program == "prefill" else 1  # the tokens of the call that it came in
@@ -290,7 +287,7 @@ def test_ctrl_c_during_a_device_call_never_loses_the_state(model, expected, monk
 
 
 def test_programs_make_no_pool_sized_array_and_never_call_the_host(model):
-    graph, params = generate_module.nnx.split(model)
+    graph, params = generation.nnx.split(model)
     state = create_state(model, num_pages=2048, max_seqs=4, pages_per_seq=64)
     rows, tokens = np.arange(4, dtype=np.int32), np.zeros(64, np.int32)
     progress = Progress(*(jnp.zeros(4, jnp.int32),) * 3)
@@ -309,7 +306,7 @@ def test_programs_make_no_pool_sized_array_and_never_call_the_host(model):
 def test_no_program_widens_the_embedding():
     config = small_config("qwen3", vocab_size=2048, hidden_size=64, tie_word_embeddings=True)
     model = Decoder(config, random_source(config, dtype=jnp.bfloat16))
-    graph, params = generate_module.nnx.split(model)
+    graph, params = generation.nnx.split(model)
     state = create_state(model, num_pages=8, max_seqs=4, pages_per_seq=2)
     rows, tokens = np.arange(4, dtype=np.int32), np.zeros(8, np.int32)
     progress = Progress(*(jnp.zeros(4, jnp.int32),) * 3)

@@ -11,7 +11,7 @@ from tiers import first_of
 from jax_paged import pages
 from jax_paged.models import Decoder, evaluate, generate, score
 from jax_paged.models.batch import generate_many
-from jax_paged.models.generate import create_state
+from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import small_config
 

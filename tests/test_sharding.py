@@ -24,7 +24,7 @@ import jax_paged
 from jax_paged import _ffi, copy_pages, paged_attention, ragged_paged_attention, write_kv
 from jax_paged.layout import kv_heads_axis
 from jax_paged.models import Decoder, generate
-from jax_paged.models.generate import create_state
+from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import small_config
 from jax_paged.sharding import HeadAxes

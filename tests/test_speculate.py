@@ -10,7 +10,7 @@ from tiers import first_of
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
 from jax_paged.models.engine_step import Device, StepPlan, step
-from jax_paged.models.generate import create_state
+from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.speculate import look_up, look_up_tree, walk_tree
 from jax_paged.models.testing import small_config

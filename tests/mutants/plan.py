@@ -52,7 +52,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "models/swap.py": (1, "engine"),
     # Loaders and sampling
     "models/decoder.py": (1, "decoder weights"),
-    "models/generate.py": (2, "generate"),
+    "models/generation.py": (2, "generate"),
     "models/gguf_file.py": (2, "gguf"),
     "models/gguf_vocab.py": (1, "gguf"),
     "models/hf_config.py": (2, "config weights"),

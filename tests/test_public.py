@@ -1,0 +1,44 @@
+"""What a user finds under jax_paged and jax_paged.models, and what must not hide there."""
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_paged
+import jax_paged.models
+
+
+def test_no_name_hides_a_module():
+    package = jax_paged.models
+    hidden = {
+        info.name for info in pkgutil.iter_modules(package.__path__)
+        if not info.name.startswith("_") and info.name in vars(package)
+        and vars(package)[info.name] is not sys.modules.get(f"{package.__name__}.{info.name}")
+    }  # fmt: skip
+    assert hidden == set()
+
+
+def test_the_version_is_that_of_the_package():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert jax_paged.__version__ == re.search(r'^version = "(.*)"$', text, re.M)[1]
+
+
+def test_testing_is_there_after_import_jax_paged():
+    code = "import jax_paged as jp; print(jp.testing.is_in_place.__name__)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "is_in_place\n"), run.stderr
+    with pytest.raises(AttributeError, match=r"^module 'jax_paged' has no attribute 'tasting'$"):
+        jax_paged.tasting  # noqa: B018
+
+
+def test_models_have_what_serving_takes():
+    names = {"Decoder", "Engine", "Request", "Stepper", "create_state", "evaluate", "generate",
+             "load_checkpoint", "score", "TextStream"}  # fmt: skip
+    assert names <= vars(jax_paged.models).keys()
+    generation = importlib.import_module("jax_paged.models.generation")
+    assert jax_paged.models.generation is generation
