@@ -20,6 +20,15 @@ QUICK_PROGRAMS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensiv
 if (0, 10) <= jax.__version_info__ < (0, 11):
     QUICK_PROGRAMS += " --xla_cpu_use_fusion_emitters=false"
 
+# The files that take longest begin, so that two workers end together (pytest-xdist would begin with
+# the files of most tests, and end with one worker waiting for a minute).
+SLOW_FILES = [
+    "sharding", "public_grids", "state_machine", "draft_model", "kv_dtype", "cli", "engine",
+    "attention_options", "draft_trees", "speculate", "cache_scenarios", "decoder", "generate",
+    "bench_serve", "build", "groups", "groups_random", "concurrency", "interrupt", "cascade",
+    "transfer_between", "docs",
+]  # fmt: skip
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -45,10 +54,12 @@ def pytest_configure(config):
     """Before jax starts its backend, which reads XLA_FLAGS."""
     if tier(config) is None:
         os.environ.setdefault("XLA_FLAGS", QUICK_PROGRAMS)
+    config.option.loadscopereorder = False  # see SLOW_FILES
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=_slowest_first)
     deep, single = tier(config), any("::" in arg for arg in config.args)
     if deep == "all" or single:  # what is asked for by name runs
         return
@@ -61,6 +72,11 @@ def pytest_collection_modifyitems(config, items):
     keep = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
     items[:] = kept
+
+
+def _slowest_first(item):
+    name = item.path.stem.removeprefix("test_")
+    return SLOW_FILES.index(name) if name in SLOW_FILES else len(SLOW_FILES)
 
 
 def pytest_report_header(config):
