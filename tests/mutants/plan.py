@@ -5,7 +5,7 @@ SEED = 1
 # file: (mutants, tests/test_<name>.py to run first).
 PLAN: dict[str, tuple[int, str]] = {
     # CPU kernels
-    "ffi/common/page_view.h": (2, "write_kv attention layout"),
+    "ffi/common/page_view.h": (2, "write_kv attention layout qkv_norm_rope_write"),
     "ffi/common/schedule.h": (4, "attention ragged_attention attention_options"),
     "ffi/common/tree.h": (1, "tree attention_tree"),
     "ffi/common/ffi_checks.h": (1, "errors attention_options"),
