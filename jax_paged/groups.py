@@ -37,7 +37,7 @@ from jax_paged.kv import copy_rows
 from jax_paged.layout import Layout
 from jax_paged.mla import check_latent_scale
 from jax_paged.pages import Integers, PageCopies, PageTable, SlotMoves, Status, StepBatch
-from jax_paged.state import KVState, _with_copies, _with_moves, check_pages_dtype
+from jax_paged.state import KVState, _with_copies, _with_moves, check_pages_dtype, check_table_fits
 from jax_paged.validation import check_shape, expect
 
 # "full": K and V of all tokens. An int: K and V of a window of so many tokens, the query's own
@@ -53,6 +53,11 @@ class MlaState:
     kv_pages: jax.Array  # [num_layers, num_pages, page_size, latent + rope]
     table: PageTable
     kv_scale: jax.Array | None = None  # of 8-bit pages: f32, a scalar or [num_layers]; None: 1
+
+    def __post_init__(self):
+        shape = getattr(self.kv_pages, "shape", ())
+        if len(shape) == 4:
+            check_table_fits(self.table, shape[1], shape[2], f"kv_pages {list(shape)}")
 
     @staticmethod
     def create(

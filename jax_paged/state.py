@@ -23,7 +23,7 @@ from jax_paged import pages
 from jax_paged._page_table import check_kind, check_size
 from jax_paged._zero_pool import zero_pool
 from jax_paged.kv import copy_pages, copy_rows, move_slots
-from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape
+from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape, pages_rank, pages_shape
 from jax_paged.pages import Integers, PageCopies, PageTable, SlotMoves, StepBatch
 from jax_paged.validation import (
     EIGHT_BIT_DTYPES,
@@ -48,6 +48,12 @@ class KVState:
     # num_kv_heads, page_size], one per token and head, or one that is given. None: 1.
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+
+    def __post_init__(self):
+        if len(getattr(self.k_pages, "shape", ())) == pages_rank(self.layout) + 1:
+            shape = pages_shape(self.k_pages, self.layout)
+            name = f"k_pages {list(self.k_pages.shape)} of layout {self.layout!r}"
+            check_table_fits(self.table, shape.num_pages, shape.page_size, name)
 
     @staticmethod
     def create(
@@ -118,6 +124,17 @@ class KVState:
                 None if x is None else jnp.array(x, jnp.float32) for x in (k_scale, v_scale)
             )  # each leaf is a buffer of its own
         return KVState(k_pages, v_pages, table, layout, k_scale, v_scale)
+
+
+def check_table_fits(table: Any, num_pages: int, page_size: int, pool: str) -> None:
+    """Checks a state's table against its pool.
+
+    States of other leaves pass, e.g. of shardings, or with an axis in front: pytrees may be so.
+    """
+    if len(getattr(getattr(table, "ref_counts", None), "shape", ())) == 1:
+        have, want = (table.num_pages, table.page_size), (num_pages, page_size)
+        text = "num_pages={} and page_size={}"
+        expect(have == want, "table", text.format(*want) + f" as in {pool}", text.format(*have))
 
 
 def check_pages_dtype(dtype: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from in_place import copies_and_selects
 
 from jax_paged import pages, state
+from jax_paged.groups import MlaState
 from jax_paged.kv import write_kv
 from jax_paged.layout import LAYOUTS, slots_first
 from jax_paged.pages import Status
@@ -32,6 +33,37 @@ DTYPES = "dtype: expected bfloat16 or float16 or float32 or float8_e4m3fn or flo
 
 def make(**changes) -> KVState:
     return KVState.create(**(SIZES | changes))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", [{"page_size": 2}, {"num_pages": 11}], ids=str)
+def test_a_table_of_other_pages_than_the_pool_is_refused(change, layout):
+    kv, other = make(layout=layout), make(layout=layout, **change).table
+    wanted = "table: expected num_pages=12 and page_size=4 as in k_pages [2, 12, "
+    got = f" of layout '{layout}', got num_pages={other.num_pages} and page_size={other.page_size}"
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}.*{re.escape(got)}$"):
+        dataclasses.replace(kv, table=other)
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}"):
+        KVState(kv.k_pages, kv.v_pages, other, kv.layout)
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}"):
+        jax.eval_shape(lambda kv, table: dataclasses.replace(kv, table=table), kv, other)
+
+
+def test_the_latent_rows_of_mla_have_the_pages_of_their_table_too():
+    sizes = {name: SIZES[name] for name in ("num_pages", "max_seqs", "pages_per_seq", "dtype")}
+    latent = MlaState.create(num_layers=2, latent_dim=8, page_size=4, **sizes)
+    expected = r"^table: expected num_pages=12 and page_size=4 as in kv_pages \[2, 12, 4, 8\], got "
+    with pytest.raises(ValueError, match=expected):
+        dataclasses.replace(latent, table=make(page_size=2).table)
+
+
+@pytest.mark.parametrize("leaf", [None, "name", jax.ShapeDtypeStruct((), "int32")], ids=str)
+def test_a_state_is_a_pytree_of_any_leaves(leaf):
+    kv = make()
+    leaves, structure = jax.tree.flatten(kv)
+    assert jax.tree.unflatten(structure, [leaf] * len(leaves)).k_pages == leaf
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), kv)
+    assert jax.vmap(lambda kv: kv.table.num_free)(stacked).tolist() == [12, 12]
 
 
 def append(kv: KVState, rows, q_lens, values) -> KVState:
