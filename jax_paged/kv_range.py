@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged import reference
 from jax_paged._ffi import Implementation
+from jax_paged._page_table import INT32_MAX, pages_for
 from jax_paged.kv import write_kv
 from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_shape
 from jax_paged.validation import (
@@ -18,6 +19,7 @@ from jax_paged.validation import (
     check_layer,
     check_pages,
     check_shape,
+    check_windows,
     expect,
     is_eight_bit,
     is_per_token,
@@ -33,12 +35,15 @@ def gather_kv(
     ends: Int[Array, "n"],
     *,
     max_tokens: int,
+    num_pinned: Int[Array, "..."] | int | None = None,
+    slot_offset: Int[Array, "..."] | int | None = None,
     layer: Int[Array, ""] | int | None = None,
     k_scale: Float[Array, "..."] | float | None = None,
     v_scale: Float[Array, "..."] | float | None = None,
     dtype: Any = None,
+    return_exists: bool = False,
     layout: Layout = "HND",
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Reads tokens begins[i] ≤ t < ends[i] of row rows[i] back from the pages.
 
     Args:
@@ -47,14 +52,19 @@ def gather_kv(
       rows, begins, ends: which row of the table, and which of its tokens; a row may come often.
         Lengths of rows are not known here: what the pages hold beyond them is returned as it is.
       max_tokens: the longest range; longer ones are cut there. Static.
+      num_pinned, slot_offset: of the rows of the table, [num_seqs] or a scalar, as for
+        `paged_attention`; a table with windows has them (`state.table.windows`). A row that slid
+        needs them: without, its slots are taken for its tokens.
       layer: which layer of stacked pages; may be traced.
       k_scale, v_scale: of 8-bit pages, as for `paged_attention`; None: 1.
       dtype: of the results, bf16, f16 or f32; None: that of the pages, for 8-bit pages f32.
+      return_exists: also tell which tokens are there.
 
     Returns:
       (k [n, max_tokens, num_kv_heads, head_dim], v the same with its head_dim): token begins[i] + j
-      at [i, j]. 0 where there is no such token: past ends[i], before 0, past the table, on a page
-      outside [0, num_pages) (never dereferenced), of a row or a layer out of range.
+      at [i, j]. 0 where there is no such token: past ends[i], before 0, past the table, slid out of
+      the window, on a page outside [0, num_pages) (never dereferenced), of a row or a layer out of
+      range. With return_exists also bool[n, max_tokens]: False there.
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
@@ -72,7 +82,7 @@ def gather_kv(
     """
     index = _check_pages(k_pages, v_pages, layout, layer)
     scales = _check_scales(k_pages, v_pages, layout, k_scale, v_scale)
-    places = _check_places(page_table, rows, begins, ends)
+    places = _check_places(page_table, rows, begins, ends, num_pinned, slot_offset)
     whole = isinstance(max_tokens, int) and max_tokens is not True and max_tokens >= 0
     expect(whole, "max_tokens", "an int >= 0", max_tokens)
     if dtype is not None:
@@ -81,7 +91,8 @@ def gather_kv(
         expect(dtype in FLOAT_DTYPES, "dtype", names, dtype.name)
     elif is_eight_bit(k_pages):
         dtype = jnp.dtype(jnp.float32)
-    return _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, *places, index)
+    k, v, exists = _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, places, index)
+    return (k, v, exists) if return_exists else (k, v)
 
 
 def scatter_kv(
@@ -94,6 +105,8 @@ def scatter_kv(
     begins: Int[Array, "n"],
     ends: Int[Array, "n"],
     *,
+    num_pinned: Int[Array, "..."] | int | None = None,
+    slot_offset: Int[Array, "..."] | int | None = None,
     layer: Int[Array, ""] | int | None = None,
     k_scale: Float[Array, "..."] | float | None = None,
     v_scale: Float[Array, "..."] | float | None = None,
@@ -106,7 +119,8 @@ def scatter_kv(
       k_pages, v_pages, k_scale, v_scale, layer, layout, implementation: as for `write_kv`: pages
         (and scales per token) are donated and updated in place, 8-bit pages are quantised.
       k, v: [n, max_tokens, num_kv_heads, head_dim], bf16, f16 or f32; [i, j]: token begins[i] + j.
-      page_table, rows, begins, ends: as for `gather_kv`. Tokens that have no page are skipped, and
+      page_table, rows, begins, ends, num_pinned, slot_offset: as for `gather_kv`. Tokens that have
+        no page or slid out of the window are skipped, and
         so is what lies past ends[i]: it is not read either, it may be NaN. Where ranges overlap the
         last one wins. A page that several rows share changes for all of them.
 
@@ -127,7 +141,7 @@ def scatter_kv(
      [0. 0. 1. 1.]]
     """
     _check_pages(k_pages, v_pages, layout, layer)
-    places = _check_places(page_table, rows, begins, ends)
+    places = _check_places(page_table, rows, begins, ends, num_pinned, slot_offset)
     shape = pages_shape(k_pages, layout)
     for name, x in (("k", k), ("v", v)):
         heads = (places[1].shape[0], None, shape.num_kv_heads, None)
@@ -153,55 +167,69 @@ def _check_scales(k_pages, v_pages, layout: Layout, k_scale, v_scale) -> tuple[A
     )
 
 
-def _check_places(page_table, rows, begins, ends) -> tuple[jax.Array, ...]:
+def _check_places(page_table, rows, begins, ends, num_pinned, slot_offset) -> tuple[Any, ...]:
     page_table, rows = as_index("page_table", page_table), as_index("rows", rows)
     begins, ends = as_index("begins", begins), as_index("ends", ends)
     check_shape("page_table", page_table, "num_seqs pages_per_seq", (None, None))
     check_shape("rows", rows, "n", (None,))
     check_shape("begins", begins, "n", rows.shape)
     check_shape("ends", ends, "n", rows.shape)
-    return page_table, rows, begins, ends
+    _, *slid = check_windows(None, num_pinned, slot_offset, page_table.shape[0])
+    return page_table, rows, begins, ends, *slid
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def slots_of_ranges(num_pages, page_size, max_tokens, page_table, rows, begins, ends):
-    """The slot of each token of the ranges, i32[n, max_tokens]; −1 where it has none."""
+def slots_of_ranges(
+    num_pages, page_size, max_tokens, page_table, rows, begins, ends, num_pinned=None,
+    slot_offset=None,
+):  # fmt: skip
+    """The slot of each token of the ranges, i32[n, max_tokens]; −1 where it has none.
+
+    num_pinned, slot_offset: [num_seqs] of rows that slid, or twice None.
+    """
     num_seqs, width = page_table.shape
     if 0 in (num_seqs, width, num_pages):
         return jnp.full((rows.shape[0], max_tokens), -1, jnp.int32)
     step = jnp.arange(max_tokens, dtype=jnp.int32)[None]
     begins = begins[:, None]
-    capacity = width * page_size
-    # begins + step could overflow: what lies past the table is ruled out first.
-    exists = (begins < capacity) & (begins > -max_tokens)
+    capacity, row = width * page_size, jnp.clip(rows, 0, num_seqs - 1)[:, None]
+    exists = step <= INT32_MAX - jnp.maximum(begins, 0)  # else begins + step overflows
     token = jnp.where(exists, begins, 0) + step
-    exists &= (token >= 0) & (token < jnp.minimum(ends[:, None], capacity))
-    exists &= ((rows >= 0) & (rows < num_seqs))[:, None]
-    safe = jnp.where(exists, token, 0)
-    page = page_table[jnp.clip(rows, 0, num_seqs - 1)[:, None], safe // page_size]
+    exists &= (token >= 0) & (token < ends[:, None]) & ((rows >= 0) & (rows < num_seqs))[:, None]
+    stored = token
+    if slot_offset is not None:
+        pinned, offset = jnp.clip(num_pinned[row], 0, capacity), jnp.maximum(slot_offset[row], 0)
+        # What stands behind the pinned tokens in their last page has slid away, too.
+        first = jnp.where(offset > 0, pages_for(pinned, page_size) * page_size, pinned)
+        stored = jnp.where(token < pinned, token, token - offset)
+        exists &= (token < pinned) | (stored >= first)
+    exists &= stored < capacity
+    safe = jnp.where(exists, stored, 0)
+    page = page_table[row, safe // page_size]
     exists &= (page >= 0) & (page < num_pages)
     return jnp.where(exists, jnp.where(exists, page, 0) * page_size + safe % page_size, -1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, table, rows, begins, ends, layer):
+def _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, places, layer):
     shape = pages_shape(k_pages, layout)
-    slots = slots_of_ranges(shape.num_pages, shape.page_size, max_tokens, table, rows, begins, ends)
+    slots = slots_of_ranges(shape.num_pages, shape.page_size, max_tokens, *places)
+    exists = slots >= 0
+    if shape.num_layers is not None:
+        exists &= (layer >= 0) & (layer < shape.num_layers)
     pools: tuple[tuple[Any, Pool, Any], ...] = (
         (k_pages, "k", scales[0]), (v_pages, "v", scales[1]),
     )  # fmt: skip
     k, v = (
-        _tokens(pages, layout, pool, scale, slots, layer, dtype) for pages, pool, scale in pools
+        _tokens(pages, layout, pool, scale, slots, exists, layer, dtype)
+        for pages, pool, scale in pools
     )
-    return k, v
+    return k, v, exists
 
 
-def _tokens(pages, layout: Layout, pool: Pool, scale, slots, layer, dtype):
+def _tokens(pages, layout: Layout, pool: Pool, scale, slots, exists, layer, dtype):
     shape = pages_shape(pages, layout, pool)
     dtype = pages.dtype if dtype is None else dtype
-    exists = slots >= 0
-    if shape.num_layers is not None:
-        exists &= (layer >= 0) & (layer < shape.num_layers)
     if shape.num_pages == 0 or shape.num_layers == 0:
         return jnp.zeros((*slots.shape, shape.num_kv_heads, shape.head_dim), dtype)
     slots = jnp.where(exists, slots, 0)

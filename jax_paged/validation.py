@@ -436,7 +436,7 @@ def check_attention(
     ok = isinstance(soft_cap, (int, float, np.floating)) and soft_cap is not True
     ok = ok and 0 < float(soft_cap) < math.inf
     expect(soft_cap is None or ok, "soft_cap", "None or a finite number > 0", soft_cap)
-    sliding_window, num_pinned, slot_offset = _check_windows(
+    sliding_window, num_pinned, slot_offset = check_windows(
         sliding_window, num_pinned, slot_offset, rows
     )
     alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
@@ -455,7 +455,7 @@ def check_attention(
     )  # fmt: skip
 
 
-def _check_windows(
+def check_windows(
     sliding_window: Any, num_pinned: Any, slot_offset: Any, rows: int
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """The window as an i32 scalar or [rows], num_pinned and slot_offset as [rows], or None."""

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from in_place import gathers_in_place
 
-from jax_paged import gather_kv, scatter_kv
+from jax_paged import gather_kv, scatter_kv, state, write_kv
 from jax_paged.layout import LAYOUTS, from_slots_first, slots_first
 from jax_paged.reference import QMAX
+from jax_paged.state import KVState
 from jax_paged.testing import Case, is_in_place, make_batch, pool_sized_ops
 
 CASE = Case("ranges", 4, 2, 16, page_size=4, v_head_dim=8)
@@ -97,6 +98,61 @@ def test_scatter_sets_those_tokens_and_nothing_else(layout, num_layers, implemen
         else:
             whole[batch.layer] = from_slots_first(expected, layout, pool)
         np.testing.assert_array_equal(pages, whole)
+
+
+@pytest.mark.parametrize(("window", "pinned"), [(6, 0), (6, 2), (9, 5), (11, 4)])
+def test_of_a_row_that_slid_the_tokens_that_are_there_are_told(window, pinned):
+    """Row 1 slides as it grows, row 0 does not; token t has K = t + 1."""
+    kv = KVState.create(
+        num_layers=1, num_pages=20, page_size=4, num_kv_heads=1, head_dim=8, max_seqs=2,
+        pages_per_seq=7, dtype="float32", windows=True,
+    )  # fmt: skip
+    kv, _ = state.reserve(kv, [0, 1], 1)
+    kv, _ = state.set_window(kv, [1], window, pinned)
+    pools, length = (kv.k_pages, kv.v_pages), 0
+    slid = 0
+    for count in [5, *[3] * 7]:
+        kv, reserved = state.reserve(kv, [0, 1], count)
+        kv, batch, stepped = state.step_batch(kv, [0, 1], count, num_tokens=2 * count)
+        assert not np.any(reserved | stepped)
+        k = np.tile(np.arange(length, length + count) + 1.0, 2)[:, None, None]
+        k = jnp.asarray(np.broadcast_to(k, (2 * count, 1, 8)), jnp.float32)
+        pools = write_kv(*pools, k, -k, batch.slot_mapping, layer=0)
+        length += count
+        windows = kv.table.windows
+        given = {"num_pinned": windows.num_pinned, "slot_offset": windows.slot_offset}
+        rows, begins, ends = np.int32([[0, 0, length], [1, 0, length], [1, 3, length - 1]]).T
+        k, v, exists = gather_kv(
+            *pools, kv.table.page_table, rows, begins, ends, max_tokens=28, layer=0,
+            return_exists=True, **given,
+        )  # fmt: skip
+        token = begins[:, None] + np.arange(28)[None]
+        inside = token < ends[:, None]
+        np.testing.assert_array_equal(k[..., 0, 0], np.where(exists, token + 1, 0))
+        np.testing.assert_array_equal(v, -k)
+        offset = int(windows.slot_offset[1])
+        slid = max(slid, offset)
+        first = -(-pinned // 4) * 4 + offset if offset else 0  # the first one that has not slid
+        there = (token < pinned) | (token >= first) | (rows[:, None] == 0)
+        np.testing.assert_array_equal(exists, inside & there)
+        assert there[1, max(0, length - window + pinned) : length].all(), "what the window shows"
+        # What is read back is set where it was, and what is gone nowhere.
+        fresh = scatter_kv(
+            *(jnp.zeros_like(x) for x in pools), k, v, kv.table.page_table, rows, begins, ends,
+            layer=0, **given,
+        )  # fmt: skip
+        again = gather_kv(
+            *fresh, kv.table.page_table, rows, begins, ends, max_tokens=28, layer=0, **given
+        )
+        np.testing.assert_array_equal(again[0], k)
+    assert slid > 0
+    wild = np.int32([[2**31 - 1, -5], [-(2**31), 2**31 - 1]])
+    for num_pinned, slot_offset in wild:
+        got = gather_kv(
+            *pools, kv.table.page_table, rows, begins, ends, max_tokens=28, layer=0,
+            num_pinned=num_pinned, slot_offset=slot_offset,
+        )  # fmt: skip
+        assert np.isfinite(got[0]).all()
 
 
 @pytest.mark.parametrize("per_token", [True, False])
