@@ -142,9 +142,11 @@ def _check(name: str, value: Any, domains: Mapping[str, Domain]) -> None:
 
 
 _COUNT, _INDEX = integer(1), integer(0)
+_NAME = Domain("a text of at most 64 characters", lambda value: TEXT.has(value) and len(value) < 65)
 _GEOMETRY = {
     "tensor_degree": _COUNT, "pipeline_degree": _COUNT, "stage": _INDEX, "num_layers": _COUNT,
-    "num_kv_heads": _COUNT, "head_dim": _COUNT, "v_head_dim": _COUNT, "dtype": TEXT, "scales": TEXT,
+    "num_kv_heads": _COUNT, "head_dim": _COUNT, "v_head_dim": _COUNT, "dtype": _NAME,
+    "scales": _NAME,
 }  # fmt: skip
 _TICKET = {"id": _INDEX, "row": _INDEX, "begin": _INDEX, "positions": ANYTHING}  # see _runs
 _MESSAGE = _TICKET | {"end": _INDEX, "layer_begin": _INDEX}

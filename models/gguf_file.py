@@ -314,6 +314,11 @@ class GGUFFile:
             values = np.empty(head_dim // 2, np.float32)
             self._dequantize(_ROPE_FREQS, values)
             divisors = tuple(values.tolist())
+            if not (domain := ROPE_DOMAINS["frequency_divisors"]).has(divisors):
+                raise ValueError(
+                    f"{self.path}: tensor {_ROPE_FREQS!r} must be {domain.text}, got "
+                    f"{short(divisors)}"
+                )
         if kind == "none":
             return RopeConfig(theta=theta, frequency_divisors=divisors)
         return RopeConfig(

@@ -37,7 +37,8 @@ def reading(where: object) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error)[:2000].split())
+        text = text if len(text) <= 600 else text[:597] + "..."
         if isinstance(error, ValueError) and text.startswith(str(where)):
             raise
         if not isinstance(error, ValueError) or isinstance(error, UnicodeError):

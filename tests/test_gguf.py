@@ -148,6 +148,14 @@ def test_rope_frequency_divisors_are_honoured(tmp_path):
     )
 
 
+def test_rope_frequency_divisors_that_make_no_sense_are_refused(tmp_path):
+    _, metadata, tensors = make("llama")
+    tensors["rope_freqs.weight"] = np.arange(8, dtype=np.float32)
+    write(tmp_path / "model.gguf", "llama", metadata, tensors)
+    with pytest.raises(ValueError, match=r"tensor 'rope_freqs.weight' must be .*, got \(0.0, 1.0"):
+        load_checkpoint(tmp_path / "model.gguf")
+
+
 def test_linear_rope_scaling_is_honoured(tmp_path):
     _, metadata, tensors = make("qwen3")
     scaling = {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 4.0}
