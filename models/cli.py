@@ -203,8 +203,9 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--kv-dtype", choices=["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"], default="auto",
-        help="of KV pages: 8-bit takes half or a quarter of the memory (default: that of weights)",
+        "--kv-dtype", choices=["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        default="auto",
+        help="of KV pages: fewer bytes take less memory (default: that of weights)",
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from jax_paged import (
 )
 from jax_paged._ffi import Implementation
 from jax_paged.rope import rope_tables
-from jax_paged.validation import check_choice, expect
+from jax_paged.validation import check_choice, expect, is_eight_bit
 
 from .config import DecoderConfig
 from .moe import gated_mlp, route
@@ -135,6 +135,8 @@ class Attention(_Projections):
             "implementation": step.implementation,
         }
         batch = step.batch
+        if not is_eight_bit(k_pages):  # bf16 pages under f32 weights: attention takes equal dtypes
+            qkv = qkv.astype(k_pages.dtype)
         q, k_pages, v_pages, *written = qkv_norm_rope_write(
             qkv,
             k_pages,
@@ -169,7 +171,7 @@ class Attention(_Projections):
             tree_sizes=batch.tree_sizes,
             **options,
         )
-        attended = cast(jax.Array, attended).reshape(tokens, -1)
+        attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
         out = self._project("out", attended, implementation=step.implementation)
         if config.attention_bias:
             out = out + self.out_bias[...][None, :]
@@ -335,8 +337,9 @@ class Decoder(_Projections):
           tokens: i32[T], the new tokens of the rows of `batch`, in row order, padding at the end
             (any id within the vocabulary; it costs no expert and reaches no row).
           batch: the step's view of the state, T tokens long; of a KVGroups one for each group.
-          state: its pages have num_layers, num_kv_heads and head_dim of this model, and its dtype
-            or an 8-bit one. In a KVGroups the kind of a layer is "full" or the layer's window.
+          state: its pages have num_layers, num_kv_heads and head_dim of this model, and its dtype,
+            another float one (attention computes in it) or an 8-bit one. In a KVGroups the kind of
+            a layer is "full" or the layer's window.
           logit_rows: i32[R] indices into tokens whose logits are wanted, e.g. each row's last
             token, `batch.cu_q_lens[1:] − 1`; clamped into range. None = every token.
 

@@ -101,8 +101,9 @@ def generate(
       decode: token ids to text, such as `tokenizer.decode`; needed for stop strings.
       state: pages to use; donated, so go on with `Generation.state`. Only free rows and pages are
         taken; live rows are left alone. None = a pool that is just large enough.
-      kv_dtype: of that pool: "auto" (the model's dtype), or 8-bit with a scale per token and head:
-        "fp8" or "fp8_e4m3", "fp8_e5m2", "int8". Half or a quarter of the memory, at some loss.
+      kv_dtype: of that pool: "auto" (the model's dtype), "bfloat16" (attention then computes in
+        it), or 8-bit with a scale per token and head: "fp8" or "fp8_e4m3", "fp8_e5m2", "int8". Half
+        or a quarter of the memory, at some loss.
       on_tokens: called between calls of the loop, at least once, with the new ids of each prompt
         since the last time and the stop reason of each prompt (None = it goes on).
       chunk: most decode steps per call of the loop, ≥ 1. Fewer run when steps are slow, so that
@@ -269,11 +270,11 @@ def create_state(
     page_size: int = PAGE_SIZE, kv_dtype: str = "auto", max_tree: int = 256,
     windows: bool = False,
 ) -> KVState:  # fmt: skip
-    """An empty `KVState` of the model's sizes, and its dtype or an 8-bit one."""
+    """An empty `KVState` of the model's sizes, and its dtype, bfloat16 or an 8-bit one."""
     config = model.config
     dtype = page_dtype(kv_dtype, model.dtype)
-    ok = dtype == model.dtype or dtype in EIGHT_BIT_DTYPES
-    expect(ok, "kv_dtype", "'auto' or the name of an 8-bit dtype", repr(kv_dtype))
+    ok = dtype == model.dtype or _is_smaller(dtype)
+    expect(ok, "kv_dtype", "'auto', 'bfloat16' or the name of an 8-bit dtype", repr(kv_dtype))
     return KVState.create(
         num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
         num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
@@ -281,15 +282,20 @@ def create_state(
     )  # fmt: skip
 
 
+def _is_smaller(dtype: np.dtype) -> bool:
+    """Whether pages may have this dtype under weights of any dtype."""
+    return dtype in (jnp.dtype(jnp.bfloat16), *EIGHT_BIT_DTYPES)
+
+
 def check_state(model: Decoder, state: KVState) -> None:
-    """Checks that the state's pages are the model's, in its dtype or 8-bit."""
+    """Checks that the state's pages are the model's, in its dtype, bfloat16 or 8-bit."""
     expect(isinstance(state, KVState), "state", "a KVState", type(state).__name__)
     dtype = state.k_pages.dtype
     expected = jax.eval_shape(
         lambda: create_state(
             model, num_pages=state.table.num_pages, max_seqs=1, pages_per_seq=1,
             page_size=state.table.page_size,
-            kv_dtype=dtype.name if dtype in EIGHT_BIT_DTYPES else "auto",
+            kv_dtype=dtype.name if _is_smaller(dtype) else "auto",
         )
     )  # fmt: skip
     for name in ("k_pages", "v_pages"):

@@ -68,6 +68,18 @@ def test_generate_makes_8_bit_pages_with_scales(model, name):
     assert [new[-1:] for new in result.tokens] == again.tokens
 
 
+def test_bf16_pages_serve_f32_weights(model, exact):
+    near = score(model, TOKENS, kv_dtype="bfloat16")
+    error = np.linalg.norm(near - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    assert 0 < error.max() < 0.02
+    prompts = [TOKENS[:17], TOKENS[20:24]]
+    result = generate(model, prompts, max_new_tokens=5, kv_dtype="bfloat16")
+    assert result.state.k_pages.dtype == jnp.bfloat16
+    many = generate_many(model, prompts, max_new_tokens=5, kv_dtype="bfloat16")
+    again = generate(model, prompts, max_new_tokens=5, state=result.state)
+    assert result.tokens == many.tokens == again.tokens
+
+
 def test_a_state_with_given_scales_serves_too(model, exact):
     state = create_state(model, num_pages=8, max_seqs=2, pages_per_seq=4, kv_dtype="int8")
     fixed = jnp.full((CONFIG.num_layers, CONFIG.num_kv_heads), 1 / 16, jnp.float32)
@@ -88,9 +100,9 @@ def test_the_engine_gives_the_tokens_of_generate(model):
 def test_wrong_names_are_named(model):
     with pytest.raises(ValueError, match=r"name: expected 'auto' or 'fp8' .*, got 'fp4'"):
         generate(model, [[1]], max_new_tokens=1, kv_dtype="fp4")
-    message = "kv_dtype: expected 'auto' or the name of an 8-bit dtype, got 'bf16'"
+    message = "kv_dtype: expected 'auto', 'bfloat16' or the name of an 8-bit dtype, got 'fp16'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        generate(model, [[1]], max_new_tokens=1, kv_dtype="bf16")
+        generate(model, [[1]], max_new_tokens=1, kv_dtype="fp16")
     state = create_state(model, num_pages=2, max_seqs=1, pages_per_seq=2)
     message = "kv_dtype: expected 'auto' with a state, which has its own, got fp8"
     with pytest.raises(ValueError, match=re.escape(message)):
