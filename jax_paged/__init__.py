@@ -6,9 +6,9 @@ PageTable alone), for layers of different kinds in `jax_paged.groups` (on KVGrou
 compiled programs; it is imported when it is used.
 """
 
-import importlib
-import importlib.metadata
-from typing import Any
+import importlib as _importlib
+from importlib import metadata as _metadata
+from typing import Any as _Any
 
 from jax_paged import _interrupt as _interrupt  # first: Ctrl-C may come while the rest is imported
 
@@ -52,10 +52,10 @@ from jax_paged.state import KVState as KVState
 from jax_paged.tree import tree_intervals as tree_intervals
 from jax_paged.validation import check_values as check_values
 
-__version__ = importlib.metadata.version("jax_paged")
+__version__ = _metadata.version("jax_paged")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name == "testing":
-        return importlib.import_module("jax_paged.testing")
+        return _importlib.import_module("jax_paged.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -253,7 +253,7 @@ def test_set_window_needs_a_table_with_windows():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 4, 0), "rows: expected shape [N] with N of at least 1, got []"),
+        ((0, 4, 0), "rows: expected shape [N] with N of at least 1, got a scalar"),
         (([0], [4, 5], 0), "window: expected a scalar or shape [1], got [2]"),
         (([0], 4.0, 0), "window: expected an integer dtype, got dtype float64"),
         (([0], 4, [0, 0]), "num_pinned: expected a scalar or shape [1], got [2]"),

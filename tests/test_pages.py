@@ -378,7 +378,11 @@ assert table.page_table.tolist()[2][0] == 4
 
 ROWS, COUNT = r"rows: expected shape \[N\] with N of at least 1", "num_tokens: expected"
 WRONG_CALLS = [
-    (pages.release, (jnp.zeros(2, jnp.float32),), "rows: expected an integer dtype, got dtype float32"),
+    (
+        pages.release,
+        (jnp.zeros(2, jnp.float32),),
+        "rows: expected an integer dtype, got dtype float32",
+    ),
     (pages.release, ([True],), "rows: expected an integer dtype, got dtype bool"),
     (pages.release, (0,), ROWS + ", got a scalar"),
     (pages.release, (np.zeros(0, int),), ROWS + r", got \[0\]"),
