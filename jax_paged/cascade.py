@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_paged._ffi import Implementation
+from jax_paged._page_table import StepBatch
 from jax_paged.attention import paged_attention, ragged_paged_attention
 from jax_paged.layout import Layout, pages_shape
 from jax_paged.merge import merge_attention_states
@@ -256,8 +257,8 @@ def _cascade(causal, static, q, k_pages, v_pages, levels, cu_q_lens, num_seqs, s
 
 
 def cascade_levels(
-    page_table: Int[Array, "num_seqs pages_per_seq"],
-    seq_lens: Int[Array, "num_seqs"],
+    page_table: Int[Array, "num_seqs pages_per_seq"] | StepBatch,
+    seq_lens: Int[Array, "num_seqs"] | None = None,
     cu_q_lens: Int[Array, "num_seqs+1"] | None = None,
     num_seqs: Int[Array, "..."] | int | None = None,
     *,
@@ -273,8 +274,8 @@ def cascade_levels(
     no group, and a batch where none does costs a few empty launches.
 
     Args:
-      page_table, seq_lens, cu_q_lens, num_seqs: of the batch, as `step_batch` returns them
-        (`jax_paged.StepBatch` has all four); without cu_q_lens one query per row.
+      page_table, seq_lens, cu_q_lens, num_seqs: of the batch; without cu_q_lens one query per row.
+        Or instead of all four the `jax_paged.StepBatch` that `step_batch` returns.
       page_size: of the pool. Static, as are the next two.
       num_levels: the most levels, at least 2: that many − 1 splits of the rows into groups.
       max_groups: of a level; None: num_seqs // 2, which is always enough. Rows of groups beyond it
@@ -285,9 +286,10 @@ def cascade_levels(
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
+      NotImplementedError: the step batch has trees, or windows of its rows. Arrays do not tell: for
+        rows with a window or a tree the levels are wrong.
 
-    jit-able; takes num_seqs² + num_seqs · pages_per_seq steps per level. Not for rows with a
-    per-row window or a tree.
+    jit-able; takes num_seqs² + num_seqs · pages_per_seq steps per level.
 
     >>> import jax.numpy as jnp
     >>> table = jnp.array([[7, 8, 1], [7, 8, 2], [5, -1, -1]])  # rows 0 and 1 share two pages
@@ -297,6 +299,16 @@ def cascade_levels(
     >>> print(own.page_table[:, 0], own.seq_lens)
     [1 2 5] [1 8 3]
     """
+    if isinstance(page_table, StepBatch):
+        batch, given = page_table, (seq_lens, cu_q_lens, num_seqs)
+        expect(all(x is None for x in given), "page_table", "a StepBatch alone", "more beside it")
+        for name, what in (("tree", "without trees"), ("sliding_window", "without windows")):
+            if getattr(batch, name) is not None:
+                raise NotImplementedError(
+                    f"page_table: cascade_levels takes a StepBatch {what}, got one with `{name}`"
+                )
+        page_table, seq_lens = batch.page_table, batch.seq_lens
+        cu_q_lens, num_seqs = batch.cu_q_lens, batch.num_seqs
     page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
     check_shape("page_table", page_table, "num_seqs pages_per_seq", (None, None))
     check_shape("seq_lens", seq_lens, "num_seqs", page_table.shape[:1])

@@ -257,9 +257,17 @@ def step_batch(
 
     Gives a batch for each group. What is said of rows and tokens is the same in all of them; pages,
     slots and windows are the group's own. An op on layer l takes those of `state.place(l)`.
+
+    Raises NotImplementedError for tree_parents where there are "mla" layers: no MLA op takes trees.
     """
     ids = check_rows("rows", rows)
     size = ids.shape[0] if num_tokens is None else num_tokens
+
+    if tree_parents is not None and "mla" in getattr(state, "kinds", ()):
+        raise NotImplementedError(
+            "tree_parents: expected None for a state with 'mla' layers, whose attention takes no "
+            "trees, got parents"
+        )
 
     def verb(window, table, ids):
         return pages.step_batch(table, ids, q_lens, num_tokens=size, tree_parents=tree_parents)

@@ -17,6 +17,7 @@ from jax_paged import (
     ragged_paged_attention,
     state,
 )
+from jax_paged.pages import PageTable, reserve, step_batch
 from jax_paged.testing import TOLERANCES, Case, assert_attention_close, dense_oracle, make_batch
 
 CASE = Case("shared", 6, 2, 32, page_size=8)
@@ -237,16 +238,32 @@ def test_a_forked_state_gives_levels_under_jit():
         rows = jnp.arange(3)
         kv, _ = state.reserve(kv, rows, 1)
         kv, batch, status = state.step_batch(kv, rows, 1)
-        levels = cascade_levels(
-            batch.page_table, batch.seq_lens, batch.cu_q_lens, batch.num_seqs, page_size=PAGE
-        )
-        return levels, status
+        return cascade_levels(batch, page_size=PAGE), status
 
     (prefix, own), status = step(kv)
     np.testing.assert_array_equal(status, 0)
     np.testing.assert_array_equal(prefix.row_groups[:3], 0)
     np.testing.assert_array_equal(prefix.seq_lens[:1], [2 * PAGE])
     np.testing.assert_array_equal(own.seq_lens[:3], 1)
+
+
+def test_a_step_with_trees_or_windows_is_refused_by_name():
+    def step(windows, **options):
+        table = PageTable.create(4, 2, 2, PAGE, windows=windows)
+        table, _ = reserve(table, [0, 1], 1)
+        return step_batch(table, [0, 1], 1, **options)[1]
+
+    plain = step(windows=False)
+    assert len(cascade_levels(plain, page_size=PAGE)) == 2
+    for batch, name in (
+        (step(windows=True), "windows, got one with `sliding_window`"),
+        (step(windows=False, tree_parents=[-1, -1]), "trees, got one with `tree`"),
+    ):
+        message = f"^page_table: cascade_levels takes a StepBatch without {name}$"
+        with pytest.raises(NotImplementedError, match=message):
+            cascade_levels(batch, page_size=PAGE)
+    with pytest.raises(ValueError, match="page_table: expected a StepBatch alone, got more beside"):
+        cascade_levels(plain, plain.seq_lens, page_size=PAGE)
 
 
 @pytest.mark.parametrize(
