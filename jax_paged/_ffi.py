@@ -26,8 +26,8 @@ Implementation = Literal["native", "reference"] | None
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 # Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
 _CPU_ONLY = frozenset({"jax_paged.linear.v1", "jax_paged.put_rows.v1", "jax_paged.zero_pool.v1"})
-# Targets whose reference XLA knows to split over devices in any way: with several devices that is
-# the implementation.
+# Targets whose reference XLA knows to split over devices in any way: in a program for several
+# devices that is the implementation.
 _SPLIT_BY_XLA = frozenset(
     {
         "jax_paged.linear.v1",
@@ -185,6 +185,30 @@ def _unavailable_lowering(ctx, *_, message, **__):
 mlir.register_lowering(_unavailable_p, _unavailable_lowering)
 
 
+# Only when a program is lowered it is known for how many devices it is.
+_by_devices_p = Primitive("jax_paged_by_devices")
+_by_devices_p.multiple_results = True
+
+
+@_by_devices_p.def_impl
+def _by_devices_impl(*operands, **params):
+    return jax.jit(lambda *operands: _by_devices_p.bind(*operands, **params))(*operands)
+
+
+@_by_devices_p.def_abstract_eval
+def _by_devices_abstract(*_, results, **__):
+    return [jax.typeof(r) for r in results]
+
+
+def _by_devices_lowering(ctx, *operands, alone, split, results):
+    num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+    chosen = alone if num_devices == 1 else split  # None: inside shard_map
+    return mlir.lower_fun(lambda *x: tuple(chosen(*x)), multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(_by_devices_p, _by_devices_lowering)
+
+
 def _why_unavailable(name: str, target: str) -> str | None:
     """The message for a native module that cannot run `target`, or None when it can."""
     module = _modules[name]
@@ -242,14 +266,15 @@ def ffi_call(
     """
     if implementation == "reference":
         return reference(*operands)
-    if implementation is None and target in _SPLIT_BY_XLA and jax.device_count() > 1:
-        return reference(*operands)
 
     def call(*operands):
         return _local_call(
             target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
         )
 
+    if implementation is None and target in _SPLIT_BY_XLA and jax.device_count() > 1:
+        results = tuple(jax.eval_shape(reference, *operands))
+        return _by_devices_p.bind(*operands, alone=call, split=reference, results=results)
     return over_heads(target, call, heads, operands)
 
 

@@ -21,7 +21,7 @@ def put_rows(pool: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """pool[rows[i]] ← values[i], the pool's leading axes counted as one: those values[i] has not.
 
     rows is i32; one out of range is skipped, none may be named twice. In place where the pool is
-    donated. Without native code, on other platforms than CPU and where a process has several
+    donated. Without native code, on other platforms than CPU and in programs over several
     devices it is XLA's scatter, which knows any split of the other axes.
     """
     return _put_rows(pool, rows, values)

@@ -45,7 +45,7 @@ def linear(
       weight: [out, in] as published; dtype of x, or int8 or f8e4m3fn (see `quantize_weight`).
       weight_scale: f32[out], of such 8-bit weights and of no others.
       out_dtype: bf16, f16 or f32; None = that of x. The sum is rounded once.
-      implementation: None = native on CPU, XLA's product elsewhere and where there are several
+      implementation: None = native on CPU, XLA's product elsewhere and in programs over several
         devices (which XLA can split it over); "native"; "reference" = XLA's.
 
     Returns:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 from jax_paged import _ffi
 from jax_paged._ffi import Implementation
 from jax_paged.linear import contract
-from jax_paged.sharding import HeadAxes
+from jax_paged.sharding import HeadAxes, refuse_split
 from jax_paged.validation import (
     WEIGHT_DTYPES,
     as_index,
@@ -55,15 +55,16 @@ def moe_experts(
       gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
         8-bit experts are multiplied by, as `quantize_weight` gives them; only of 8-bit experts.
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
-      implementation: None = native on CPU and CUDA, reference elsewhere and where the process has
-        several devices; "native"; "reference".
+      implementation: None = native on CPU and CUDA, reference elsewhere and in a program over
+        several devices, which may split tokens or inner sizes; "native"; "reference".
 
     Returns:
       [tokens, hidden] in x's dtype. Products are summed in f32, the gated product is rounded to x's
       dtype, a token's experts are summed in f32 in the order of j.
 
     Raises:
-      ValueError: an argument's shape or dtype is wrong.
+      ValueError: an argument's shape or dtype is wrong; a program over several devices splits the
+        experts by expert, which XLA would gather whole (this comes inside XLA's own error).
       NotImplementedError: the native kernel does not take these sizes (multiples of 8).
       On CUDA the call fails with more than 8192 experts.
 
@@ -115,6 +116,8 @@ def _moe_experts(implementation, x, gate_up, down, experts, weights, *rest):
 def _batched(implementation: Implementation):
     @sequential_vmap
     def call(*operands):
+        if implementation is None and jax.device_count() > 1:
+            operands = _with_whole_experts(*operands)
         x, _, down, experts, *_ = operands
         (out,) = _ffi.ffi_call(
             TARGET,
@@ -144,6 +147,15 @@ def _cuda_workspace_words(
     pairs = max(1, min(tokens, turn_pairs // k)) * k
     plan = 4 + 4 * (min(pairs, num_experts) + pairs // least_tile) + -(-pairs // 4) * 4
     return plan + pairs * inner * itemsize // 4 + pairs * hidden
+
+
+def _with_whole_experts(x, gate_up, down, *rest):
+    """The operands, of which XLA would gather experts that are split by expert."""
+    gate_up, down = (
+        refuse_split(weight, TARGET, name, 0, "all experts")
+        for name, weight in (("gate_up", gate_up), ("down", down))
+    )
+    return x, gate_up, down, *rest
 
 
 def _block_size(num_pairs: int, num_experts: int) -> int:

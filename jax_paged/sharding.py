@@ -6,6 +6,7 @@ operands follow their heads, and a pool that is split otherwise is refused. Insi
 the call is local already, and on one device nothing is added to the program.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -100,6 +101,44 @@ def over_heads(
     typed = [_spec(jax.typeof(x).sharding, x.ndim) for x in operands]  # by explicit mesh axes
     _check_split(op, axes, typed, follow=False)
     return partitioned(*operands)
+
+
+@functools.cache
+def _refusing(op: str, name: str, axis: int, what: str):
+    """An identity that XLA refuses to compile where its operand is split along an axis."""
+
+    def check(spec: Sequence[Any] | None) -> None:
+        if spec is not None and spec[axis]:
+            raise ValueError(
+                f"{op}: {name}: expected {what} whole on each device, got axis {axis} split over "
+                f"{spec[axis]!r}: XLA would gather it; split another axis"
+            )
+
+    def partition(mesh: Mesh, operands, results):
+        check(_spec(operands[0].sharding, operands[0].ndim))
+        return mesh, lambda x: x, operands[0].sharding, (operands[0].sharding,)
+
+    same = custom_partitioning(lambda x: x)
+    same.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
+        sharding_rule="... -> ...",
+    )
+
+    def refuse(x: jax.Array) -> jax.Array:
+        check(_spec(jax.typeof(x).sharding, x.ndim))  # by explicit mesh axes
+        return same(x)
+
+    return refuse
+
+
+def refuse_split(x: jax.Array, op: str, name: str, axis: int, what: str) -> jax.Array:
+    """x, which a program over several devices must not have split along an axis.
+
+    Raises:
+      ValueError: it is; with automatic mesh axes when XLA compiles, inside its own error.
+    """
+    return _refusing(op, name, axis, what)(x)
 
 
 def _spec(sharding: Any, ndim: int) -> list[Any] | None:

@@ -273,6 +273,40 @@ def an_op_without_heads_refuses_split_operands():
         jax.jit(lambda x: call(operands=[x])).lower(*placed).compile()
 
 
+def a_program_on_one_of_the_devices_is_native():
+    x, weight = jnp.ones((4, 16), jnp.float32), jnp.ones((DEVICES, 16), jnp.float32)
+    program = jax.jit(jax_paged.linear)
+    assert "jax_paged.linear" in program.lower(x, weight).compile().as_text()
+    split = place(make_mesh(AxisType.Auto), [x, weight], [P(), P("tp")])
+    text = program.lower(*split).compile().as_text()
+    assert "jax_paged.linear" not in text
+    assert "all-gather" not in text
+    assert_same(program(*split), program(x, weight))
+    last = [jax.device_put(a, jax.devices()[-1]) for a in (x, weight)]
+    assert program(*last).devices() == {jax.devices()[-1]}
+
+
+def experts_split_by_expert_are_refused():
+    key = jax.random.key(0)
+    gate_up = jax.random.normal(key, (DEVICES, 32, 16), jnp.float32)
+    down = jax.random.normal(key, (DEVICES, 16, 16), jnp.float32)
+    tokens = jnp.ones((8, 16), jnp.float32), jnp.arange(16).reshape(8, 2) % DEVICES
+    operands = tokens[0], gate_up, down, tokens[1], jnp.ones((8, 2), jnp.float32)
+    program = jax.jit(jax_paged.moe_experts)
+    expected = program(*operands)
+    assert "jax_paged.moe_experts" in program.lower(*operands).compile().as_text()
+    mesh = make_mesh(AxisType.Auto)
+    for specs in ([P("tp"), P(), P(), P("tp"), P("tp")], [P(), P(), P(None, None, "tp"), P(), P()]):
+        np.testing.assert_allclose(
+            program(*place(mesh, operands, specs)), expected, rtol=1e-4, atol=1e-3
+        )
+    for name, number in (("gate_up", 1), ("down", 2)):
+        specs = [P("tp") if i == number else P() for i in range(len(operands))]
+        message = rf"{name}: expected all experts whole on each device, got axis 0 split over 'tp'"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            program.lower(*place(mesh, operands, specs)).compile()
+
+
 def axes_left_automatic_inside_shard_map_are_refused():
     step = Step(STACKED, True)
     operands = step.operands()
@@ -335,6 +369,8 @@ PROGRAMS = {
         a_program_inside_shard_map_can_be_exported,
         pools_split_otherwise_are_refused,
         an_op_without_heads_refuses_split_operands,
+        a_program_on_one_of_the_devices_is_native,
+        experts_split_by_expert_are_refused,
         axes_left_automatic_inside_shard_map_are_refused,
         the_older_partitioner_splits_by_heads_too,
         generate_runs_with_weights_and_pools_split,
