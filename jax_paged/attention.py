@@ -116,6 +116,8 @@ def paged_attention(
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
       NotImplementedError: the native kernels do not take this head_dim.
+      Pages do not tell how they were written: k_scale, v_scale, slot_offset or layout left out
+      where the state has them give wrong numbers. `check_values(state=…)` finds it.
 
     Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
     backward pass is the reference). vmap runs one call after another; the batch axis of the op

@@ -197,7 +197,7 @@ def slots_of_ranges(
     token = jnp.where(exists, begins, 0) + step
     exists &= (token >= 0) & (token < ends[:, None]) & ((rows >= 0) & (rows < num_seqs))[:, None]
     stored = token
-    if slot_offset is not None:
+    if num_pinned is not None and slot_offset is not None:
         pinned, offset = jnp.clip(num_pinned[row], 0, capacity), jnp.maximum(slot_offset[row], 0)
         # What stands behind the pinned tokens in their last page has slid away, too.
         first = jnp.where(offset > 0, pages_for(pinned, page_size) * page_size, pinned)

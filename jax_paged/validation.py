@@ -552,8 +552,10 @@ def check_scale(name: str, value: Any) -> jax.Array:
 
 
 def check_values(
-    page_table, seq_lens, cu_q_lens=None, *, num_pages: int, page_size: int,
-    num_tokens: int | None = None, num_seqs: int | None = None,
+    page_table, seq_lens, cu_q_lens=None, *, num_pages: int | None = None,
+    page_size: int | None = None, num_tokens: int | None = None, num_seqs: int | None = None,
+    state: Any = None, layout: Layout = "HND", k_scale: Any = None, v_scale: Any = None,
+    slot_offset: Any = None,
 ) -> None:  # fmt: skip
     """Checks the values of a batch on the host (it waits for the device); for debugging and tests.
 
@@ -564,13 +566,25 @@ def check_values(
       page_table: i32[num_seqs, pages_per_seq].
       seq_lens: i32[num_seqs], KV length including this step's tokens.
       cu_q_lens: i32[num_seqs + 1] or None for one query per row.
-      num_pages, page_size: of the pool.
+      num_pages, page_size: of the pool; not needed with a state.
       num_tokens: length of the flat batch; None = cu_q_lens may end anywhere.
       num_seqs: live rows; None = all.
+      state: the `KVState` whose pages the call reads or writes. The options below, as they are
+        given to the op, are then compared with it. The ops cannot do that: they see pages alone.
+      layout, k_scale, v_scale, slot_offset: of the call.
     Raises:
       ValueError: naming the argument, the row, what was expected and what was found.
     """
+    if state is not None:
+        _check_told(state, layout, {"k_scale": k_scale, "v_scale": v_scale}, slot_offset)
+        num_pages, page_size = state.table.num_pages, state.table.page_size
+    for name, size in (("num_pages", num_pages), ("page_size", page_size)):
+        expect(size is not None, name, "a number where no state is given", None)
+    assert num_pages is not None
+    assert page_size is not None
     page_table, seq_lens = np.asarray(page_table), np.asarray(seq_lens)
+    if slot_offset is not None:  # what is stored
+        seq_lens = seq_lens - np.asarray(slot_offset)
     live = seq_lens.shape[0] if num_seqs is None else num_seqs
     expect(0 <= live <= seq_lens.shape[0], "num_seqs", f"a value in [0, {seq_lens.shape[0]}]", live)
     capacity = page_table.shape[1] * page_size
@@ -601,3 +615,19 @@ def check_values(
     if num_tokens is not None:
         end = int(cu_q_lens[live])
         expect(end == num_tokens, f"cu_q_lens[{live}]", f"the number of tokens {num_tokens}", end)
+
+
+def _check_told(state: Any, layout: str, scales: dict[str, Any], slot_offset: Any) -> None:
+    """Checks that a call is told what the pages of a state were written with."""
+    expect(layout == state.layout, "layout", f"{state.layout!r} as in the state", repr(layout))
+    for name, scale in scales.items():
+        have = getattr(state, name)
+        same = (have is None) == (scale is None)
+        if same and have is not None:
+            given = np.asarray(scale, np.float32)
+            same = given.shape == have.shape and np.array_equal(given, have, equal_nan=True)
+        expect(same, name, f"the state's {name}", "None" if scale is None else "another one")
+    windows = state.table.windows
+    slid = windows is not None and np.any(np.asarray(windows.slot_offset) != 0)
+    text = "that of the batch, since rows slid"
+    expect(not slid or slot_offset is not None, "slot_offset", text, None)

@@ -18,9 +18,11 @@ from jax_paged import (
     qkv_norm_rope_write,
     ragged_paged_attention,
     scatter_kv,
+    state,
     write_kv,
     write_mla_kv,
 )
+from jax_paged.state import KVState
 
 
 def whole(message):
@@ -448,3 +450,35 @@ def test_check_values_accepts_good_values_and_ignores_dead_rows():
     wild = GOOD_VALUES | {"seq_lens": np.array([7, 5, 999]), "cu_q_lens": np.array([0, 3, 4, -9])}
     check_values(**wild, num_seqs=2)
     check_values(**{n: x for n, x in GOOD_VALUES.items() if n not in ("cu_q_lens", "num_tokens")})
+
+
+def test_check_values_compares_a_call_with_its_state():
+    sizes = {
+        "num_layers": 1, "num_pages": 4, "page_size": 2, "num_kv_heads": 2, "head_dim": 8,
+        "max_seqs": 1, "pages_per_seq": 4,
+    }  # fmt: skip
+    kv = KVState.create(**sizes, dtype="int8", layout="NHD", windows=True)
+    kv, _ = state.reserve(kv, [0], 2)
+    kv, _ = state.set_window(kv, [0], 2, 0)
+    told = {"layout": "NHD", "k_scale": kv.k_scale, "v_scale": kv.v_scale}
+
+    def check(kv, **options):
+        check_values(kv.table.page_table, kv.table.seq_lens, state=kv, **options)
+
+    check(kv, **told)
+    for change, message in (
+        ({"layout": "HND"}, "layout: expected 'NHD' as in the state, got 'HND'"),
+        ({"k_scale": None}, "k_scale: expected the state's k_scale, got None"),
+        ({"v_scale": 2.0}, "v_scale: expected the state's v_scale, got another one"),
+    ):
+        with pytest.raises(ValueError, match=whole(message)):
+            check(kv, **told | change)
+    for _ in range(3):
+        kv, _, _ = state.step_batch(kv, [0], 2, num_tokens=2)
+        kv, _ = state.reserve(kv, [0], 2)
+    message = "slot_offset: expected that of the batch, since rows slid, got None"
+    with pytest.raises(ValueError, match=whole(message)):
+        check(kv, **told)
+    check(kv, **told, slot_offset=kv.table.windows.slot_offset)
+    with pytest.raises(ValueError, match="num_pages: expected a number where no state is given"):
+        check_values(i32(1, 2), i32(1))
