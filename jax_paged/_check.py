@@ -1,6 +1,7 @@
 """`jax_paged.check`: a status that is not OK becomes an error."""
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify

@@ -16,7 +16,7 @@ TYPES = (Inbox, KVGroups, KVState, MlaState, PageTable, StepBatch, Windows)
 
 
 def export(
-    fun: Callable[..., Any],
+    fun: Any,
     *,
     platforms: Sequence[str] | None = None,
     disabled_checks: Sequence[jax_export.DisabledSafetyCheck] = (),

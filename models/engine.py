@@ -219,7 +219,7 @@ class Engine:
         Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         check_count("place", place, 0)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
-        (search,) = as_searches([text], stop_strings, decode)
+        (search,) = as_searches([text.tolist()], stop_strings, decode)
         request = Request(
             prompt=text,
             limit=min(max_new_tokens, max(self.config.context_length - len(text), 0)),
