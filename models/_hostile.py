@@ -259,9 +259,10 @@ def hostile_safetensors(rng: np.random.Generator) -> Files:
             for _ in range(int(rng.integers(1, 3))):
                 key = _pick(rng, sorted(tensors))
                 found = tensors.pop(key)
+                flat = found.reshape(-1)
                 with np.errstate(all="ignore"):
                     changed = _pick(rng, (
-                        found.T.copy(), found.reshape(-1), found[:0], found[:1], found[None],
+                        found.T.copy(), flat, flat[:0], flat[:1], found[None],
                         np.zeros((), np.float32), found.astype(np.float16) * np.float16(1e4),
                         found.astype(np.float64), found.astype(np.int8), found > 0, found * 1e38,
                     ))  # fmt: skip
@@ -388,7 +389,7 @@ def hostile_gguf(rng: np.random.Generator) -> Files:
                     del metadata[key]
                 case 1:
                     metadata[_pick(rng, ("split.count", "llama.flux", "é", ""))] = metadata[key]
-                case 2 if isinstance(metadata[key], list):
+                case 2 if isinstance(metadata[key], list) and metadata[key]:
                     entries = list(metadata[key])
                     entries[int(rng.integers(len(entries)))] = _pick(
                         rng, [v for v in _VALUES if type(v) is type(entries[0])]
@@ -493,16 +494,17 @@ class Caches:
             return
         message = Message.from_bytes(data)
         target, inbox = jax.device_put(self.before)
-        status = np.zeros(0)  # none: the message was refused
+        status = Status.BAD_ROW
         try:
-            target, inbox, status = transfer.deliver(target, inbox, [message])
+            target, inbox, statuses = transfer.deliver(target, inbox, [message])
+            status = Status(int(statuses[0]))
         finally:
-            if status.tolist() != [Status.OK]:
+            if status != Status.OK:
                 after = jax.device_get((target, inbox))
                 pairs = zip(jax.tree.leaves(self.before), jax.tree.leaves(after), strict=True)
                 assert all(np.array_equal(a, b) for a, b in pairs), "the state has changed"
-        if status.tolist() != [Status.OK]:
-            raise ValueError(f"message: status {Status(int(status[0])).name}")
+        if status != Status.OK:
+            raise ValueError(f"message: status {status.name}")
 
 
 _caches = functools.cache(Caches)
