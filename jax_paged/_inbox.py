@@ -18,6 +18,7 @@ from jax_paged._page_table import (
     Integers,
     Status,
     all_ok,
+    check_kind,
     check_size,
     code,
     first_status,
@@ -58,7 +59,7 @@ class Inbox:
         Raises:
           ValueError: the state was made with windows=True.
         """
-        _check_no_windows(state)
+        check_state(state)
         rows, layers = state.table.max_seqs, state.k_pages.shape[0]
         return Inbox(
             ids=jnp.full(rows, -1, jnp.int32),
@@ -87,6 +88,7 @@ def prepare(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_state(state)
     rows, num_tokens = as_index("rows", rows), as_index("num_tokens", num_tokens)
     check_shape("rows", rows, "N", (None,))
     check_shape("num_tokens", num_tokens, "N", rows.shape)
@@ -169,7 +171,7 @@ def read(
     Raises:
       ValueError: a shape, dtype or size is wrong, or the state was made with windows=True.
     """
-    _check_no_windows(state)
+    check_state(state)
     rows = as_index("rows", rows)
     check_shape("rows", rows, "N", (None,))
     begins, ends = as_index("begins", begins), as_index("ends", ends)
@@ -240,6 +242,7 @@ def receive(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    check_state(state)
     places = {"rows": rows, "ids": ids, "begins": begins, "ends": ends}
     indices = [as_index(name, value) for name, value in places.items()]
     for name, x in zip(places, indices, strict=True):
@@ -251,7 +254,9 @@ def receive(
     return _receive(state, inbox, *indices, slots, payload, layer_begin)
 
 
-def _check_no_windows(state: KVState) -> None:
+def check_state(state: KVState) -> None:
+    """A ValueError for a state that cannot be transferred: one of groups, or with windows."""
+    check_kind("state", state, KVState)
     expect(state.table.windows is None, "state", "one made without windows", "one with windows")
 
 

@@ -46,7 +46,7 @@ from jax_paged._fields import (
     short,
 )
 from jax_paged._frames import frame, unframe
-from jax_paged._inbox import Inbox, Payload, forget, prepare, read, receive
+from jax_paged._inbox import Inbox, Payload, check_state, forget, prepare, read, receive
 from jax_paged._page_table import check_size
 from jax_paged.layout import kv_heads_axis, pages_shape
 from jax_paged.state import KVState
@@ -184,6 +184,7 @@ class Geometry:
         Raises:
           ValueError: a degree is no integer or below 1, or the stage is not one of them.
         """
+        check_state(state)
         shape = pages_shape(state.k_pages, state.layout)
         if tensor_degree is None:
             axis = kv_heads_axis(state.k_pages, state.layout)

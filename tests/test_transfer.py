@@ -16,6 +16,7 @@ from transfers import CHUNK, append, assert_same, make, open_row, tokens_of
 
 from jax_paged import state as verbs
 from jax_paged import transfer
+from jax_paged.groups import KVGroups
 from jax_paged.pages import Status
 from jax_paged.testing import is_in_place, pool_sized_ops
 from jax_paged.transfer import (
@@ -537,3 +538,21 @@ def test_reading_does_not_copy_the_pool():
     step = jax.jit(functools.partial(transfer.read, max_tokens=CHUNK))
     compiled = step.lower(source, *np.array([(0, 1), (0, 0), (3, 4)], np.int32)).compile()
     assert not pool_sized_ops(compiled, source.k_pages)
+
+
+def test_a_state_of_groups_is_refused_by_name():
+    state = KVGroups.create(
+        layer_kinds=["full"], num_pages=4, pages_per_seq=2, page_size=4, max_seqs=2,
+        num_kv_heads=1, head_dim=8, dtype="float32",
+    )  # fmt: skip
+    inbox = Inbox.create(make())
+    message = "^state: expected a KVState, got a KVGroups, whose verbs are in jax_paged.groups$"
+    for call in (
+        lambda: Inbox.create(state),
+        lambda: Sender(state),
+        lambda: transfer.prepare(state, inbox, [0], [1]),
+        lambda: transfer.read(state, [0], [0], [1], max_tokens=1),
+        lambda: transfer.receive(state, inbox, [0], [0], [0], [1], [[0]], None),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
