@@ -199,8 +199,15 @@ def test_no_rows_no_tokens_no_pages(implementation):
     no_rows = (jnp.zeros((0, 3), jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32))
     call = functools.partial(ragged_paged_attention, return_lse=True, implementation=implementation)
     assert [x.shape for x in call(q, pages, pages, *no_rows)] == [(0, 4, 16), (0, 4)]
-    one_row = (jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32))
     q = jnp.ones((2, 4, 16), jnp.float32)
+    for _ in range(20):  # padding alone, in memory that has held something else
+        dirty = [jnp.full(shape, jnp.nan, jnp.float32) for shape in ((2, 4, 16), (2, 4))]
+        jax.block_until_ready(dirty)
+        del dirty
+        out, lse = call(q, pages, pages, *no_rows)
+        assert_same_bits(out, np.zeros_like(out))
+        assert np.isneginf(lse).all()
+    one_row = (jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32))
     for table, no_pages in [
         (one_row[0], jnp.ones((0, 2, 4, 16), jnp.float32)),
         (one_row[0][:, :0], pages),
