@@ -475,3 +475,18 @@ def test_explain_counts_what_a_window_leaves():
     assert (whole["num_threads"] > 1) == (whole["work_items"] > cut["work_items"])
     assert cut["work_items"] == 4, "two rows of two KV heads, not split"
     assert plan(**slopes_and_sinks(), soft_cap=np.float32(3))["implementation"] == "native"
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 4, 6])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_few_queries_in_small_windows(group, q_len, implementation):
+    """A window may begin behind the last key of another query; masks cross tiles of rows."""
+    case = Case("windows", 2 * group, 2, 64, page_size=16)
+    batch = make_batch(case, "float32", [q_len] * 3, [q_len, 67, 300], seed=q_len)
+    arguments, defaults = batch.ragged()
+    for window, soft_cap in [(1, None), (2, 5.0), (3, None), (70, 5.0)]:
+        options = {"sliding_window": window, "soft_cap": soft_cap}
+        out, lse = ragged_paged_attention(
+            *arguments, **defaults, **options, return_lse=True, implementation=implementation
+        )
+        assert_attention_close(out, lse, *dense_oracle(batch, **options))
