@@ -1,5 +1,6 @@
 """`python -m jax_paged`, and what the command `jax-paged` starts."""
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ def main() -> int:
         print("\rloading …", end="", file=sys.stderr, flush=True)
     from jax_paged.models import cli
 
+    gc.freeze()  # modules stay
+    gc.enable()
     try:
         code = cli.main()
     except KeyboardInterrupt:
