@@ -20,7 +20,7 @@ PARTS = [(0, 125), *[(begin, begin + 1975) for begin in range(125, 10000, 1975)]
 def child(*arguments):
     """What a Python process with these arguments prints as its last line, from JSON."""
     run = subprocess.run(
-        [sys.executable, *map(str, arguments)], env=os.environ | {"MALLOC_ARENA_MAX": "2"},
+        [sys.executable, "-P", *map(str, arguments)], env=os.environ | {"MALLOC_ARENA_MAX": "2"},
         capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert run.stdout, run.stderr[-2000:]

@@ -30,7 +30,7 @@ def test_the_version_is_that_of_the_package():
 
 def test_testing_is_there_after_import_jax_paged():
     code = "import jax_paged as jp; print(jp.testing.is_in_place.__name__)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "is_in_place\n"), run.stderr
     with pytest.raises(AttributeError, match=r"^module 'jax_paged' has no attribute 'tasting'$"):
         jax_paged.tasting  # noqa: B018
