@@ -75,6 +75,7 @@ EQUIVALENT: dict[str, str] = {
     "kernel_decode-51c155": "how many keys a block has decides the speed alone",
     "kernel_linear-6ea1e9": "it changes what is prefetched, nothing else",
     "kernel_stage-cd3591": "for an empty range it prefetches one page more, nothing else",
+    "kernel_stage-e936cf": "the two tables are given together or not at all",
     "write_kv-e478e6": "the bytes decide how many threads copy, nothing else",
     "zero_pool-b0561c": "it asks for huge pages or not; the zeros are written after it",
 }
