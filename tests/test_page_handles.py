@@ -107,3 +107,9 @@ def test_handles_work_in_one_program_with_the_verbs():
 
     first, second = run(grow(make(), [0, 1], [5, 5]))
     assert (first.tolist(), second.tolist()) == ([OK, OK], [STALE_ROW, STALE_ROW])
+
+
+@pytest.mark.parametrize("verb", [pages.handles, pages.rows_of])
+def test_what_is_no_table_is_named(verb):
+    with pytest.raises(ValueError, match=r"^table: expected a PageTable, got a str"):
+        verb("a table", [0])
