@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 EXIT_CODE = 130  # as a shell counts: 128 + SIGINT
@@ -63,6 +64,29 @@ def raise_at_ctrl_c() -> None:
     """In place of `leave`, raises KeyboardInterrupt as Python does."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C back to the end of the block.
+
+    An exception between a call that donates the state and the assignment of its result would lose
+    the state. Outside the main thread there is nothing to hold back, nor where Ctrl-C raises
+    nothing but ends the process.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(handler) or handler is leave:
+        yield
+        return
+    pressed = []
+    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        handler(*pressed[0])
 
 
 def _is_command() -> bool:

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 import jax
 
 from jax_paged import build_info
-from jax_paged._interrupt import EXIT_CODE, before_leaving, note_ctrl_c
+from jax_paged._interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 
@@ -37,7 +37,6 @@ from .generation import (
     compile_for,
     create_state,
     generate,
-    uninterrupted,
 )
 from .program_cache import kept_programs
 from .progress import progress_bar

@@ -19,21 +19,15 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jax_paged._interrupt import uninterrupted
 from jax_paged.state import KVState
 from jax_paged.validation import check_choice, expect
 
 from .decoder import Decoder
 from .engine_plan import as_keeping, fill_plan, step_sizes
 from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
-from .generation import (
-    PAGE_SIZE,
-    as_tokens,
-    check_count,
-    check_window,
-    compiled,
-    create_state,
-    uninterrupted,
-)
+from .executables import compiled
+from .generation import PAGE_SIZE, as_tokens, check_count, check_window, create_state
 from .prefix_cache import CacheCounts, PrefixCache
 from .progress import progress_bar
 from .request import OnTokens, Request, Sampling
@@ -356,8 +350,7 @@ class Engine:
             self._keep_program = compiled(keep, self._device, self._nothing, window=self._window)
             update()
             if swaps:
-                with uninterrupted():
-                    self._swapper = Swapper(self._device, table.pages_per_seq)
+                self._swapper = Swapper(self._device, table.pages_per_seq)
                 update()
             for size in self._sizes:
                 self._steps[size] = compiled(

@@ -13,11 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_paged import pages
+from jax_paged._interrupt import uninterrupted
 from jax_paged.state import KVState
 from jax_paged.validation import expect
 
 from .decoder import Decoder
-from .generation import as_tokens, check_count, check_window, state_for, uninterrupted
+from .generation import as_tokens, check_count, check_window, state_for
 from .steps import chunk_size, prefill
 
 

@@ -26,6 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import version as jaxlib_version
 
 import jax_paged
+from jax_paged._interrupt import uninterrupted
 
 SUFFIX = ".executable"
 _DIGEST_BYTES = 32
@@ -120,6 +121,10 @@ def kept_in(executables: Executables) -> Iterator[None]:
 def compiled(program: Any, *args: Any, **static: Any) -> _Program:
     """The executable of a jitted function for these arguments.
 
+    An exception of Ctrl-C waits for the end: XLA compiles in a thread that outlives the exception
+    and crashes once Python has ended, and it calls Python back in places that no exception may
+    leave.
+
     Args:
       program: a function of this package under `jax.jit`.
       args: arrays, or their shapes. Those that `jax.jit` takes as static may come among them.
@@ -128,9 +133,10 @@ def compiled(program: Any, *args: Any, **static: Any) -> _Program:
     Returns:
       A function of the arguments that are not static.
     """
-    if _kept is None:
-        return program.lower(*args, **static).compile()
-    return _kept.get(program, args, static)
+    with uninterrupted():
+        if _kept is None:
+            return program.lower(*args, **static).compile()
+        return _kept.get(program, args, static)
 
 
 def _name(program: Any, args: tuple, static: dict[str, Any]) -> str | None:

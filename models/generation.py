@@ -1,12 +1,9 @@
 """Text from a model: batches of prompts in, new tokens out, through paged attention."""
 
-import contextlib
 import dataclasses
 import functools
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +13,14 @@ from flax import nnx
 
 from jax_paged import kv_dtype as page_dtype
 from jax_paged import pages
-from jax_paged._interrupt import leave
+from jax_paged._interrupt import uninterrupted
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 from jax_paged.validation import EIGHT_BIT_DTYPES, expect
 
-from . import executables
 from .config import DecoderConfig
 from .decoder import Decoder
+from .executables import compiled
 from .sample import Sampler
 from .steps import Chunk, Progress, Reason, admit, chunk_size, plan_chunks, prefill, release
 from .steps import decode as decode_steps
@@ -311,39 +308,6 @@ def _free_rows(state: KVState, count: int) -> np.ndarray:
     free = np.flatnonzero(np.asarray(pages.free_rows(state.table))).astype(np.int32)
     expect(len(free) >= count, "state", f"at least {count} free rows, one per prompt", len(free))
     return free[:count]
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back to the end of the block.
-
-    An exception between a call that donates the state and the assignment of its result would lose
-    the state. Outside the main thread there is nothing to hold back, nor where Ctrl-C raises
-    nothing but ends the process.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(handler) or handler is leave:
-        yield
-        return
-    pressed = []
-    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pressed:
-        handler(*pressed[0])
-
-
-def compiled(program: Any, *args: Any, **static: Any) -> Callable[..., Any]:
-    """`executables.compiled`, during which an exception of Ctrl-C waits.
-
-    XLA compiles in a thread that outlives the exception and crashes once Python has ended, and it
-    calls Python back in places that no exception may leave.
-    """
-    with uninterrupted():
-        return executables.compiled(program, *args, **static)
 
 
 def compile_ahead(

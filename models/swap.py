@@ -20,6 +20,7 @@ from jax_paged.state import KVState
 from jax_paged.validation import is_per_token
 
 from .engine_step import Device
+from .executables import compiled
 
 MOST_CHUNK_PAGES = 8
 
@@ -101,9 +102,9 @@ class Swapper:
     def __init__(self, device: Device, pages_per_seq: int):
         self._count = chunk_pages(pages_per_seq)
         zero = np.int32(0)
-        self._out = copy_out.lower(device, zero, zero, count=self._count).compile()
+        self._out = compiled(copy_out, device, zero, zero, count=self._count)
         shapes = jax.eval_shape(functools.partial(copy_out, count=self._count), device, zero, zero)
-        self._in = copy_in.lower(device, zero, zero, zero, shapes).compile()
+        self._in = compiled(copy_in, device, zero, zero, zero, shapes)
 
     @property
     def programs(self) -> tuple[Any, Any]:
