@@ -57,7 +57,7 @@ class MlaState:
     def __post_init__(self):
         shape = getattr(self.kv_pages, "shape", ())
         if len(shape) == 4:
-            check_table_fits(self.table, shape[1], shape[2], f"kv_pages {list(shape)}")
+            check_table_fits(self.table, shape[1:3], "kv_pages", self.kv_pages)
 
     @staticmethod
     def create(

@@ -52,8 +52,8 @@ class KVState:
     def __post_init__(self):
         if len(getattr(self.k_pages, "shape", ())) == pages_rank(self.layout) + 1:
             shape = pages_shape(self.k_pages, self.layout)
-            name = f"k_pages {list(self.k_pages.shape)} of layout {self.layout!r}"
-            check_table_fits(self.table, shape.num_pages, shape.page_size, name)
+            sizes = shape.num_pages, shape.page_size
+            check_table_fits(self.table, sizes, "k_pages", self.k_pages, self.layout)
 
     @staticmethod
     def create(
@@ -126,15 +126,21 @@ class KVState:
         return KVState(k_pages, v_pages, table, layout, k_scale, v_scale)
 
 
-def check_table_fits(table: Any, num_pages: int, page_size: int, pool: str) -> None:
-    """Checks a state's table against its pool.
+def check_table_fits(
+    table: Any, sizes: tuple[int, int], name: str, pages: Any, layout: Layout | None = None
+) -> None:
+    """Checks a state's table against (num_pages, page_size) of its pool `pages`.
 
     States of other leaves pass, e.g. of shardings, or with an axis in front: pytrees may be so.
+    Every call of a program makes a state, so texts are made for an error alone.
     """
-    if len(getattr(getattr(table, "ref_counts", None), "shape", ())) == 1:
-        have, want = (table.num_pages, table.page_size), (num_pages, page_size)
+    if len(getattr(getattr(table, "ref_counts", None), "shape", ())) != 1:
+        return
+    have = table.num_pages, table.page_size
+    if have != sizes:
         text = "num_pages={} and page_size={}"
-        expect(have == want, "table", text.format(*want) + f" as in {pool}", text.format(*have))
+        where = f"{name} {list(pages.shape)}" + (f" of layout {layout!r}" if layout else "")
+        expect(False, "table", f"{text.format(*sizes)} as in {where}", text.format(*have))
 
 
 def check_pages_dtype(dtype: Any) -> None:
