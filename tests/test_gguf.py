@@ -400,26 +400,24 @@ def test_weights_that_are_no_numbers_are_refused_by_the_tensor_s_name(tmp_path, 
         load_checkpoint(path)
 
 
-def test_tensors_that_share_bytes_are_refused(tmp_path):
-    """A small file could ask for any amount of memory so."""
+@pytest.mark.parametrize(
+    ("skipped", "changed", "message"),
+    [
+        # The place in the file, behind the number of axes, one axis and the type. A small file
+        # could ask for any amount of memory so.
+        (4 + 8 + 4, bytes(8), r"tensors '.*' and '.*' overlap"),
+        (0, (50).to_bytes(4, "little"), r"'blk.1.attn_norm.weight' must have at most 4 axes"),
+    ],
+    ids=["tensors share bytes", "too many axes"],
+)
+def test_a_tensor_that_is_described_wrongly_is_refused(skipped, changed, message, tmp_path):
     _, metadata, tensors = make("llama")
     path = tmp_path / "model.gguf"
     write(path, "llama", metadata, tensors)
     data, name = path.read_bytes(), b"blk.1.attn_norm.weight"
-    at = data.index(name) + len(name) + 4 + 8 + 4  # behind the number of axes, one axis, the type
-    path.write_bytes(data[:at] + bytes(8) + data[at + 8 :])
-    with pytest.raises(ValueError, match=r"tensors '.*' and '.*' overlap"):
-        load_checkpoint(path)
-
-
-def test_more_axes_than_a_tensor_has_are_refused(tmp_path):
-    _, metadata, tensors = make("llama")
-    path = tmp_path / "model.gguf"
-    write(path, "llama", metadata, tensors)
-    data, name = path.read_bytes(), b"blk.1.attn_norm.weight"
-    at = data.index(name) + len(name)
-    path.write_bytes(data[:at] + (50).to_bytes(4, "little") + data[at + 4 :])
-    with pytest.raises(ValueError, match=r"'blk.1.attn_norm.weight' must have at most 4 axes"):
+    at = data.index(name) + len(name) + skipped
+    path.write_bytes(data[:at] + changed + data[at + len(changed) :])
+    with pytest.raises(ValueError, match=message):
         load_checkpoint(path)
 
 
