@@ -1,8 +1,7 @@
 """Windows, pinned tokens, soft caps, ALiBi, sinks, trees, rope, 8-bit K and V, all in pairs.
 
-The first rows of a seeded table cover every pair of values of FACTORS, and random rows fill it up
-to 500 (deep), or 3,000 with JAX_PAGED_LONG=1; each runs against float64 softmax. Pools, padding and
-whatever no window shows are NaN.
+The first rows of a seeded table cover every pair of values of ATTENTION_FACTORS, and random rows
+fill it up to 500 (deep), or 3,000 with JAX_PAGED_LONG=1; each runs against float64 softmax.
 """
 
 import dataclasses
@@ -16,11 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pairwise import cover_pairs
-from test_attention_tree import random_parents, trees_of
 from tiers import first_of
 
-from jax_paged import _ffi, explain, paged_attention, ragged_paged_attention
+from jax_paged import _ffi, explain, ragged_paged_attention
 from jax_paged.testing import (
     WILD_PAGE,
     Batch,
@@ -29,188 +26,30 @@ from jax_paged.testing import (
     dense_oracle,
     make_batch,
 )
+from jax_paged.testing.options import (
+    ATTENTION_FACTORS,
+    attend,
+    attention_case,
+    cover_pairs,
+    hidden_pages,
+    poison,
+)
 
 LONG = os.environ.get("JAX_PAGED_LONG") == "1"
 NUM_CASES = 3000 if LONG else 500
 REFERENCE_EVERY = 1 if LONG else 7  # it compiles and runs slowly
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None, 1, 7, 64, 150, 2**31 - 1, -1, "per row"),
-    "pinned": (None, None, 3, 40, "slid"),
-    "rope": (None, None, "half", "interleaved", "short"),
-    "tree": (False, False, True),
-    "soft_cap": (None, 0.7, 30.0),
-    "alibi": (False, True),
-    "sinks": (None, "moderate", "large", "none"),
-    "causal": (True, False),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "kv": (None, None, "float8_e4m3fn", "float8_e5m2", "int8"),
-    "scale": (None, "scalar", "head", "token"),
-    "layout": ("HND", "NHD"),
-    "page_size": (1, 5, 16, 32),
-    "group": (1, 2, 4, 5, 8, 24),
-    "head_dim": ((64, None), (40, 128), (128, 72)),
-    "split": ((), ("num_kv_splits", 1), ("num_kv_splits", 3), ("split_tokens", 48)),
-    "rows": ("decode", "short", "prefill", "mixed"),
-    "sm_scale": (None, 0.0, -0.3),
-    "stacked": (False, True),
-    "holes": (False, False, True),
-}
 
 
 @functools.cache
 def table() -> tuple[dict[str, Any], ...]:
     """NUM_CASES rows that cover all pairs."""
-    return cover_pairs(FACTORS, NUM_CASES, seed=4)
+    return cover_pairs(ATTENTION_FACTORS, NUM_CASES, seed=4)
 
 
 @functools.cache
 def num_covering() -> int:
     """How many rows of the table cover all pairs."""
-    return len(cover_pairs(FACTORS, 0, seed=4))
-
-
-def lengths(kind: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """Query and KV lengths of a batch: of one token per row, of a few, of many, or of all kinds."""
-    if kind == "decode":
-        return [1, 1, 1, 1], [int(rng.integers(1, 400)), 0, 64, 1]
-    if kind == "short":
-        return [3, 2, 4], [int(rng.integers(4, 300)), 2, 1]
-    if kind == "prefill":
-        return [40, 7], [40, 130]
-    return [1, 33, 0, 2, 5], [200, int(rng.integers(33, 150)), 17, 0, 3]
-
-
-def hidden_pages(batch: Batch, options: dict[str, Any]) -> np.ndarray:
-    """bool[S, pages_per_seq]: pages that no query of their row sees, for the window's sake."""
-    page, rows = batch.case.page_size, batch.seq_lens.shape
-    of_rows = (options.get(x) for x in ("sliding_window", "num_pinned", "slot_offset"))
-    window, pinned, offset = (
-        np.broadcast_to(np.int64(0 if x is None else x), rows)[:, None] for x in of_rows
-    )
-    column = np.arange(batch.page_table.shape[1])
-    stored = np.clip(batch.seq_lens[:, None] - offset, 0, len(column) * page)
-    trees = np.broadcast_to(options.get("tree_sizes", 0), rows)[:, None]
-    query = np.minimum(stored - np.diff(batch.cu_q_lens)[:, None], stored - trees)
-    first = query - np.maximum(window - pinned, 1) + 1
-    return (window > 0) & ((column + 1) * page <= first) & (column * page >= pinned)
-
-
-def poison(batch: Batch, options: dict[str, Any]) -> Batch:
-    """Writes NaN into every page that the windows of its row hide."""
-    ids = batch.page_table[hidden_pages(batch, options)]
-    ids = ids[(ids >= 0) & (ids < batch.k_pages.shape[-4])]
-    k_pages, v_pages = batch.k_pages.copy(), batch.v_pages.copy()
-    for pages in (k_pages, v_pages):
-        (pages if batch.layer is None else pages[batch.layer])[ids] = np.nan
-    return dataclasses.replace(batch, k_pages=k_pages, v_pages=v_pages)
-
-
-def eight_bit(batch: Batch, kv: str, kind: str | None, rng: np.random.Generator):
-    """A batch stored in 8 bits: (as the op gets it, with what that means for the oracle, scales).
-
-    NaN stays NaN in fp8; int8 has none, so there the unused slots hold garbage, with NaN as their
-    scale where each token has its own.
-    """
-    case, num_layers = batch.case, batch.case.num_layers
-    layers = () if num_layers is None else (num_layers,)
-    size = {"float8_e4m3fn": 0.1, "float8_e5m2": 0.1, "int8": 0.03}[kv]
-    shape = {
-        None: (), "scalar": layers, "head": (*layers, case.num_kv_heads),
-        "token": (*layers, batch.k_pages.shape[-4], case.num_kv_heads, case.page_size),
-    }[kind]  # fmt: skip
-    stored, real, scales = {}, {}, {}
-    for name in ("k", "v"):
-        pages = getattr(batch, f"{name}_pages").astype(np.float64)
-        scale = np.float32(rng.uniform(0.7, 1.4, shape) * size) if kind else np.float32(1)
-        # The scale of each value: [layers, pages, heads, slots, 1], in the layout of the pages.
-        wide = {
-            None: lambda x: x, "token": lambda x: x[..., None],
-            "scalar": lambda x: x.reshape(*layers, 1, 1, 1, 1),
-            "head": lambda x: x.reshape(*layers, 1, case.num_kv_heads, 1, 1),
-        }[kind](scale)  # fmt: skip
-        if case.layout == "NHD" and kind in ("head", "token"):
-            wide = np.swapaxes(wide, -3, -2)
-        limit = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127}[kv]
-        codes = np.clip(pages / wide, -limit, limit)
-        if kv == "int8":
-            codes = np.nan_to_num(np.rint(codes), nan=-97)
-            if kind == "token":
-                unused = np.isnan(pages).all(-1)
-                scale[np.swapaxes(unused, -2, -1) if case.layout == "NHD" else unused] = np.nan
-        codes = codes.astype(jnp.dtype(kv))
-        stored[f"{name}_pages"] = codes
-        real[f"{name}_pages"] = np.where(np.isnan(pages), np.nan, codes.astype(np.float64) * wide)
-        scales[f"{name}_scale"] = scale
-    if kind is None:
-        scales = {}
-    return dataclasses.replace(batch, **stored), dataclasses.replace(batch, **real), scales
-
-
-def build(index: int) -> tuple[Batch, Batch, dict[str, Any], dict[str, Any]]:
-    """A row of the table: the op's batch, the oracle's, options of both, and of the op alone."""
-    row, rng = table()[index], np.random.default_rng([index, 9])
-    num_kv_heads = 1 if row["group"] == 24 else 2
-    head_dim, v_head_dim = row["head_dim"]
-    num_q_heads = num_kv_heads * row["group"]
-    case = Case(
-        "pairwise", num_q_heads, num_kv_heads, head_dim, row["page_size"], v_head_dim,
-        row["layout"], 2 if row["stacked"] else None, row["causal"] or row["rows"] == "decode",
-    )  # fmt: skip
-    q_lens, seq_lens = lengths(row["rows"], rng)
-    batch = make_batch(
-        case, jnp.dtype(row["dtype"]), q_lens, seq_lens, num_tokens=sum(q_lens) + 2, seed=index
-    )
-    if row["sm_scale"] is not None:
-        batch = dataclasses.replace(batch, sm_scale=row["sm_scale"])
-    if row["holes"]:
-        holes = rng.random(batch.page_table.shape) < 0.3
-        wild = rng.choice(np.array([-1, WILD_PAGE], np.int32), holes.shape)
-        batch = dataclasses.replace(batch, page_table=np.where(holes, wild, batch.page_table))
-    options: dict[str, Any] = {"soft_cap": row["soft_cap"]}
-    options["sliding_window"] = row["sliding_window"]
-    if row["sliding_window"] == "per row":
-        options["sliding_window"] = rng.choice(np.int32([0, 1, 30, 90]), len(seq_lens))
-    if row["pinned"] is not None:
-        slid = row["pinned"] == "slid"
-        options["num_pinned"] = rng.choice(np.int32([0, 9, 17]), len(seq_lens))
-        if not slid:
-            options["num_pinned"] = np.full(len(seq_lens), row["pinned"], np.int32)
-        offset = rng.choice(np.int32([0, 64, 1000]), len(seq_lens)) if slid else np.int32(0)
-        options["slot_offset"] = np.where(batch.seq_lens > 0, offset, 0).astype(np.int32)
-        batch = dataclasses.replace(batch, seq_lens=batch.seq_lens + options["slot_offset"])
-    if row["rope"]:
-        style = "half" if row["rope"] == "short" else row["rope"]
-        angles = np.outer(np.arange(70 if row["rope"] == "short" else 1500), 0.3 ** np.arange(12))
-        options["rope"] = (np.float32(np.cos(angles)), np.float32(np.sin(angles)), style)
-    if row["tree"] and case.causal:
-        sizes = [int(rng.integers(0, min(12, n) + 1)) for n in seq_lens]
-        options |= trees_of([random_parents(rng, n, "forest") for n in sizes], max_tree=16)
-    batch = poison(batch, options)
-    if row["alibi"]:
-        options["alibi_slopes"] = np.float32(2.0 ** -np.linspace(1, 8, num_q_heads))
-    if row["sinks"]:
-        sinks = {"moderate": 1.0, "large": 4.0, "none": -np.inf}[row["sinks"]]
-        sinks = sinks + (rng.standard_normal(num_q_heads) if np.isfinite(sinks) else 0)
-        options["sinks"] = np.broadcast_to(np.float32(sinks), (num_q_heads,))
-    split = dict([row["split"]]) if row["split"] else {}
-    if row["kv"] is None:
-        return batch, batch, options, split
-    stored, real, scales = eight_bit(batch, row["kv"], row["scale"], rng)
-    return stored, real, options, split | scales
-
-
-def attend(batch: Batch, options: dict[str, Any], **more):
-    """The op on a batch: `paged_attention` where each row has one query and nothing is padded."""
-    arguments, defaults = batch.ragged()
-    given = {
-        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
-    }
-    call: dict[str, Any] = defaults | given | more | {"return_lse": True}
-    one_each = (np.diff(batch.cu_q_lens) == 1).all() and len(batch.q) == len(batch.seq_lens)
-    one_each &= "tree" not in call
-    if one_each and batch.num_seqs == len(batch.seq_lens) and call.pop("causal"):
-        return paged_attention(*arguments[:5], **call)
-    return ragged_paged_attention(*arguments, **call)
+    return len(cover_pairs(ATTENTION_FACTORS, 0, seed=4))
 
 
 @pytest.mark.parametrize("index", first_of(range(NUM_CASES), num_covering()))
@@ -227,7 +66,7 @@ def check_row(index, implementation):
     """Compares the op with the oracle on one row of the table."""
     if index % 100 == 0:
         jax.clear_caches()  # a process can map only so many programs
-    batch, real, options, more = build(index)
+    batch, real, options, more = attention_case(table()[index], index)
     out, lse = attend(batch, options | more, implementation=implementation)
     try:
         assert_attention_close(out, lse, *dense_oracle(real, **options))
@@ -238,8 +77,8 @@ def check_row(index, implementation):
 def test_the_table_covers_every_pair():
     seen = [set(itertools.combinations(map(repr, row.items()), 2)) for row in table()]
     covered = set().union(*seen)
-    for a, b in itertools.combinations(FACTORS, 2):
-        for x, y in itertools.product(FACTORS[a], FACTORS[b]):
+    for a, b in itertools.combinations(ATTENTION_FACTORS, 2):
+        for x, y in itertools.product(ATTENTION_FACTORS[a], ATTENTION_FACTORS[b]):
             assert (repr((a, x)), repr((b, y))) in covered, (a, x, b, y)
     assert len(table()) == NUM_CASES
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiers import first_of
 
-from jax_paged import _ffi, explain, ragged_paged_attention, tree_intervals
+from jax_paged import _ffi, explain, ragged_paged_attention
 from jax_paged.layout import POOLS, slots_first
 from jax_paged.testing import (
     Batch,
@@ -20,33 +20,11 @@ from jax_paged.testing import (
     dense_oracle,
     make_batch,
 )
+from jax_paged.testing.options import random_parents, trees_of
 
 MAX_TREE = 70
 SMALL = Case("small", 8, 2, 64, page_size=16)
 IMPLEMENTATIONS = ("native", "reference")
-
-
-def random_parents(rng: np.random.Generator, size: int, kind: str) -> np.ndarray:
-    """Parents of `size` nodes: a chain, a tree, a forest, or a tree with its nodes in any order."""
-    node = np.arange(size)
-    if kind == "chain":
-        return node - 1
-    low = 0 if kind == "tree" else -1
-    return np.array([rng.integers(low, i) if i else -1 for i in node], np.int64)
-
-
-def trees_of(parents: list[np.ndarray], max_tree: int = MAX_TREE) -> dict[str, np.ndarray]:
-    """The options of the op: intervals and sizes of rows of parents, wild behind each tree."""
-    wild = np.full((len(parents), max_tree), 2**31 - 1, np.int32)
-    for row, found in enumerate(parents):
-        wild[row, : len(found)] = found
-    sizes = np.array([len(x) for x in parents], np.int32)
-    tree, _, status = tree_intervals(wild, sizes)
-    assert not np.asarray(status).any()
-    tree = np.asarray(tree).copy()
-    behind = np.arange(max_tree) >= sizes[:, None]
-    tree[behind] = np.array([-(2**31), 2**31 - 1])
-    return {"tree": tree, "tree_sizes": sizes}
 
 
 def attend(batch: Batch, options: dict[str, Any], **more):

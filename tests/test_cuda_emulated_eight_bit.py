@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulation import CHOICE, Device, emulate
-from test_attention_options import eight_bit
 
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.options import eight_bit
 
 KINDS = ("float8_e4m3fn", "float8_e5m2", "int8")
 

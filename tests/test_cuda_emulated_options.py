@@ -20,7 +20,6 @@ from emulation import (
     tokens_of,
     windows_begin,
 )
-from pairwise import cover_pairs
 from tiers import first_of
 
 from jax_paged.layout import from_slots_first, slots_first
@@ -33,6 +32,7 @@ from jax_paged.testing import (
     dense_oracle,
     make_batch,
 )
+from jax_paged.testing.options import cover_pairs
 
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 SMALL = Case("small", 8, 2, 64, page_size=8)

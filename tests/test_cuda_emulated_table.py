@@ -8,10 +8,11 @@ checker is on.
 import numpy as np
 import pytest
 from emulation import Device, emulate
-from test_attention_options import LONG, NUM_CASES, build, num_covering
+from test_attention_options import LONG, NUM_CASES, num_covering, table
 from tiers import first_of
 
 from jax_paged.testing import assert_attention_close, dense_oracle
+from jax_paged.testing.options import attention_case
 
 NUM_EMULATED = NUM_CASES if LONG else 400
 
@@ -28,7 +29,7 @@ def of_layer(batch, scale):
 
 @pytest.mark.parametrize("index", first_of(range(NUM_EMULATED), num_covering()))
 def test_pairs_of_options_match_float64(index):
-    stored, real, options, more = build(index)
+    stored, real, options, more = attention_case(table()[index], index)
     more = {k: of_layer(stored, x) if k.endswith("scale") else x for k, x in more.items()}
     device = Device(num_workers=1 + index % 7, stages=2 + index % 3, seed=index)
     out, lse = emulate(stored, device, **options, **more)

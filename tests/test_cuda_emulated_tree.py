@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulation import Device, emulate
-from test_attention_tree import build, random_parents, trees_of
+from test_attention_tree import build
 from tiers import first_of
 
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.options import random_parents, trees_of
 
 
 @pytest.mark.parametrize("seed", first_of(range(80), 20))

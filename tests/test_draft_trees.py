@@ -7,7 +7,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from drafter import noisy
 from flax import nnx
 from in_place import assert_no_pool_is_copied, gathers_in_place
 
@@ -18,7 +17,7 @@ from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.sample import RowSamplers
 from jax_paged.models.speculate import RULES, Drafts, draft_tree, propose, reject
-from jax_paged.models.testing import small_config
+from jax_paged.models.testing import noisy, small_config
 
 VOCAB, DRAFTS, BRANCHES = 16, 5, 2
 CONFIG = small_config(

@@ -20,9 +20,9 @@ from emulation import (
     open_library,
 )
 from planting import COMPILE, sites_of, sparse_memory, survivors
-from test_attention_options import eight_bit
 
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.options import eight_bit
 
 # file, what stands there, what the bug makes of it, what must be said about it
 DIFFERS = "error|not finite|lse"  # the comparison with the oracle

@@ -12,34 +12,34 @@ from itertools import chain
 import jax
 import numpy as np
 import pytest
-from drafter import noisy
 
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
 from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
-from jax_paged.models.testing import Stepper, small_config
+from jax_paged.models.testing import Stepper, noisy, small_config
 from jax_paged.state import reserve, set_window
 from jax_paged.testing import pool_sized_ops
+from jax_paged.testing.stress.engine import (
+    DRAFTS,
+    SAMPLED,
+    SETTINGS,
+    SWAP,
+    TIE,
+    Alone,
+    assert_empty,
+    differing,
+    drive,
+    random_requests,
+)
 
 CONFIG = small_config("qwen3", vocab_size=64, head_dim=8, max_position_embeddings=64)
 PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9]
 NEW = 12
 LONG = os.environ.get("JAX_PAGED_LONG") == "1"
 NUM_REQUESTS = 200 if LONG else 40
-SAMPLED = {"temperature": 1.5, "top_k": 20, "seed": 3}
-SWAP = {"num_pages": 14, "preemption": "swap", "swap_pages": 40}
-DRAFTS = {
-    "none": {"max_drafts": 0},
-    "look-up": {"max_drafts": 3},
-    "look-up trees": {"max_drafts": 3, "draft_branches": 2},
-    "model": {"max_drafts": 3, "draft_model": True},
-    "model trees": {"max_drafts": 3, "draft_model": True, "draft_branches": 2},
-}
-SETTINGS = [(drafts, preemption) for drafts in DRAFTS for preemption in ("recompute", "swap")]
-if not LONG:  # test_draft_model and test_draft_trees have a few requests for the others
-    SETTINGS = SETTINGS[:4]
-TIE = 1e-4  # top-2 gap of logits below which rounding may choose
+# test_draft_model and test_draft_trees have a few requests for the others
+TESTED = SETTINGS if LONG else SETTINGS[:4]
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +74,8 @@ def make(model):
 @pytest.fixture(scope="module")
 def alone(model):
     """The tokens of a request on its own, by `generate`; memoised."""
-    known = {}
-
-    def get(prompt, max_new_tokens=NEW, **options):
-        key = (tuple(prompt), max_new_tokens, tuple(sorted(options.items())))
-        if key not in known:
-            state = create_state(model, num_pages=16, max_seqs=1, pages_per_seq=16, page_size=4)
-            known[key] = generate(
-                model, [list(prompt)], max_new_tokens=max_new_tokens, state=state, **options
-            ).tokens[0]
-        return known[key]
-
-    return get
-
-
-def assert_empty(engine: Engine) -> None:
-    """Every page is free, and the host counts as the device does."""
-    assert engine.is_idle
-    table = jax.device_get(engine.state.table)
-    assert not table.is_live.any()
-    assert not table.ref_counts.any()
-    assert int(table.num_free) == table.num_pages == engine.num_free_pages
-    assert engine.num_free_swap_pages == engine.swap_pages
+    known = Alone(model)
+    return lambda prompt, max_new_tokens=NEW, **options: known(prompt, max_new_tokens, **options)
 
 
 def submit_all(engine, prompts=PROMPTS, max_new_tokens=NEW, **options):
@@ -589,23 +569,7 @@ def test_a_broken_plan_is_an_error_not_a_token(make):
     assert_empty(engine)
 
 
-def random_requests(count: int, seed: int):
-    """Prompts that share prefixes, with options and a step to arrive at."""
-    rng = np.random.default_rng(seed)
-    prefixes = [rng.integers(0, 64, n).tolist() for n in (8, 13, 20)]
-    step = 0
-    for _ in range(count):
-        step += int(rng.poisson(2.0))
-        kind = int(rng.integers(0, 4))
-        prompt = prefixes[kind][:] if kind < 3 else []
-        prompt += rng.integers(0, 64, int(rng.integers(1, 13))).tolist()
-        options = [{}, {}, {"temperature": 0.8}, SAMPLED][int(rng.integers(0, 4))]
-        if options:
-            options = options | {"seed": int(rng.integers(0, 1000))}
-        yield step, prompt, int(rng.integers(1, 21)), options, rng.random(2)
-
-
-@pytest.mark.parametrize(("drafts", "preemption"), SETTINGS)
+@pytest.mark.parametrize(("drafts", "preemption"), TESTED)
 def test_random_requests_get_what_they_get_alone(model, drafter, make, alone, drafts, preemption):
     """Under random arrival, preemption, prefix sharing and cancellation."""
     options = DRAFTS[drafts] | (SWAP if preemption == "swap" else {"num_pages": 14})
@@ -616,20 +580,7 @@ def test_random_requests_get_what_they_get_alone(model, drafter, make, alone, dr
     found, preempted = engine.cache_counts.found, engine.num_preemptions
     swapped_out, swapped_in = engine.num_swaps
     plan = list(random_requests(NUM_REQUESTS, seed=7))
-    requests, to_cancel, steps = [], [], 0
-    while len(requests) < len(plan) or not engine.is_idle:
-        while len(requests) < len(plan) and plan[len(requests)][0] <= steps:
-            _, prompt, new, options, chance = plan[len(requests)]
-            priority = int(chance[0] < 0.2)
-            requests.append(engine.submit(prompt, max_new_tokens=new, priority=priority, **options))
-            if chance[1] < 0.15:
-                to_cancel.append((steps + int(100 * chance[1]), requests[-1]))
-        for when, request in to_cancel:
-            if when == steps:
-                engine.cancel(request)
-        engine.step()
-        steps += 1
-    engine.run()
+    requests = drive(engine, plan)
 
     reasons = Counter(request.reason for request in requests)
     assert reasons["cancelled"] > 0
@@ -640,14 +591,7 @@ def test_random_requests_get_what_they_get_alone(model, drafter, make, alone, dr
     assert (0 < back <= out) == (preemption == "swap")
     drafted, accepted = engine.num_drafted - drafted, engine.num_accepted - accepted
     assert (0 < accepted < drafted) == (drafts != "none")
-    ties = 0
-    for request, (_, prompt, new, options, _) in zip(requests, plan, strict=True):
-        expected = alone(prompt, new, **options)
-        if request.reason == "cancelled":
-            expected = expected[: len(request.tokens)]
-        if request.tokens != expected:
-            assert_tie(model, prompt, expected, request.tokens)
-            ties += 1
+    ties = differing(model, plan, requests, alone)
     print(
         f"{ties} of {NUM_REQUESTS} requests differ at a tie; {engine.num_preemptions - preempted} "
         f"preemptions, {out} swapped out, {back} back; {accepted} of {drafted} drafts accepted"
@@ -655,11 +599,3 @@ def test_random_requests_get_what_they_get_alone(model, drafter, make, alone, dr
     assert ties <= NUM_REQUESTS / 100
     engine.clear_cache()
     assert_empty(engine)
-
-
-def assert_tie(model, prompt, expected, got):
-    """The first difference is where the lone run's two best logits are as good as equal."""
-    assert len(got) == len(expected)
-    place = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
-    logits = np.sort(score(model, [*prompt, *expected[:place]])[-1])
-    assert logits[-1] - logits[-2] < TIE, (expected, got, place)

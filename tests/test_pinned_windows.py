@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulation import IMPLEMENTATIONS, Device, attend, emulate
-from test_attention_tree import trees_of
 
 from jax_paged import explain
 from jax_paged.layout import LAYOUTS, from_slots_first, slots_first
@@ -21,6 +20,7 @@ from jax_paged.testing import (
     dense_oracle,
     make_batch,
 )
+from jax_paged.testing.options import trees_of
 
 PAGE = 16
 SMALL = Case("small", 8, 2, 64, page_size=PAGE)

@@ -8,44 +8,10 @@ import numpy as np
 import pytest
 
 from jax_paged import copy_pages, write_kv
-from jax_paged.layout import LAYOUTS, POOLS, PagesShape, from_slots_first, make_shape, slots_first
+from jax_paged.layout import LAYOUTS, POOLS, PagesShape, make_shape
+from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens
 
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
-
-
-def bits(x):
-    """The bytes of an array, so that NaN compares equal to itself."""
-    return np.ascontiguousarray(x).view(np.uint8)
-
-
-def make_pools(page_size=5, *, layout="HND", num_layers=None, dtype="float32", num_pages=7):
-    """Numpy K and V pools, full of random numbers and NaN, with different head dims."""
-    rng = np.random.default_rng(page_size)
-    pools = []
-    for pool, head_dim in zip(POOLS, (16, 24), strict=True):
-        sizes = PagesShape(num_layers, num_pages, 2, page_size, head_dim)
-        shape = make_shape(sizes, layout, pool, dtype=dtype)
-        values = rng.standard_normal(shape, "f4")
-        pools.append(np.where(rng.random(shape) < 0.1, np.nan, values).astype(dtype))
-    return pools
-
-
-def make_tokens(count, dtype="float32"):
-    """Random k and v for `make_pools`."""
-    rng = np.random.default_rng(count)
-    return [rng.standard_normal((count, 2, dim), "f4").astype(dtype) for dim in (16, 24)]
-
-
-def expected_write(pages, tokens, slots, layer=None, layout="HND", pool="k"):
-    """The contract of write_kv as a loop."""
-    if layer is not None and not 0 <= layer < len(pages):
-        return pages
-    by_slot = slots_first(pages, layout, pool).copy()
-    view = by_slot if layer is None else by_slot[layer]
-    for token, slot in zip(tokens, slots, strict=True):
-        if 0 <= slot < view.shape[0] * view.shape[1]:
-            view[divmod(int(slot), view.shape[1])] = token.astype(pages.dtype)
-    return from_slots_first(by_slot, layout, pool)
 
 
 def check_write(pools, tokens, slots, implementation, *, layer=None, layout="HND"):

@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_attention_options import eight_bit
 
 from jax_paged import ragged_paged_attention
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.options import eight_bit
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,19 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_mla
 import test_pinned_windows
 import test_rope_inside
-from test_attention_tree import random_parents, trees_of
 
 from jax_paged import ragged_paged_attention
-from jax_paged.testing import TOLERANCES, Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing import (
+    TOLERANCES,
+    Case,
+    assert_attention_close,
+    dense_oracle,
+    make_batch,
+    mla,
+)
+from jax_paged.testing.options import random_parents, trees_of
 
 pytestmark = pytest.mark.gpu
 
@@ -29,22 +35,20 @@ def run(batch, **options):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_mla_at_deepseek_sizes_matches_float64_softmax(heads, dtype, splits):
-    batch = test_mla.make_mla(
+    batch = mla.make_mla(
         576, 512, heads, [1, 9, 0, 1], [1500, 70, 5, 64], dtype=dtype, page_size=64, num_tokens=13
     )
-    result = test_mla.attend(batch, implementation="native", **splits)
+    result = mla.attend(batch, implementation="native", **splits)
     assert_attention_close(*result, *dense_oracle(batch))
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "int8"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_mla_of_8_bit_rows_matches_float64_softmax(heads, kind):
-    batch = test_mla.make_mla(
-        576, 512, heads, [1, 9, 1], [1500, 70, 64], dtype="bfloat16", page_size=64
-    )
+    batch = mla.make_mla(576, 512, heads, [1, 9, 1], [1500, 70, 64], dtype="bfloat16", page_size=64)
     scale = np.float32(0.03 if kind == "int8" else 0.1)
-    stored, real = test_mla.eight_bit(batch, kind, scale)
-    result = test_mla.attend(stored, kv_scale=scale, implementation="native")
+    stored, real = mla.eight_bit(batch, kind, scale)
+    result = mla.attend(stored, kv_scale=scale, implementation="native")
     assert_attention_close(*result, *dense_oracle(real))
 
 

@@ -1,0 +1,108 @@
+"""The command line of the stress runs.
+
+    python -m jax_paged.testing.stress --minutes 45 --what ops --isa avx2
+
+prints a table of cases by op and option with the worst errors, and each failure as the simplest
+case that fails too, with the command that repeats it. It exits with 1 if something failed.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from jax_paged import build_info
+
+PARTS = ("ops", "values", "state", "engine", "files")
+# XLA compiles these in a third of the time; what is tested is not compiled by XLA.
+QUICK_PROGRAMS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what is asked for; returns the exit status."""
+    options = _parse(arguments)
+    if options.isa and os.environ.get("JAX_PAGED_CPU_ISA") != options.isa:
+        environment = os.environ | {"JAX_PAGED_CPU_ISA": options.isa}  # read when it is loaded
+        given = sys.argv[1:] if arguments is None else arguments
+        os.execve(sys.executable, [*_interpreter(), *given], environment)
+    os.environ.setdefault("XLA_FLAGS", QUICK_PROGRAMS)
+    from .report import Report, Stop
+
+    if options.case:
+        return _repeat(options.case, options.implementation)
+    report, parts = Report(), options.what or list(PARTS)
+    print(f"jax_paged {build_info()['cpu']}, {', '.join(parts)}, seed {options.seed}", flush=True)
+    for part in parts:
+        stop = Stop(options.minutes / len(parts), options.cases)
+        reached = _run(part, report, stop, options)
+        print(f"{part}: {stop.done:,} done{reached}, {len(report.failures)} failures", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(report.as_json() | {"build": build_info()["cpu"]}))
+    print(f"\n{report.text()}")
+    return 1 if report.failures else 0
+
+
+def _interpreter() -> list[str]:
+    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", __spec__.parent]
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_paged.testing.stress", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--minutes", type=float, default=5.0, help="shared by the parts (default 5)")
+    add("--cases", type=int, help="most cases of a part; default: as many as the time allows")
+    add("--what", action="append", choices=PARTS, help="a part, or several; default: all")
+    add("--seed", type=int, default=0, help="of the cases (default 0)")
+    add("--begin", type=int, default=0, help="number of the first case: goes on with another run")
+    add("--isa", choices=ISAS, help="CPU instructions; default: the best that the machine has")
+    add("--implementation", choices=("native", "reference", "emulated"), default="native",
+        help="of the ops; 'emulated': CUDA kernels on the CPU, in a checkout")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write the counts there")
+    add("--case", metavar="OP/VALUES/SEED", help="repeat one case, as a failure names it")
+    return parser.parse_args(arguments)
+
+
+def _run(part: str, report, stop, options: argparse.Namespace) -> str:
+    if part in ("ops", "values"):
+        from . import ops
+
+        table = ops.OPS if part == "ops" else ops.WILD_OPS
+        following = ops.run(
+            report, stop, options.seed, ops=table, begin=options.begin,
+            implementation=options.implementation,
+        )  # fmt: skip
+        return f" (go on with --begin {following})"
+    if part == "files":
+        from . import files
+
+        return f" (go on with --begin {files.run(report, stop, options.seed, options.begin)})"
+    if part == "state":
+        from . import state
+
+        state.run(report, stop, options.seed + options.begin)
+    else:
+        from . import engine
+
+        engine.run(report, stop, options.seed)
+    return ""
+
+
+def _repeat(case: str, implementation: str) -> int:
+    from . import ops
+
+    name, picks, seed = case.split("/")
+    op = (ops.OPS | ops.WILD_OPS)[name]
+    numbers = [int(x) for x in picks.split(".")]
+    print(f"{name}: {ops.row_of(op, numbers)}")
+    failure = ops.failure_of(op, numbers, int(seed), implementation)
+    print(failure or "passed")
+    return 1 if failure else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
