@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 
+from jax_paged._command_line import parser
 from jax_paged._interrupt import EXIT_CODE, leave_at_ctrl_c
 
 
 def main() -> int:
     """Runs the command line; returns the exit code, after Ctrl-C it ends the process."""
     leave_at_ctrl_c()
+    options = parser().parse_args()  # --help and mistakes need not wait for jax
     if sys.stderr.isatty():  # the models take a second to import; the command line clears the line
         print("\rloading …", end="", file=sys.stderr, flush=True)
     from jax_paged.models import cli
@@ -18,7 +20,7 @@ def main() -> int:
     gc.freeze()  # modules stay
     gc.enable()
     try:
-        code = cli.main()
+        code = cli.run(options)
     except KeyboardInterrupt:
         code = EXIT_CODE
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done

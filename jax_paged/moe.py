@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jax_paged import _ffi
 from jax_paged._ffi import Implementation
-from jax_paged.linear import contract
+from jax_paged._linear import contract
 from jax_paged.sharding import HeadAxes, refuse_split
 from jax_paged.validation import (
     WEIGHT_DTYPES,

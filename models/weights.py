@@ -9,6 +9,7 @@ memory is the model's plus one layer's experts.
 
 import dataclasses
 import importlib.util
+import math
 import re
 import sys
 import threading
@@ -119,7 +120,7 @@ def open_checkpoint(
     with ExitStack() as stack:
         with reading(path):
             opened = _open(path, stack)
-        yield Checkpoint(*opened, dtype, weight_dtype)
+        yield Checkpoint(path, *opened, dtype, weight_dtype)
 
 
 def _open(path: Path, stack: ExitStack) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill]:
@@ -142,11 +143,25 @@ class Stopped(Exception):
 class Checkpoint:
     """An open checkpoint, found to be whole."""
 
+    path: Path
     config: DecoderConfig
     tokenizer: Tokenizer | MissingTokenizer
     fill: Fill
     dtype: np.dtype
     weight_dtype: WeightDtype
+
+    @property
+    def title(self) -> str:
+        """The model in words: its name, its size, and what its weights are held in."""
+        name = self.path.stem if self.path.is_file() else self.path.resolve().name
+        count = sum(math.prod(shape) for _, shape in each_expected_tensor(self.config))
+        for unit, words in ((1e9, "billion"), (1e6, "million")):
+            if count >= unit:
+                size = f"{count / unit:.3g} {words}"
+                break
+        else:
+            size = f"{count:,}"
+        return f"{name}: {size} parameters in {self.weight_dtype or self.dtype.name}"
 
     def shapes(self, implementation: Implementation = None) -> Decoder:
         """The model with shapes for weights: to compile for, while they are loaded."""

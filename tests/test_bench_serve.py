@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from opened import Opened
 
 from jax_paged.models import Decoder, bench_serve, cli
 from jax_paged.models.bench_serve import Arrival, Replay, make_trace, replay
@@ -30,10 +31,12 @@ def model():
 @pytest.fixture
 def run(model, capsys, monkeypatch):
     monkeypatch.setattr(bench_serve, "load_checkpoint", lambda *_, **__: (model, CONFIG, None))
+    monkeypatch.setattr(bench_serve, "open_checkpoint", lambda *_, **__: Opened(model))
 
     def call(*arguments):
         code = cli.main(["bench-serve", *map(str, arguments)])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err.removeprefix(Opened.title + "\n")
 
     return call
 
@@ -128,9 +131,7 @@ def test_refused_requests_are_told_with_the_reason(run):
 def test_weight_dtype_reaches_the_loader(model, monkeypatch):
     asked = {}
     monkeypatch.setattr(
-        bench_serve,
-        "load_checkpoint",
-        lambda *_, **given: asked.update(given) or (model, CONFIG, 0),
+        bench_serve, "open_checkpoint", lambda *_, **given: asked.update(given) or Opened(model)
     )
     assert cli.main(["bench-serve", *SMALL, "--weight-dtype", "int8"]) == 0
     assert asked == {"weight_dtype": "int8"}

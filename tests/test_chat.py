@@ -6,13 +6,14 @@ import signal
 
 import numpy as np
 import pytest
+from opened import Opened
 from tiny_checkpoint import byte_tokenizer
 
 from jax_paged.models import chat, generate, steps
 from jax_paged.models.chat import Conversation
 from jax_paged.models.decoder import Decoder
 from jax_paged.models.generation import create_state
-from jax_paged.models.parameters import abstract_source, random_source
+from jax_paged.models.parameters import random_source
 from jax_paged.models.status import Status
 from jax_paged.models.testing import small_config
 from jax_paged.models.tokenizer import Tokenizer
@@ -159,30 +160,14 @@ def test_turns_of_any_length_share_a_few_programs(model):
     assert (steps.prefill._cache_size(), steps.decode._cache_size()) == before
 
 
-class Opened:
-    """Stands for an open checkpoint."""
-
-    def __init__(self, model):
-        self.model, self.config, self.tokenizer = model, model.config, tokenizer_with()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def load_and(self, work, on_loaded):
-        work(Decoder(self.config, abstract_source(self.config)))
-        on_loaded()
-        return self.model
-
-
 @pytest.fixture
 def talk(model, monkeypatch, capsys):
     """Runs `jax-paged chat` on lines of stdin: (exit code, stdout, lines of stderr)."""
 
     def run(lines, **options):
-        monkeypatch.setattr(chat, "open_checkpoint", lambda *_, **__: Opened(model))
+        monkeypatch.setattr(
+            chat, "open_checkpoint", lambda *_, **__: Opened(model, tokenizer_with())
+        )
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
         values = {
             "model": None, "dtype": None, "weight_dtype": None, "kv_dtype": "auto",
@@ -191,7 +176,9 @@ def talk(model, monkeypatch, capsys):
         }  # fmt: skip
         code = chat.run(argparse.Namespace(**values | options))
         out, err = capsys.readouterr()
-        return code, out, err.splitlines()
+        title, *told = err.splitlines()
+        assert title == Opened.title
+        return code, out, told
 
     return run
 

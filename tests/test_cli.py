@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 
@@ -17,16 +18,20 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 import jax_paged
+from jax_paged import _command_line
 from jax_paged.models import (
     cli,
+    decoder,
     evaluate,
     generate,
     load_checkpoint,
+    speculate,
     weights,
 )
 
 NEW = 12
 LENGTH = ["--max-new-tokens", str(NEW)]
+TITLE = "tiny0: 38,112 parameters in float32"
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +78,11 @@ def assert_one_line_error(result, *parts: str) -> None:
     code, out, err = result
     assert code == 2
     assert out == ""
-    assert err.startswith("jax-paged: error: ")
-    assert err.count("\n") == 1
+    *title, error = err.splitlines()  # the title is there once the model is loaded
+    assert error.startswith("jax-paged: error: ")
+    assert title in ([], [TITLE]), title
     for part in parts:
-        assert part in err
+        assert part in error
 
 
 def test_stdout_is_the_continuation_and_stderr_the_rates(run, loaded):
@@ -111,7 +117,9 @@ def test_several_prompts_come_in_order_under_their_names(run, loaded, tmp_path):
     prompts = ["first", "second one", "  third"]
     assert out == "".join(continuation(loaded, prompt)[1] + "\n" for prompt in prompts)
     names = [f"--- {number} of 3: {prompt.strip()}" for number, prompt in enumerate(prompts, 1)]
-    assert err.splitlines()[:3] == names
+    title, *told = err.splitlines()
+    assert title == TITLE
+    assert told[:3] == names
 
 
 def test_several_prompts_share_a_pool_that_is_too_small_for_all(run, loaded):
@@ -403,7 +411,7 @@ def test_a_reader_that_goes_away_is_no_traceback(checkpoint, monkeypatch, capsys
     with os.fdopen(writer, "w") as out:
         monkeypatch.setattr("sys.stdout", out)
         assert cli.main(["generate", "Hello", *LENGTH, "--model", str(checkpoint)]) == 141
-    assert capsys.readouterr().err == ""
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_eval_prints_perplexity_and_tokens(run, loaded, tmp_path):
@@ -494,7 +502,8 @@ def test_ctrl_c_while_compiling_stops_the_loading_and_leaves_cleanly(run, monkey
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(cli, "compile_for", compile_for)
-    assert run("generate", "Hello") == (130, "", "")
+    code, out, err = run("generate", "Hello")
+    assert (code, out, len(err.splitlines())) == (130, "", 1)
     assert threading.active_count() == before
 
 
@@ -547,6 +556,28 @@ def test_help_is_there(command, capsys):
         cli.main([*command, "--help"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out.startswith("usage: jax-paged")
+
+
+def test_help_and_mistakes_do_not_wait_for_jax():
+    program = """
+import runpy, sys
+for arguments in (["--help"], ["chat", "--help"], ["generate", "--no-such-option"], []):
+    sys.argv = ["jax-paged", *arguments]
+    try:
+        runpy.run_module("jax_paged", run_name="__main__")
+    except SystemExit as end:
+        assert end.code == (0 if "--help" in arguments else 2), arguments
+    slow = {"jax", "numpy", "flax"} & sys.modules.keys()
+    assert not slow, (arguments, slow)
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_options_are_what_the_models_define():
+    assert (None, *_command_line.WEIGHT_DTYPES) == decoder.WEIGHT_DTYPES
+    assert speculate.RULES == _command_line.DRAFT_RULES
+    assert jax_paged.models.generation.PAGE_SIZE == _command_line.PAGE_SIZE
 
 
 def test_no_command_is_one_line(capsys):

@@ -134,9 +134,9 @@ def test_the_engine_compiles_a_program_to_its_end(monkeypatch):
 
 def test_garbage_is_collected_again_once_all_is_imported():
     code = (
-        "import gc, sys; sys.argv = ['jax-paged', '--version']; import jax_paged;"
-        "print(gc.isenabled()); from jax_paged.models import cli; cli.main = gc.isenabled;"
-        "from jax_paged.__main__ import main; print(main())"
+        "import gc, sys; sys.argv = ['jax-paged', 'generate']; import jax_paged;"
+        "print(gc.isenabled()); from jax_paged.models import cli;"
+        "cli.run = lambda _: gc.isenabled(); from jax_paged.__main__ import main; print(main())"
     )
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert run.stdout.split() == ["False", "True"], run.stderr

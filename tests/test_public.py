@@ -13,8 +13,8 @@ import jax_paged
 import jax_paged.models
 
 
-def test_no_name_hides_a_module():
-    package = jax_paged.models
+@pytest.mark.parametrize("package", [jax_paged, jax_paged.models])
+def test_no_name_hides_a_module(package):
     hidden = {
         info.name for info in pkgutil.iter_modules(package.__path__)
         if not info.name.startswith("_") and info.name in vars(package)
@@ -34,6 +34,27 @@ def test_testing_is_there_after_import_jax_paged():
     assert (run.returncode, run.stdout) == (0, "is_in_place\n"), run.stderr
     with pytest.raises(AttributeError, match=r"^module 'jax_paged' has no attribute 'tasting'$"):
         jax_paged.tasting  # noqa: B018
+
+
+PROGRAMS = {  # what is started by `python -m package` → whether all names are there at once
+    "import jax_paged": True,  # somebody's own package: its import registers the FFI targets
+    "import sys; sys.argv[0] = '/bin/jax-paged'; import jax_paged": False,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_only_the_command_imports_the_names_when_they_are_used(program, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(program)
+    (package / "__main__.py").write_text(
+        "import jax_paged; print('paged_attention' in vars(jax_paged)); "
+        "print(jax_paged.paged_attention.__name__, jax_paged.state.__name__)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "package"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert run.stdout.split() == [str(PROGRAMS[program]), "paged_attention", "jax_paged.state"]
 
 
 def test_models_have_what_serving_takes():

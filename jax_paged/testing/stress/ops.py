@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged._linear import linear
 from jax_paged.cascade import cascade_attention, cascade_levels
 from jax_paged.kv import qkv_norm_rope_write, write_kv
 from jax_paged.layout import POOLS
-from jax_paged.linear import linear
 from jax_paged.merge import merge_attention_states
 from jax_paged.moe import moe_experts
 
