@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jax_paged import build_info
 
-PARTS = ("ops", "values", "state", "engine", "files")
+PARTS = {"ops": 5, "values": 2, "state": 1, "engine": 1, "files": 1}  # with their shares of time
 # XLA compiles these in a third of the time; what is tested is not compiled by XLA.
 QUICK_PROGRAMS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
@@ -35,11 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     report, parts = Report(), options.what or list(PARTS)
     print(f"jax_paged {build_info()['cpu']}, {', '.join(parts)}, seed {options.seed}", flush=True)
     for part in parts:
-        stop = Stop(options.minutes / len(parts), options.cases)
+        stop = Stop(
+            options.minutes * PARTS[part] / sum(PARTS[name] for name in parts), options.cases
+        )
         reached = _run(part, report, stop, options)
         print(f"{part}: {stop.done:,} done{reached}, {len(report.failures)} failures", flush=True)
         if options.json:
-            options.json.write_text(json.dumps(report.as_json() | {"build": build_info()["cpu"]}))
+            told = {"minutes": options.minutes, "seed": options.seed, "build": build_info()["cpu"]}
+            options.json.write_text(json.dumps(told | report.as_json(), indent=1))
     print(f"\n{report.text()}")
     return 1 if report.failures else 0
 
@@ -54,7 +57,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--minutes", type=float, default=5.0, help="shared by the parts (default 5)")
+    add("--minutes", type=float, default=5.0, help="of all parts together (default 5)")
     add("--cases", type=int, help="most cases of a part; default: as many as the time allows")
     add("--what", action="append", choices=PARTS, help="a part, or several; default: all")
     add("--seed", type=int, default=0, help="of the cases (default 0)")

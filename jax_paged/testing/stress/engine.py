@@ -182,16 +182,16 @@ def run(report: Report, stop: Stop, seed: int) -> None:
 
 def _round(report, engine, setting, model, alone, of_plan) -> None:
     plan = list(random_requests(ROUND, seed=of_plan))
-    name = "engine: " + ", ".join(setting)
+    options = dict(zip(("drafts", "preemption"), setting, strict=True))
     try:
         ties = differing(model, plan, drive(engine, plan), alone)
         engine.clear_cache()
         assert_empty(engine)
     except AssertionError as error:
-        report.fail(f"{name}, random_requests({ROUND}, seed={of_plan}): {error}")
+        report.fail(f"engine {options}, random_requests({ROUND}, seed={of_plan}): {error}")
         return
-    report.add(name, {}, cases=ROUND)
-    report.count(name, "ties", ties)
+    report.add("engine", options, cases=ROUND)
+    report.count("engine", "differ at a tie of two logits", ties)
 
 
 def resident_bytes() -> int:
