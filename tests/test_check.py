@@ -63,7 +63,7 @@ def step(state, rows, q, k, v):
 
 
 def arrays(rows):
-    heads = (jnp.ones((len(rows), heads, 8)) for heads in (4, 2, 2))
+    heads = (jnp.ones((len(rows), heads, 8), jnp.float32) for heads in (4, 2, 2))
     return jnp.array(rows, jnp.int32), *heads
 
 

@@ -199,7 +199,7 @@ def test_jit_and_donation_give_the_bits_of_the_eager_call(implementation):
         np.testing.assert_array_equal(a, b)
 
 
-OUT, LSE = jnp.zeros((2, 3, 16)), jnp.zeros((2, 3))
+OUT, LSE = jnp.zeros((2, 3, 16), jnp.float32), jnp.zeros((2, 3), jnp.float32)
 WRONG = [
     ((OUT[0], LSE, OUT, LSE),
      r"out_a: expected shape \[tokens, num_q_heads, head_dim\], got \[3, 16\]"),
@@ -222,12 +222,10 @@ def test_a_wrong_argument_is_named(arguments, message):
 
 
 def test_a_head_dim_that_only_the_reference_takes_is_named():
-    out = jnp.ones((1, 1, 5))
+    out, lse = jnp.ones((1, 1, 5), jnp.float32), jnp.zeros((1, 1), jnp.float32)
     with pytest.raises(NotImplementedError, match="out_a: native kernels take a head_dim"):
-        merge_attention_states(out, jnp.zeros((1, 1)), out, jnp.zeros((1, 1)))
-    merged, _ = merge_attention_states(
-        out, jnp.zeros((1, 1)), out, jnp.zeros((1, 1)), implementation="reference"
-    )
+        merge_attention_states(out, lse, out, lse)
+    merged, _ = merge_attention_states(out, lse, out, lse, implementation="reference")
     np.testing.assert_array_equal(merged, 1)
 
 
@@ -245,7 +243,7 @@ def test_the_handler_defends_itself(shapes, message):
         [jax.ShapeDtypeStruct(shapes[0], jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)],
     )
     with pytest.raises(Exception, match=f"jax_paged.merge_attention_states: {message}"):
-        jax.block_until_ready(call(*(jnp.zeros(shape) for shape in shapes)))
+        jax.block_until_ready(call(*(jnp.zeros(shape, jnp.float32) for shape in shapes)))
 
 
 def test_explain_names_the_target():

@@ -173,7 +173,8 @@ def test_wrong_arguments_of_commit_are_told(arguments, message):
 def test_commit_moves_the_path_in_every_layer(layout):
     kv = append(make_state(layout=layout), [0, 1], [3, 2], range(5))
     table, batch = plant(kv.table, [1, 0], [[-1, -1, 1, 1, 3], [-1, 0, 0, 2]])
-    values = jnp.arange(100.0, 109.0)[:, None, None] + jnp.zeros((9, 2, 8))
+    values = jnp.arange(100, 109, dtype=jnp.float32)[:, None, None]
+    values = jnp.broadcast_to(values, (9, 2, 8))
     k_pages, v_pages = kv.k_pages, kv.v_pages
     for layer in range(2):
         k = values + np.float32(layer / 2)

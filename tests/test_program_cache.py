@@ -44,7 +44,7 @@ def test_a_start_keeps_its_programs_and_a_corrupt_one_is_compiled_again(checkpoi
 
     first = start(arguments, tmp_path)
     kept = entries()
-    assert (first.returncode, first.stderr.count("\n")) == (0, 1)
+    assert (first.returncode, first.stderr.count("\n")) == (0, 2)  # the model, the rates
     for name in ("make_room", "prefill", "decode"):
         (large,) = [
             path.name for path in kept if path.name.startswith(f"jax_paged.models.steps.{name}-")
@@ -59,7 +59,7 @@ def test_a_start_keeps_its_programs_and_a_corrupt_one_is_compiled_again(checkpoi
         path.write_bytes(b"garbage")
     third = start(arguments, tmp_path)
     assert (third.returncode, third.stdout) == (0, first.stdout)
-    warning, rates = third.stderr.splitlines()
+    warning, _, rates = third.stderr.splitlines()
     assert warning == "jax-paged: warning: a kept program cannot be read; it is compiled again"
     assert rates.startswith("prefill: ")
     assert entries().keys() == kept.keys()

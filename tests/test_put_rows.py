@@ -32,7 +32,7 @@ def test_each_row_gets_its_value_and_others_are_kept(dtype, leading):
     rows = [count - 1, -1, 0, count, 2**31 - 1, -(2**31), 1]
     values = make((len(rows), *pool.shape[leading:]), dtype, seed=1)
     expected = expected_of(pool, rows, values)
-    out = jax.jit(put_rows)(pool, jnp.array(rows), values)
+    out = jax.jit(put_rows)(pool, jnp.array(rows, jnp.int32), values)
     assert out.dtype == pool.dtype
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
 
@@ -69,7 +69,8 @@ def test_donated_pools_are_updated_in_place_and_never_converted(dtype):
 
 
 def test_batches_and_tangents_are_those_of_a_scatter():
-    pool, rows, values = jnp.ones((2, 4, 3)), jnp.array([3, -1]), jnp.full((2, 3), 2.0)
+    pool, rows = jnp.ones((2, 4, 3), jnp.float32), jnp.array([3, -1], jnp.int32)
+    values = jnp.full((2, 3), 2, jnp.float32)
     together = jax.vmap(put_rows, (0, None, None))(pool, rows, values)
     each = jnp.stack([put_rows(one, rows, values) for one in pool])
     np.testing.assert_array_equal(together, each)
@@ -87,11 +88,11 @@ def test_a_call_that_came_another_way_is_refused():
         result = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
         return jax.ffi.ffi_call(TARGET, result, input_output_aliases={0: 0})(pool, rows, values)
 
-    pool, rows = jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
+    pool, rows = jnp.ones((4, 3), jnp.float32), jnp.zeros(2, jnp.int32)
     for values, message in (
-        (jnp.ones((2, 4)), r"values expected shape \[2, 3\], got \[2, 4\]"),
+        (jnp.ones((2, 4), jnp.float32), r"values expected shape \[2, 3\], got \[2, 4\]"),
         (jnp.ones((2, 3), jnp.bfloat16), "values expected float32, got bfloat16"),
-        (jnp.ones((1, 2, 4, 3)), "values expected rank 1 to 2"),
+        (jnp.ones((1, 2, 4, 3), jnp.float32), "values expected rank 1 to 2"),
     ):
         with pytest.raises(Exception, match=message):
             call(pool, rows, values)

@@ -412,9 +412,12 @@ def test_any_integer_dtype_serves_as_position_and_slot():
 
 
 def test_vllm5d_pages_are_left_to_write_kv_by_the_native_kernels():
-    pages = jnp.zeros((3, 1, 2, 4, 4)), jnp.zeros((3, 1, 8, 4))
-    zeros, table = jnp.zeros(1, jnp.int32), jnp.ones((5, 4))
-    operands = (jnp.ones((1, 24)), *pages, zeros, zeros, table, table)
+    k_pages, v_pages, table, qkv = (
+        jnp.full(shape, value, jnp.float32)
+        for shape, value in (((3, 1, 2, 4, 4), 0), ((3, 1, 8, 4), 0), ((5, 4), 1), ((1, 24), 1))
+    )
+    zeros = jnp.zeros(1, jnp.int32)
+    operands = (qkv, k_pages, v_pages, zeros, zeros, table, table)
     options = {"num_q_heads": 1, "layout": "vllm5d"}
     with pytest.raises(NotImplementedError, match="layout: native kernels take 'HND' or 'NHD'"):
         qkv_norm_rope_write(*operands, **options)

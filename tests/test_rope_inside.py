@@ -100,11 +100,14 @@ def test_nan_beyond_the_tables_reaches_no_output(causal, dtype, out_dtype, imple
 
 def test_a_query_that_sees_nothing_is_0_beside_one_that_sees_nan():
     """In the reference they share K and V."""
-    pages = jnp.ones((1, 1, 4, 8)).at[0, 0, 0].set(jnp.nan)
+    pages = jnp.ones((1, 1, 4, 8), jnp.float32).at[0, 0, 0].set(jnp.nan)
     arguments = pages, pages, jnp.array([[0]]), jnp.array([1]), jnp.array([0, 2])
     for implementation in ("native", "reference"):
         out, lse = ragged_paged_attention(
-            jnp.ones((2, 1, 8)), *arguments, implementation=implementation, return_lse=True
+            jnp.ones((2, 1, 8), jnp.float32),
+            *arguments,
+            implementation=implementation,
+            return_lse=True,
         )
         assert not np.asarray(out[0]).any(), "at position -1"
         assert np.isneginf(lse[0]).all()
