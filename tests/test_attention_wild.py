@@ -67,6 +67,17 @@ def test_decode_leaves_out_pages_out_of_range(page_id, implementation):
     assert_attention_close(out, lse, *dense_oracle(batch))
 
 
+def test_a_row_of_length_0_reads_none_of_the_pages_that_it_has(implementation):
+    batch = small_batch()
+    pages = np.nan_to_num(batch.k_pages), np.nan_to_num(batch.v_pages)
+    batch = dataclasses.replace(batch, k_pages=pages[0], v_pages=pages[1])
+    for row, tokens in enumerate(ROWS):
+        empty = changed(batch, "seq_lens", row, 0)
+        out, lse = run(empty, implementation)
+        assert_attention_close(out, lse, *dense_oracle(empty))
+        assert not np.asarray(out)[tokens].any()
+
+
 @pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
 def test_layer_out_of_range_gives_zero(layer, implementation):
     batch = small_batch(dataclasses.replace(SMALL, num_layers=3))
