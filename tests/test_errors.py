@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -482,3 +483,9 @@ def test_check_values_compares_a_call_with_its_state():
     check(kv, **told, slot_offset=kv.table.windows.slot_offset)
     with pytest.raises(ValueError, match="num_pages: expected a number where no state is given"):
         check_values(i32(1, 2), i32(1))
+
+
+@pytest.mark.parametrize("half", [{"shape": (4, 4, 16)}, {"dtype": jnp.dtype("float32")}])
+def test_what_has_only_a_shape_or_only_a_dtype_is_no_array(half):
+    with pytest.raises(ValueError, match=whole("q: expected an array, got a SimpleNamespace")):
+        paged_attention(**(DECODE | {"q": types.SimpleNamespace(**half)}))
