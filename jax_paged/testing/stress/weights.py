@@ -1,0 +1,83 @@
+"""The ops that multiply by weights."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged._linear import linear
+from jax_paged.moe import moe_experts
+
+from .. import experts, projections
+from .op import DTYPES, WILD, Op, Row
+
+_SHAPES = ((8, 1), (24, 5), (40, 16), (1032, 33), (2120, 17), (64, 300))
+LINEAR = {
+    "dtype": DTYPES,
+    "shape": _SHAPES,
+    "rows": (1, 0, 2, 3, 5, 8, 17, 130),
+    "kind": (None, "int8", "float8_e4m3fn"),
+}
+
+
+def _linear(row: Row, seed: int, implementation: Any) -> float:
+    depth, columns = row["shape"]
+    dtype = jnp.dtype(row["dtype"])
+    if row["kind"] is None:
+        x, weight = projections.make_case(row["rows"], depth, columns, dtype, seed)
+        expected, options = projections.oracle(x, weight), {}
+    else:
+        kind = jnp.int8 if row["kind"] == "int8" else jnp.float8_e4m3fn
+        x, weight, scale = projections.make_codes(kind, row["rows"], depth, columns, dtype, seed)
+        expected, options = projections.oracle(x, weight, scale), {"weight_scale": scale}
+    out = linear(x, weight, out_dtype=jnp.float32, implementation=implementation, **options)
+    return _share(out, expected, 1e-5 * depth**0.5)
+
+
+EXPERTS = {
+    "dtype": ("float32", "bfloat16"),
+    "sizes": ((16, 24), (72, 40), (128, 96)),
+    "tokens": (1, 0, 5, 70),
+    "experts": ((4, 2), (8, 8), (64, 4), (5, 3)),
+    "kind": (None, "int8", "float8_e4m3fn"),
+    "wild": (False, True),
+}
+
+
+def _experts(row: Row, seed: int, implementation: Any) -> float:
+    (num_experts, k), (hidden, inner) = row["experts"], row["sizes"]
+    case = experts.make_case(
+        row["tokens"], num_experts, k, hidden, inner, seed, jnp.dtype(row["dtype"])
+    )
+    scales, meant = {}, case
+    if row["kind"] is not None:
+        kind = jnp.int8 if row["kind"] == "int8" else jnp.float8_e4m3fn
+        case, scales, meant = experts.quantized(kind, case)
+    if row["wild"]:  # such an expert adds nothing
+        rng = np.random.default_rng([seed, 1])
+        ids, weights = np.array(case[3]), np.array(case[4])
+        wild = rng.random(ids.shape) < 0.3
+        ids[wild] = rng.choice(WILD[[0, 1, 2, 7, 8]], int(wild.sum()))
+        case = [*case[:3], jnp.asarray(ids), case[4]]
+        meant = [*meant[:3], np.where(wild, 0, ids), np.where(wild, 0, weights)]
+    x, gate_up, down, ids, weights = case
+    out = moe_experts(x, gate_up, down, ids, weights, **scales, implementation=implementation)
+    expected = experts.oracle(*meant)
+    tolerance = 2e-5 if row["dtype"] == "float32" else 0.04
+    return _share(out, expected, tolerance)
+
+
+def _share(out, expected, tolerance: float) -> float:
+    out = np.asarray(out, np.float64)
+    assert out.shape == expected.shape, (out.shape, expected.shape)
+    error = np.abs(out - expected) / (tolerance + 1e-5 * np.abs(expected))
+    share = float(np.max(error, initial=0))
+    assert share <= 1, f"the error is {share:.3g} times what is allowed"
+    return share
+
+
+WEIGHTS = {
+    "linear": Op(LINEAR, _linear, weight=2),
+    "moe_experts": Op(EXPERTS, _experts, weight=2),
+}
+WILD_WEIGHTS = {"moe_experts, wild integers": Op(EXPERTS | {"wild": (True,)}, _experts)}
