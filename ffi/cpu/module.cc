@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -13,7 +12,6 @@
 #include "common/schedule.h"
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
-#include "cpu/linear_kernels.h"
 #include "cuda_why_not.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -21,46 +19,6 @@ namespace nb = nanobind;
 
 namespace jax_paged::cpu {
 namespace {
-
-struct Isa {
-  const Kernels& kernels;
-  bool runs;
-};
-
-// Worst first.
-std::vector<Isa> BuiltIsas() {
-  std::vector<Isa> isas = {{GenericKernels(), true}};
-#ifndef JAX_PAGED_GENERIC_ONLY
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  isas.push_back({Avx2Kernels(), avx2});
-  isas.push_back({Avx512Kernels(), avx512});
-  isas.push_back({Avx512Bf16Kernels(), avx512 && __builtin_cpu_supports("avx512vbmi") &&
-                                           __builtin_cpu_supports("avx512bf16")});
-#endif
-  return isas;
-}
-
-const Kernels& ChooseKernels() {
-  const char* wanted = std::getenv("JAX_PAGED_CPU_ISA");
-  const Kernels* best = nullptr;
-  std::string possible;
-  for (const Isa& isa : BuiltIsas()) {
-    if (!isa.runs) continue;
-    if (wanted && *wanted && std::string(wanted) == isa.kernels.isa) return isa.kernels;
-    best = &isa.kernels;
-    possible += (possible.empty() ? "" : ", ") + std::string(isa.kernels.isa);
-  }
-  if (wanted && *wanted) {
-    throw std::runtime_error("jax_paged: JAX_PAGED_CPU_ISA expected one of " + possible +
-                             " (what this build and this CPU can run), got '" + wanted + "'");
-  }
-  return *best;
-}
 
 // What the handler of attention would do with rows of these lengths: the same planning code.
 nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int64_t>& seq_lens,
@@ -133,24 +91,6 @@ nb::dict Registrations() {
 }
 
 }  // namespace
-
-const Kernels& ChosenKernels() {
-  static const Kernels& chosen = ChooseKernels();
-  return chosen;
-}
-
-const LinearKernelTable& ChosenLinearKernels() {
-  static const LinearKernelTable& chosen = []() -> const LinearKernelTable& {
-#ifndef JAX_PAGED_GENERIC_ONLY
-    const std::string isa = ChosenKernels().isa;
-    if (isa == "avx512bf16") return Avx512Bf16LinearKernels();
-    if (isa == "avx512") return Avx512LinearKernels();
-    if (isa == "avx2") return Avx2LinearKernels();
-#endif
-    return GenericLinearKernels();
-  }();
-  return chosen;
-}
 
 }  // namespace jax_paged::cpu
 
