@@ -25,8 +25,8 @@ if (0, 10) <= jax.__version_info__ < (0, 11):
 SLOW_FILES = [
     "sharding", "public_grids", "state_machine", "draft_model", "kv_dtype", "cli", "engine",
     "attention_options", "draft_trees", "speculate", "cache_scenarios", "decoder", "generate",
-    "bench_serve", "build", "groups", "groups_random", "concurrency", "interrupt", "cascade",
-    "transfer_between", "docs",
+    "bench_serve", "build", "tsan", "groups", "groups_random", "concurrency", "interrupt",
+    "cascade", "transfer_between", "docs",
 ]  # fmt: skip
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

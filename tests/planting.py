@@ -1,4 +1,4 @@
-"""Tests of the emulator's tests: bugs planted in CUDA kernels, and synchronisation left out."""
+"""Tests of tests: bugs planted in the kernels' sources, and synchronisation left out."""
 
 import concurrent.futures
 import contextlib
@@ -18,9 +18,9 @@ COMPILE = ("-std=c++17", "-fPIC", "-DJAX_PAGED_EMULATE")
 
 
 def plant(folder: Path, file: str, old: str, new: str) -> None:
-    """Copies the sources to folder/ffi, with `new` in the place of `old` in cuda/`file`."""
+    """Copies the sources to folder/ffi, with `new` in the place of `old` in ffi/`file`."""
     shutil.copytree(FFI, folder / "ffi")
-    path = folder / "ffi/cuda" / file
+    path = folder / "ffi" / file
     text = path.read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
     path.write_text(text.replace(old, new), encoding="utf-8")
@@ -64,7 +64,7 @@ def planted(
 
     def build(file: str, old: str, new: str) -> ctypes.CDLL:
         folder = make_folder("bug")
-        plant(folder, f"{op}/{file}", old, new)
+        plant(folder, f"cuda/{op}/{file}", old, new)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
         flags = [*COMPILE, level, "-I", folder / "ffi", "-shared"]

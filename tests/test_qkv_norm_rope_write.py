@@ -270,7 +270,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_caught(bug, tmp_path):
     old, new, message = BUGS[bug]
-    plant(tmp_path, "qkv_norm_rope_write/kernel.cuh", old, new)
+    plant(tmp_path, "cuda/qkv_norm_rope_write/kernel.cuh", old, new)
     flags = [*COMPILE, "-O0", "-I", tmp_path / "ffi"]
     sources = [tmp_path / "ffi/emu" / name for name in ("qkv_norm_rope_write.cc", *MACHINE)]
     subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "bug.so"], check=True)
