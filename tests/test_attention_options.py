@@ -9,6 +9,8 @@ import functools
 import itertools
 import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -329,3 +331,41 @@ def test_few_queries_in_small_windows(group, q_len, implementation):
             *arguments, **defaults, **options, return_lse=True, implementation=implementation
         )
         assert_attention_close(out, lse, *dense_oracle(batch, **options))
+
+
+# Row 2181 of the long table: ALiBi alone makes its logits (sm_scale is 0), which are up to 502.
+FAR_KEYS: dict[str, Any] = {
+    "sliding_window": None, "pinned": "slid", "rope": None, "tree": False, "soft_cap": 30.0,
+    "alibi": True, "sinks": None, "causal": False, "dtype": "float32", "kv": "int8",
+    "scale": "head", "layout": "HND", "page_size": 32, "group": 8, "head_dim": (128, 72),
+    "split": (), "rows": "mixed", "sm_scale": 0.0, "stacked": True, "holes": False,
+}  # fmt: skip
+ERROR_OF = """
+import numpy as np
+from jax_paged import build_info
+from jax_paged.testing import dense_oracle
+from jax_paged.testing.options import attend, attention_case
+batch, real, options, more = attention_case({row}, 2181)
+out, _ = attend(batch, options | more, implementation="native")
+expected, lse = dense_oracle(real, **options)
+norm = np.linalg.norm(expected, axis=-1)
+error = np.linalg.norm(np.asarray(out, np.float64) - expected, axis=-1)[norm > 0] / norm[norm > 0]
+print(build_info()["cpu"]["isa"], lse.max(), error.max())
+"""
+
+
+def test_generic_kernels_round_a_large_logit_once():
+    """The rounding of the logit itself is 9e-6 here. Another one of its size would double that."""
+    child = subprocess.run(
+        [sys.executable, "-P", "-c", ERROR_OF.format(row=FAR_KEYS)],
+        env=os.environ | {"JAX_PAGED_CPU_ISA": "generic"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    isa, lse, error = child.stdout.split()
+    assert isa == "generic"
+    assert float(lse) > 500
+    assert float(error) < 1e-5

@@ -4,7 +4,7 @@
 // Logits are kept raw, s = q.k in f32 (kernel_logits.h: unless they are edited); weights are 2^(s *
 // scale - m) with scale = |sm_scale| log2(e) (its sign goes into q) and m = the largest s so far,
 // times scale, rounded once. The same rounded m enters every weight and the log-sum-exp, so its
-// rounding cancels.
+// rounding cancels; the exponent is rounded once, after the difference.
 
 #ifndef JAX_PAGED_CPU_KERNEL_COMMON_H_
 #define JAX_PAGED_CPU_KERNEL_COMMON_H_

@@ -140,7 +140,7 @@ __attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int 
         offset = KeepFirst(offset, i * ROWS, state.key_offset[t + i]);
     }
     float* s = scores + t * ROWS;
-    Store(s, Fma(slope, Add(first, offset), CappedLogit(Load(s), factor, soft_cap)));
+    Store(s, FmaOnce(slope, Add(first, offset), CappedLogit(Load(s), factor, soft_cap)));
   }
 }
 
@@ -208,13 +208,13 @@ JAX_PAGED_INLINE Vec WeighTile(const int* hidden, const int* visible, int all, i
   const Vec minus_m = Load(shift);
   Vec sum = Zero();
   for (int t = start; t < padded; t += kTokens) {
-    const Vec weight = Exp2(Fma(Load(scores + t * ROWS), scale, minus_m));
+    const Vec weight = Exp2(FmaOnce(Load(scores + t * ROWS), scale, minus_m));
     Store(scores + t * ROWS, weight);
     sum = Add(sum, weight);
   }
   float* l = state->l[row0 / 8];
   Store(l, Fma(Load(l), keep, sum));
-  return Exp2(Fma(top, scale, minus_m));
+  return Exp2(FmaOnce(top, scale, minus_m));
 }
 
 // One block for packed rows [row0, row0 + ROWS). Row r sees the block's listed tokens [hidden[r],

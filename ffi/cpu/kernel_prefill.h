@@ -161,7 +161,7 @@ __attribute__((noinline)) inline void EditRow(float* scores, int hidden, int vis
   const Vec first = Set1(alibi ? static_cast<float>(token - alibi->position) : 0.0f);
   for (int t = hidden / kWidth * kWidth; t < visible; t += kWidth) {
     Vec x = CappedLogit(Load(scores + t), scale.factor, soft_cap);
-    if (alibi) x = Fma(slope, Add(first, Load(key_offset + t)), x);
+    if (alibi) x = FmaOnce(slope, Add(first, Load(key_offset + t)), x);
     Store(scores + t, x);
   }
 }
@@ -187,7 +187,7 @@ inline float WeighRow(float* scores, int hidden, int visible, float scale, float
   const Vec factor = Set1(scale);
   Vec sum = Zero();
   for (int t = start; t < visible; t += kWidth) {
-    const Vec weight = Exp2(Fma(Load(scores + t), factor, shift));
+    const Vec weight = Exp2(FmaOnce(Load(scores + t), factor, shift));
     Store(scores + t, weight);
     sum = Add(sum, weight);
   }

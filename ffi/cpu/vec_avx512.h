@@ -21,6 +21,7 @@ JAX_PAGED_INLINE Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+JAX_PAGED_INLINE Vec FmaOnce(Vec a, Vec b, Vec c) { return Fma(a, b, c); }
 JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return _mm512_max_ps(x, so_far); }
 JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return _mm512_min_ps(limit, x); }
 JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) {

@@ -41,6 +41,17 @@ JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return {a.lo * b.lo, a.hi * b.hi}; }
 JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return {a.lo / b.lo, a.hi / b.hi}; }
 // a * b + c, rounded once or twice.
 JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return {a.lo * b.lo + c.lo, a.hi * b.hi + c.hi}; }
+// The same rounded to float once: the product is exact in double. For where it nearly cancels c.
+JAX_PAGED_INLINE Float4 FmaOnce(Float4 a, Float4 b, Float4 c) {
+  using Double4 = double __attribute__((vector_size(32)));
+  return __builtin_convertvector(
+      __builtin_convertvector(a, Double4) * __builtin_convertvector(b, Double4) +
+          __builtin_convertvector(c, Double4),
+      Float4);
+}
+JAX_PAGED_INLINE Vec FmaOnce(Vec a, Vec b, Vec c) {
+  return {FmaOnce(a.lo, b.lo, c.lo), FmaOnce(a.hi, b.hi, c.hi)};
+}
 // a / b to 2 ulp, for 1 <= b < 2^24.
 JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) { return Div(a, b); }
 // The smaller one; x where it is NaN.
