@@ -38,12 +38,32 @@ def test_the_files_are_read_in_a_child_process():
 def test_a_run_goes_on_where_another_one_ended():
     reports = [Report(), Report(), Report()]
     table = {"linear": ops.OPS["linear"], "write_kv": ops.OPS["write_kv"]}
-    following = ops.run(reports[0], Stop(5, cases=6), 3, ops=table)
-    assert following == 3
-    ops.run(reports[1], Stop(5, cases=4), 3, ops=table, begin=following)
+    stop = Stop(5, cases=6)
+    ops.run(reports[0], stop, 3, ops=table)
+    assert stop.following == 3
+    ops.run(reports[1], Stop(5, cases=4), 3, ops=table, begin=stop.following)
     ops.run(reports[2], Stop(5, cases=10), 3, ops=table)
     both = {op: reports[0].options[op] + reports[1].options[op] for op in table}
     assert both == reports[2].options
+
+
+def test_ctrl_c_tells_what_there_is(monkeypatch, capsys, tmp_path):
+    calls = []
+
+    def interrupted(row, seed, implementation):
+        calls.append(row)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return 0.25
+
+    planted = dataclasses.replace(ops.OPS["linear"], run=interrupted)
+    monkeypatch.setattr(ops, "OPS", {"linear": planted})
+    target = tmp_path / "report.json"
+    assert main(["--what", "ops", "--what", "values", "--json", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert "ops: 7 done (go on with --begin 3), 0 failures" in out
+    assert "ops: interrupted" in out
+    assert json.loads(target.read_text())["cases"] == {"linear": 6}
 
 
 def wrong_from_5_rows_on(row, seed, implementation):

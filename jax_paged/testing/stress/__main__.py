@@ -35,14 +35,19 @@ def main(arguments: list[str] | None = None) -> int:
     report, parts = Report(), options.what or list(PARTS)
     print(f"jax_paged {build_info()['cpu']}, {', '.join(parts)}, seed {options.seed}", flush=True)
     for part in parts:
-        stop = Stop(
-            options.minutes * PARTS[part] / sum(PARTS[name] for name in parts), options.cases
-        )
-        reached = _run(part, report, stop, options)
-        print(f"{part}: {stop.done:,} done{reached}, {len(report.failures)} failures", flush=True)
+        share = PARTS[part] / sum(PARTS[name] for name in parts)
+        stop = Stop(options.minutes * share, options.cases)
+        try:
+            _run(part, report, stop, options)
+        except KeyboardInterrupt:
+            report.notes.append(f"{part}: interrupted")
+        go_on = f" (go on with --begin {stop.following})" if stop.following else ""
+        print(f"{part}: {stop.done:,} done{go_on}, {len(report.failures)} failures", flush=True)
         if options.json:
             told = {"minutes": options.minutes, "seed": options.seed, "build": build_info()["cpu"]}
             options.json.write_text(json.dumps(told | report.as_json(), indent=1))
+        if report.notes and report.notes[-1].endswith("interrupted"):
+            break
     print(f"\n{report.text()}")
     return 1 if report.failures else 0
 
@@ -70,21 +75,20 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(part: str, report, stop, options: argparse.Namespace) -> str:
+def _run(part: str, report, stop, options: argparse.Namespace) -> None:
     if part in ("ops", "values"):
         from . import ops
 
         table = ops.OPS if part == "ops" else ops.WILD_OPS
-        following = ops.run(
+        ops.run(
             report, stop, options.seed, ops=table, begin=options.begin,
             implementation=options.implementation,
         )  # fmt: skip
-        return f" (go on with --begin {following})"
-    if part == "files":
+    elif part == "files":
         from . import files
 
-        return f" (go on with --begin {files.run(report, stop, options.seed, options.begin)})"
-    if part == "state":
+        files.run(report, stop, options.seed, options.begin)
+    elif part == "state":
         from . import state
 
         state.run(report, stop, options.seed + options.begin)
@@ -92,7 +96,6 @@ def _run(part: str, report, stop, options: argparse.Namespace) -> str:
         from . import engine
 
         engine.run(report, stop, options.seed)
-    return ""
 
 
 def _repeat(case: str, implementation: str) -> int:

@@ -10,14 +10,15 @@ from .report import Report, Stop
 CASES = 500  # of one child
 
 
-def run(report: Report, stop: Stop, seed: int, begin: int = 0) -> int:
-    """Reads CASES mutations of each kind in turn, from number `begin` on; returns the next."""
+def run(report: Report, stop: Stop, seed: int, begin: int = 0) -> None:
+    """Reads CASES mutations of each kind in turn, from number `begin` on."""
     from jax_paged.models._hostile import KINDS
 
     while True:
         for kind in KINDS:
+            stop.following = begin
             if stop.is_due() or report.is_hopeless:
-                return begin
+                return
             _run_child(report, kind, begin, seed)
             stop.done += CASES
         begin += CASES

@@ -37,13 +37,14 @@ def row_of(op: Op, picks: Sequence[int]) -> dict[str, Any]:
 def run(
     report: Report, stop: Stop, seed: int, *, ops: Mapping[str, Op] = OPS, begin: int = 0,
     implementation: str = "native", contents: int = CONTENTS,
-) -> int:  # fmt: skip
-    """Runs cases from number `begin` on; returns the number of the next one."""
+) -> None:  # fmt: skip
+    """Runs cases from number `begin` on."""
     if implementation == "emulated":
         ops = {name: op for name, op in ops.items() if name in EMULATED}
     for number in itertools.count(begin):
+        stop.following = number
         if stop.is_due() or report.is_hopeless:
-            return number
+            return
         if number % CLEAR_EVERY == 0:
             jax.clear_caches()
         name, picks = draw(ops, seed, number)
@@ -58,7 +59,6 @@ def run(
                     f"{name} {row_of(op, small)}: {failure}\nrepeat it by: python -m "
                     f"jax_paged.testing.stress --implementation {implementation} --case '{where}'"
                 )
-    raise AssertionError("unreachable")
 
 
 def failure_of(

@@ -14,6 +14,7 @@ class Stop:
         self._end = time.monotonic() + 60 * minutes
         self._cases = cases
         self.done = 0
+        self.following = 0  # number of the case that another run goes on with
 
     def is_due(self) -> bool:
         out_of_cases = self._cases is not None and self.done >= self._cases
