@@ -124,10 +124,11 @@ struct PageView {
   }
 };
 
-// The view of `layer`, which must be in [0, num_layers).
+// The view of `layer`; without pages where there is no such layer.
 inline PageView MakePageView(void* pool, const PoolShape& shape, int64_t layer) {
-  return {static_cast<char*>(pool) + layer * shape.layer_bytes(), shape.num_pages, shape.page_size,
-          MakePageStrides(shape)};
+  const bool is_layer = layer >= 0 && layer < shape.num_layers;
+  return {static_cast<char*>(pool) + (is_layer ? layer * shape.layer_bytes() : 0),
+          is_layer ? shape.num_pages : 0, shape.page_size, MakePageStrides(shape)};
 }
 
 }  // namespace jax_paged

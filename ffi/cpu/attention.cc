@@ -266,9 +266,6 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
   params.causal = causal;
   params.has_atoms = shape.k_pool.layout == Layout::kVllm5d;
   params.dtype = shape.dtype;
-  if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {  // no page holds anything
-    shape.k_pool.num_pages = 0;
-  }
   params.k = MakePageView(k_pages.untyped_data(), shape.k_pool, layer_index);
   params.v = MakePageView(v_pages.untyped_data(), shape.v_pool, layer_index);
 

@@ -45,9 +45,6 @@ ffi::Error MlaAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   params.kv_dtype = shape.kv_dtype;
   if (IsGiven(Shape(kv_scale))) params.k_scale = params.v_scale = {kv_scale.typed_data(), false};
   const int32_t layer_index = *layer.typed_data();
-  if (layer_index < 0 || layer_index >= shape.k_pool.num_layers) {  // no page holds anything
-    shape.k_pool.num_pages = 0;
-  }
   params.k = params.v = MakePageView(kv_pages.untyped_data(), shape.k_pool, layer_index);
 
   return Attend(
