@@ -1,6 +1,8 @@
 """Test-wide settings: CPU by default, strict dtype and rank promotion."""
 
+import argparse
 import os
+import re
 import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -33,11 +35,19 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def part(text):
+    """K/N, or all."""
+    if text != "all" and not re.fullmatch(r"[1-9]\d*/[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"expected K/N, got {text!r}; of files: --deep=all FILE …")
+    return text
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--deep",
         nargs="?",
         const="all",
+        type=part,
         metavar="K/N",
         help="run all combinations of parameters (tests/tiers.py); K/N: part K of N of what a "
         "plain run leaves out",
