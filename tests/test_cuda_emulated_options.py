@@ -32,7 +32,7 @@ from jax_paged.testing import (
     dense_oracle,
     make_batch,
 )
-from jax_paged.testing.options import cover_pairs
+from jax_paged.testing.options import cover_pairs, draw_sinks, with_holes
 
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 SMALL = Case("small", 8, 2, 64, page_size=8)
@@ -129,17 +129,13 @@ def test_all_pairs_of_options_match_float64_softmax_whatever_the_order(index):
     if row["sm_scale"] is not None:
         batch = dataclasses.replace(batch, sm_scale=row["sm_scale"])
     if row["holes"]:
-        holes = rng.random(batch.page_table.shape) < 0.3
-        wild = rng.choice(np.array([-1, WILD_PAGE], np.int32), holes.shape)
-        batch = dataclasses.replace(batch, page_table=np.where(holes, wild, batch.page_table))
+        batch = with_holes(batch, rng)
     batch = without_left(batch, row["sliding_window"])
     options: dict[str, Any] = {name: row[name] for name in ("sliding_window", "soft_cap")}
     if row["alibi"]:
         options["alibi_slopes"] = slopes_and_sinks(num_q_heads)["alibi_slopes"]
     if row["sinks"]:
-        sinks = {"moderate": 1.0, "large": 4.0, "none": -np.inf}[row["sinks"]]
-        sinks = sinks + (rng.standard_normal(num_q_heads) if np.isfinite(sinks) else 0)
-        options["sinks"] = np.broadcast_to(np.float32(sinks), (num_q_heads,))
+        options["sinks"] = draw_sinks(row["sinks"], num_q_heads, rng)
     device = Device(num_workers=row["num_workers"], stages=2 + index % 3, seed=index)
     try:
         first = check(batch, options, device, **row["split"])

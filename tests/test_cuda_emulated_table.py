@@ -5,32 +5,21 @@ CTAs and warps and cp.async timing differ from row to row, pools and padding are
 checker is on.
 """
 
-import numpy as np
 import pytest
 from emulation import Device, emulate
 from test_attention_options import LONG, NUM_CASES, num_covering, table
 from tiers import first_of
 
 from jax_paged.testing import assert_attention_close, dense_oracle
-from jax_paged.testing.options import attention_case
+from jax_paged.testing.options import attention_case, scale_of_layer
 
 NUM_EMULATED = NUM_CASES if LONG else 400
-
-
-def of_layer(batch, scale):
-    """A scale as the kernels take it: [num_kv_heads] of the layer, or per token of all layers."""
-    scale, case = np.float32(scale), batch.case
-    if scale.ndim >= 3:
-        return scale
-    if case.num_layers is not None and scale.ndim:
-        scale = scale[batch.layer]
-    return np.ascontiguousarray(np.broadcast_to(scale, (case.num_kv_heads,)))
 
 
 @pytest.mark.parametrize("index", first_of(range(NUM_EMULATED), num_covering()))
 def test_pairs_of_options_match_float64(index):
     stored, real, options, more = attention_case(table()[index], index)
-    more = {k: of_layer(stored, x) if k.endswith("scale") else x for k, x in more.items()}
+    more = {k: scale_of_layer(stored, x) if k.endswith("scale") else x for k, x in more.items()}
     device = Device(num_workers=1 + index % 7, stages=2 + index % 3, seed=index)
     out, lse = emulate(stored, device, **options, **more)
     assert_attention_close(out, lse, *dense_oracle(real, **options))

@@ -21,7 +21,6 @@ from jax_paged.models.testing import Stepper, noisy, small_config
 from jax_paged.state import reserve, set_window
 from jax_paged.testing import pool_sized_ops
 from jax_paged.testing.stress.engine import (
-    DRAFTS,
     SAMPLED,
     SETTINGS,
     SWAP,
@@ -30,6 +29,7 @@ from jax_paged.testing.stress.engine import (
     assert_empty,
     differing,
     drive,
+    engine_options,
     random_requests,
 )
 
@@ -572,10 +572,7 @@ def test_a_broken_plan_is_an_error_not_a_token(make):
 @pytest.mark.parametrize(("drafts", "preemption"), TESTED)
 def test_random_requests_get_what_they_get_alone(model, drafter, make, alone, drafts, preemption):
     """Under random arrival, preemption, prefix sharing and cancellation."""
-    options = DRAFTS[drafts] | (SWAP if preemption == "swap" else {"num_pages": 14})
-    if "draft_model" in options:
-        options["draft_model"] = drafter
-    engine = make(**options)
+    engine = make(**engine_options((drafts, preemption), drafter))
     drafted, accepted = engine.num_drafted, engine.num_accepted
     found, preempted = engine.cache_counts.found, engine.num_preemptions
     swapped_out, swapped_in = engine.num_swaps

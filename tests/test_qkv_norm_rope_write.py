@@ -21,7 +21,7 @@ import jax_paged
 from jax_paged import explain, paged_attention, qkv_norm_rope_write, write_kv
 from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import is_in_place, pool_sized_ops
-from jax_paged.testing.qkv import check_results, make_call
+from jax_paged.testing.qkv import call_op, check_results, make_call
 
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 LAYOUTS = ("HND", "NHD")  # of the native kernels, in the order of the C++ Layout
@@ -99,17 +99,7 @@ def run(call, implementation):
     """(q, k_pages, v_pages) as numpy arrays."""
     if implementation == "emulated":
         return emulate(call)
-    operands = {
-        field.name: jnp.array(getattr(call, field.name))
-        for field in dataclasses.fields(call)
-        if isinstance(getattr(call, field.name), np.ndarray)
-    }
-    results = qkv_norm_rope_write(
-        **operands, eps=call.eps, num_q_heads=call.num_q_heads, style=call.style,
-        rotary_dim=2 * call.cos.shape[1], layout=call.layout, implementation=implementation,
-        layer=None if call.layer is None else jnp.int32(call.layer),
-    )  # fmt: skip
-    return [np.array(x) for x in results]
+    return call_op(call, implementation)
 
 
 def check(call, implementation):

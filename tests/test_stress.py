@@ -4,11 +4,12 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jax_paged.testing.stress import engine, ops, reads
-from jax_paged.testing.stress.__main__ import main
+from jax_paged.testing.stress.__main__ import ISAS, main
 from jax_paged.testing.stress.report import Report, Stop
 
 
@@ -87,6 +88,11 @@ def test_a_failure_is_told_as_its_simplest_case_that_can_be_repeated(monkeypatch
         assert main(["--case", case]) == 1
     assert "planted" in capsys.readouterr().out
     assert report.worst["linear"][0] == 0.5
+
+
+def test_the_instruction_sets_have_the_names_that_the_module_knows():
+    sources = Path(__file__).parents[1].glob("ffi/cpu/attention_*.cc")
+    assert {source.stem.removeprefix("attention_") for source in sources} == {*ISAS}
 
 
 def test_the_instruction_set_can_be_chosen():

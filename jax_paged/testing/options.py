@@ -171,6 +171,30 @@ def eight_bit(batch: Batch, kv: str, kind: str | None, rng: np.random.Generator)
     return dataclasses.replace(batch, **stored), dataclasses.replace(batch, **real), scales
 
 
+def scale_of_layer(batch: Batch, scale: Any) -> np.ndarray:
+    """A scale as the kernels take it: [num_kv_heads] of the layer, or per token of all layers."""
+    scale, case = np.float32(scale), batch.case
+    if scale.ndim >= 3:
+        return scale
+    if case.num_layers is not None and scale.ndim:
+        scale = scale[batch.layer]
+    return np.ascontiguousarray(np.broadcast_to(scale, (case.num_kv_heads,)))
+
+
+def with_holes(batch: Batch, rng: np.random.Generator) -> Batch:
+    """The batch with a third of its page ids out of range."""
+    holes = rng.random(batch.page_table.shape) < 0.3
+    wild = rng.choice(np.array([-1, WILD_PAGE], np.int32), holes.shape)
+    return dataclasses.replace(batch, page_table=np.where(holes, wild, batch.page_table))
+
+
+def draw_sinks(kind: str, num_q_heads: int, rng: np.random.Generator) -> np.ndarray:
+    """Sinks about as large as the logits, larger than most, or of no weight."""
+    sinks = {"moderate": 1.0, "large": 4.0, "none": -np.inf}[kind]
+    sinks = sinks + (rng.standard_normal(num_q_heads) if np.isfinite(sinks) else 0)
+    return np.broadcast_to(np.float32(sinks), (num_q_heads,))
+
+
 def attention_case(
     row: Mapping[str, Any], seed: int, *, capacity: int | None = None
 ) -> tuple[Batch, Batch, dict[str, Any], dict[str, Any]]:
@@ -198,9 +222,7 @@ def attention_case(
     if row["sm_scale"] is not None:
         batch = dataclasses.replace(batch, sm_scale=row["sm_scale"])
     if row["holes"]:
-        holes = rng.random(batch.page_table.shape) < 0.3
-        wild = rng.choice(np.array([-1, WILD_PAGE], np.int32), holes.shape)
-        batch = dataclasses.replace(batch, page_table=np.where(holes, wild, batch.page_table))
+        batch = with_holes(batch, rng)
     options: dict[str, Any] = {"soft_cap": row["soft_cap"]}
     options["sliding_window"] = row["sliding_window"]
     if row["sliding_window"] == "per row":
@@ -227,9 +249,7 @@ def attention_case(
     if row["alibi"]:
         options["alibi_slopes"] = np.float32(2.0 ** -np.linspace(1, 8, num_q_heads))
     if row["sinks"]:
-        sinks = {"moderate": 1.0, "large": 4.0, "none": -np.inf}[row["sinks"]]
-        sinks = sinks + (rng.standard_normal(num_q_heads) if np.isfinite(sinks) else 0)
-        options["sinks"] = np.broadcast_to(np.float32(sinks), (num_q_heads,))
+        options["sinks"] = draw_sinks(row["sinks"], num_q_heads, rng)
     split = dict([row["split"]]) if row["split"] else {}
     if row["kv"] is None:
         return batch, batch, options, split

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged.kv import qkv_norm_rope_write
 from jax_paged.layout import PagesShape, make_shape
 
 # Of one rounding to nearest, relative to the number; f32 has none of its own.
@@ -125,6 +126,21 @@ def assert_rounded(got, exact, name):
     excess = error - ROUNDING[dtype] * np.abs(np.nan_to_num(exact)) - F32_NOISE * peak
     worst = np.unravel_index(np.argmax(excess), excess.shape)
     assert excess[worst] <= 0, f"{name}{worst}: {got[worst]}, exact {exact[worst]}"
+
+
+def call_op(call: Call, implementation: Any) -> list[np.ndarray]:
+    """(q, k_pages, v_pages) of a call."""
+    operands = {
+        field.name: jnp.array(getattr(call, field.name))
+        for field in dataclasses.fields(call)
+        if isinstance(getattr(call, field.name), np.ndarray)
+    }
+    results = qkv_norm_rope_write(
+        **operands, eps=call.eps, num_q_heads=call.num_q_heads, style=call.style,
+        rotary_dim=2 * call.cos.shape[1], layout=call.layout, implementation=implementation,
+        layer=None if call.layer is None else jnp.int32(call.layer),
+    )  # fmt: skip
+    return [np.array(x) for x in results]
 
 
 def check_results(call, results):

@@ -17,7 +17,7 @@ from jax_paged import build_info
 PARTS = {"ops": 5, "values": 2, "state": 1, "engine": 1, "files": 1}  # with their shares of time
 # XLA compiles these in a third of the time; what is tested is not compiled by XLA.
 QUICK_PROGRAMS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512bf16")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,17 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"jax_paged {build_info()['cpu']}, {', '.join(parts)}, seed {options.seed}", flush=True)
     for part in parts:
         share = PARTS[part] / sum(PARTS[name] for name in parts)
-        stop = Stop(options.minutes * share, options.cases)
+        stop, interrupted = Stop(options.minutes * share, options.cases), False
         try:
             _run(part, report, stop, options)
         except KeyboardInterrupt:
+            interrupted = True
             report.notes.append(f"{part}: interrupted")
         go_on = f" (go on with --begin {stop.following})" if stop.following else ""
         print(f"{part}: {stop.done:,} done{go_on}, {len(report.failures)} failures", flush=True)
         if options.json:
             told = {"minutes": options.minutes, "seed": options.seed, "build": build_info()["cpu"]}
             options.json.write_text(json.dumps(told | report.as_json(), indent=1))
-        if report.notes and report.notes[-1].endswith("interrupted"):
+        if interrupted:
             break
     print(f"\n{report.text()}")
     return 1 if report.failures else 0

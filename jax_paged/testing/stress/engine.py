@@ -164,7 +164,7 @@ def run(report: Report, stop: Stop, seed: int) -> None:
         if setting not in engines:
             engines[setting] = Engine(model, **engine_options(setting, drafter))
         # Few plans, so that most requests are known already, and time is spent in the engine.
-        of_plan = (seed * 1000 + number // len(SETTINGS)) % 7 + 7 * seed
+        of_plan = 7 * seed + number // len(SETTINGS) % 7
         _round(report, engines[setting], setting, model, alone, of_plan)
         stop.done += ROUND
         number += 1

@@ -54,11 +54,16 @@ def run(
             stop.done += 1
             if failure := failure_of(op, picks, of_case, implementation, report, name):
                 small = minimal(op, picks, of_case, implementation)
-                where = f"{name}/{'.'.join(map(str, small))}/{of_case}"
+                where = _where(name, small, of_case)
                 report.fail(
                     f"{name} {row_of(op, small)}: {failure}\nrepeat it by: python -m "
                     f"jax_paged.testing.stress --implementation {implementation} --case '{where}'"
                 )
+
+
+def _where(name: str, picks: Sequence[int], seed: int) -> str:
+    """A case, as --case takes it."""
+    return f"{name}/{'.'.join(map(str, picks))}/{seed}"
 
 
 def failure_of(
@@ -74,8 +79,7 @@ def failure_of(
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:600]}"
     if report is not None:
-        where = f"{name}/{'.'.join(map(str, picks))}/{seed}"
-        report.add(name, row, share=share or None, where=where)
+        report.add(name, row, share=share or None, where=_where(name, picks, seed))
     return None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.kv import copy_pages, move_slots, qkv_norm_rope_write, write_kv
+from jax_paged.kv import copy_pages, move_slots, write_kv
 from jax_paged.kv_range import gather_kv, scatter_kv
 from jax_paged.layout import POOLS, from_slots_first, slots_first
 from jax_paged.reference import QMAX
@@ -55,7 +55,7 @@ def _write(row: Row, seed: int, implementation: Any) -> float:
     )  # fmt: skip
     for pool, out, pages, new in zip(POOLS, written, pools, tokens, strict=True):
         expected = writes.expected_write(pages, new, slots, layer, row["layout"], pool)
-        np.testing.assert_array_equal(writes.bits(out), writes.bits(expected), err_msg=pool)
+        np.testing.assert_array_equal(bits(out), bits(expected), err_msg=pool)
     return 0.0
 
 
@@ -89,17 +89,7 @@ def _qkv(row: Row, seed: int, implementation: Any) -> float:
                          call.slot_mapping)  # fmt: skip
         positions = np.where(places > 0.7, wild[1], call.positions)
         call = dataclasses.replace(call, slot_mapping=slots, positions=positions)
-    operands = {
-        field.name: jnp.array(getattr(call, field.name))
-        for field in dataclasses.fields(call)
-        if isinstance(getattr(call, field.name), np.ndarray)
-    }
-    results = qkv_norm_rope_write(
-        **operands, eps=call.eps, num_q_heads=call.num_q_heads, style=call.style,
-        rotary_dim=2 * call.cos.shape[1], layout=call.layout, implementation=implementation,
-        layer=None if call.layer is None else jnp.int32(call.layer),
-    )  # fmt: skip
-    qkv.check_results(call, [np.array(x) for x in results])
+    qkv.check_results(call, qkv.call_op(call, implementation))
     return 0.0
 
 
@@ -145,9 +135,7 @@ def _eight_bit(row: Row, seed: int, implementation: Any) -> float:
         assert not found[[s for s in range(pages * page) if s not in of_slot]].any(), "elsewhere"
         for slot, token in of_slot.items():
             real = x[i][token].astype("f8")
-            scale = np.float64(1 if row["scale"] is None else scales[i]) * np.ones((heads, 1))
-            if row["scale"] == "head":
-                scale = scales[i].astype("f8")[:, None]
+            scale = np.float64(1) if row["scale"] is None else scales[i].astype("f8")[..., None]
             if row["scale"] == "token":
                 scale = np.asarray(written[2 + i])[slot // page, :, slot % page, None].astype("f8")
                 exact = np.abs(real).max(-1, keepdims=True) / limit
@@ -200,15 +188,14 @@ def _move(row: Row, seed: int, implementation: Any) -> float:
             k_pages, v_pages, *ids, stacked=row["stacked"], layout=row["layout"],
             implementation=implementation,
         )  # fmt: skip
+    whole = [slice(None)] * (3 if by_pages else 2)  # what stands behind a page, or a slot
     for pool, pages, out in zip(POOLS, pools, moved, strict=True):
         old = slots_first(pages, row["layout"], pool)
         new = old.copy()
         for a, b in zip(source, target, strict=True):
             if 0 <= a < most and 0 <= b < most:
                 at = [(x,) if by_pages else divmod(int(x), row["page_size"]) for x in (a, b)]
-                new[(..., *at[1], *[slice(None)] * (3 if by_pages else 2))] = old[
-                    (..., *at[0], *[slice(None)] * (3 if by_pages else 2))
-                ]
+                new[(..., *at[1], *whole)] = old[(..., *at[0], *whole)]
         expected = from_slots_first(new, row["layout"], pool)
         np.testing.assert_array_equal(bits(out), bits(expected), err_msg=pool)
     return 0.0

@@ -14,7 +14,7 @@ from jax_paged.merge import merge_attention_states
 
 from .. import cascade, flat, mla
 from ..cases import Batch, Case
-from ..options import ATTENTION_FACTORS, attend, attention_case
+from ..options import ATTENTION_FACTORS, attend, attention_case, scale_of_layer
 from ..oracle import TOLERANCES, assert_attention_close, dense_oracle
 from .op import DTYPES, FP8, WILD, Op, Row
 
@@ -42,7 +42,7 @@ def _attend(batch: Batch, options, more, implementation: Any, seed: int):
         return attend(batch, options | more, implementation=implementation)
     emulation = emulator()
     device = emulation.Device(num_workers=1 + seed % 7, stages=2 + seed % 3, seed=seed % 2**31)
-    scales = {k: _of_layer(batch, x) for k, x in more.items() if k in ("k_scale", "v_scale")}
+    scales = {k: scale_of_layer(batch, x) for k, x in more.items() if k in ("k_scale", "v_scale")}
     return emulation.emulate(batch, device, **options, **(more | scales))
 
 
@@ -56,16 +56,6 @@ def emulator() -> Any:
     import emulation
 
     return emulation
-
-
-def _of_layer(batch: Batch, scale: Any) -> np.ndarray:
-    """A scale as the kernels take it: [num_kv_heads] of the layer, or per token of all layers."""
-    scale, case = np.float32(scale), batch.case
-    if scale.ndim >= 3:
-        return scale
-    if case.num_layers is not None and scale.ndim:
-        scale = scale[batch.layer]
-    return np.ascontiguousarray(np.broadcast_to(scale, (case.num_kv_heads,)))
 
 
 def _compare(result, expected, batch: Batch, more: Mapping[str, Any]) -> float:
@@ -96,17 +86,17 @@ def _close(result, expected) -> float:
     return assert_attention_close(out, lse, exact, exact_lse)
 
 
+# Holes are wild page ids, too. A distance of 2^31 tokens is no number that ALiBi can work with.
+_WITHOUT = {"kv": None, "scale": None, "holes": False, "alibi": False}
 VALUES = {
-    name: values for name, values in ATTENTION.items() if name not in ("kv", "scale", "out_dtype")
+    name: values for name, values in ATTENTION.items() if name not in (*_WITHOUT, "out_dtype")
 } | {"wild": ("page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer", "tree", "window", "all")}
 
 
 def _wild_attention(row: Row, seed: int, implementation: Any) -> float:
     """Any integers at all: what they mean is in the docstrings, and nothing else is read."""
     rng = np.random.default_rng([seed, 5])
-    batch, _, options, _ = attention_case(
-        {**row, "kv": None, "scale": None, "holes": False}, seed, capacity=420
-    )
+    batch, _, options, _ = attention_case({**row, **_WITHOUT}, seed, capacity=420)
     clean = {name: getattr(batch, name) for name in ("q", "k_pages", "v_pages")}
     clean = {k: np.where(np.isnan(x), x.dtype.type(0.5), x) for k, x in clean.items()}
     batch = dataclasses.replace(batch, **clean)
@@ -129,9 +119,6 @@ def _wild_attention(row: Row, seed: int, implementation: Any) -> float:
         options |= {name: wild(options[name]) for name in ("tree", "tree_sizes")}
     if is_wild("window"):
         options["sliding_window"] = wild(np.full(len(batch.seq_lens), 9), 0.7)
-    # A distance of 2^31 tokens is no number that ALiBi or a window can work with in 32 bits.
-    if options.get("alibi_slopes") is not None:
-        options["alibi_slopes"] = None
     result = _attend(batch, options, {}, implementation, seed)
     return _compare(result, dense_oracle(batch, **options), batch, {})
 

@@ -555,7 +555,7 @@ def run(report: Report, stop: Stop, first_seed: int) -> None:
 
 
 def run_machine(machine, *, num_operations: int, seed_number: int | None) -> None:
-    """Runs a state machine for about that many operations; a seed of None is another each time."""
+    """Runs a state machine for about that many operations; without a seed the same ones always."""
     options = settings(
         max_examples=num_operations // 75,
         stateful_step_count=STEPS,
