@@ -9,16 +9,17 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_paged import _ffi, attention, cascade, kv, merge, mla, ragged
+from jax_paged import _ffi, kv, merge
 from jax_paged.layout import pages_shape
+from jax_paged.ops import attention, cascade, mla
 from jax_paged.validation import expect
 
 _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
     "ragged_paged_attention": (attention.ragged_paged_attention, attention.TARGET),
-    "ragged_attention": (ragged.ragged_attention, attention.TARGET),
+    "ragged_attention": (attention.ragged_attention, attention.TARGET),
     "cascade_attention": (cascade.cascade_attention, attention.TARGET),
-    "mla_paged_attention": (mla.mla_paged_attention, mla.TARGET),
+    "mla_paged_attention": (mla.mla_paged_attention, attention.TARGET),
     "merge_attention_states": (merge.merge_attention_states, merge.TARGET),
     "write_kv": (kv.write_kv, kv.TARGET),
     "qkv_norm_rope_write": (kv.qkv_norm_rope_write, kv.QKV_TARGET),
@@ -75,7 +76,7 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         "implementation": chosen,
         "target": target if chosen == "native" else None,
     }
-    if chosen == "native" and platform == "cpu" and target in (attention.TARGET, mla.TARGET):
+    if chosen == "native" and platform == "cpu" and target == attention.TARGET:
         if "levels" in call:
             plan["levels"] = [_cpu_attention_plan(level) for level in _level_calls(call)]
         else:

@@ -35,7 +35,7 @@ from jax_paged._page_windows import loses_window
 from jax_paged._zero_pool import zero_pool
 from jax_paged.kv import copy_rows
 from jax_paged.layout import Layout
-from jax_paged.mla import check_latent_scale
+from jax_paged.ops.mla import check_latent_scale
 from jax_paged.pages import Integers, PageCopies, PageTable, SlotMoves, Status, StepBatch
 from jax_paged.state import KVState, _with_copies, _with_moves, check_pages_dtype, check_table_fits
 from jax_paged.validation import check_shape, expect

@@ -12,6 +12,7 @@ from jax_paged._ffi import Implementation
 from jax_paged._page_table import INT32_MAX, pages_for
 from jax_paged.kv import write_kv
 from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_shape
+from jax_paged.ops.options import check_slid
 from jax_paged.validation import (
     FLOAT_DTYPES,
     as_index,
@@ -19,7 +20,6 @@ from jax_paged.validation import (
     check_layer,
     check_pages,
     check_shape,
-    check_windows,
     expect,
     is_eight_bit,
     is_per_token,
@@ -174,7 +174,7 @@ def _check_places(page_table, rows, begins, ends, num_pinned, slot_offset) -> tu
     check_shape("rows", rows, "n", (None,))
     check_shape("begins", begins, "n", rows.shape)
     check_shape("ends", ends, "n", rows.shape)
-    _, *slid = check_windows(None, num_pinned, slot_offset, page_table.shape[0])
+    slid = check_slid(num_pinned, slot_offset, page_table.shape[0]).values()
     return page_table, rows, begins, ends, *slid
 
 

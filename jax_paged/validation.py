@@ -7,7 +7,7 @@ NotImplementedError that says what can. Each message is one line: argument, expe
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_paged._ffi import Implementation
 from jax_paged.layout import LAYOUTS, Layout, PagesShape, check_axes, is_stacked, pages_shape
-from jax_paged.rope import ROPE_STYLES, Rope, RopeStyle
+from jax_paged.rope import ROPE_STYLES, RopeStyle
 
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 EIGHT_BIT_DTYPES = tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
@@ -23,47 +23,6 @@ WEIGHT_DTYPES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))  # of weights wi
 OUT_DTYPES = EIGHT_BIT_DTYPES[:2]  # of an fp8 output
 MAX_HEAD_DIM = 512
 _I32_MAX = 2**31 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSpec:
-    """The static part of an attention call."""
-
-    layout: Layout
-    causal: bool
-    num_kv_splits: int | None
-    split_tokens: int | None
-    soft_cap: float | None
-    one_query_per_row: bool
-    implementation: Implementation
-    out_dtype: jnp.dtype | None = None
-    rope_style: RopeStyle | None = None  # None: no rope inside attention
-
-
-class AttentionOperands(NamedTuple):
-    """The arrays of an attention call in the order of the FFI target; None: not given."""
-
-    q: jax.Array
-    k_pages: jax.Array
-    v_pages: jax.Array
-    page_table: jax.Array
-    seq_lens: jax.Array
-    cu_q_lens: jax.Array
-    num_seqs: jax.Array
-    layer: jax.Array
-    sm_scale: jax.Array
-    sliding_window: jax.Array | None = None  # a scalar or [num_seqs]
-    num_pinned: jax.Array | None = None  # [num_seqs], given together with slot_offset
-    slot_offset: jax.Array | None = None
-    alibi_slopes: jax.Array | None = None
-    sinks: jax.Array | None = None
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
-    tree: jax.Array | None = None
-    tree_sizes: jax.Array | None = None
-    cos: jax.Array | None = None
-    sin: jax.Array | None = None
-    out_scale: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +42,7 @@ def expect(ok: bool, name: str, expected: str, got: Any) -> None:
         raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def _shape_text(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
@@ -111,7 +70,7 @@ def check_shape(
     expected = ", ".join(
         n if s is None or n == str(s) else f"{n}={s}" for n, s in zip(names, sizes, strict=True)
     )
-    raise ValueError(f"{name}: expected shape [{expected}], got {_shape_text(x.shape)}{hint}")
+    raise ValueError(f"{name}: expected shape [{expected}], got {shape_text(x.shape)}{hint}")
 
 
 def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None:
@@ -182,8 +141,8 @@ def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -
     expect(
         scale.shape in allowed,
         name,
-        "shape " + " or ".join(map(_shape_text, allowed)),
-        _shape_text(scale.shape),
+        "shape " + " or ".join(map(shape_text, allowed)),
+        shape_text(scale.shape),
     )
     return scale
 
@@ -260,8 +219,8 @@ def check_pages(
     expect(
         k_shape._replace(head_dim=0) == v_shape._replace(head_dim=0),
         "v_pages",
-        f"the {sizes} of k_pages {_shape_text(k_pages.shape)}, head_dim aside",
-        _shape_text(v_pages.shape),
+        f"the {sizes} of k_pages {shape_text(k_pages.shape)}, head_dim aside",
+        shape_text(v_pages.shape),
     )
     expect(
         v_pages.dtype == k_pages.dtype, "v_pages", f"dtype {k_pages.dtype.name}", v_pages.dtype.name
@@ -270,7 +229,7 @@ def check_pages(
     return k_shape, v_shape
 
 
-def _other_layout(k_pages: jax.Array, layout: Layout, fits: Callable[[int], bool]) -> str:
+def other_layout(k_pages: jax.Array, layout: Layout, fits: Callable[[int], bool]) -> str:
     """What to add to a message about KV heads: that the pages would fit as "NHD", or as "HND"."""
     other: Layout = "HND" if layout == "NHD" else "NHD"
     if layout == "vllm5d" or not fits(pages_shape(k_pages, other).num_kv_heads):
@@ -298,7 +257,7 @@ def check_write(
     for name, x, shape in (("k", k, k_shape), ("v", v, v_shape)):
         check_float(name, x)
         sizes = (slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim)
-        other = _other_layout(k_pages, layout, lambda heads, x=x: x.shape[1:2] == (heads,))
+        other = other_layout(k_pages, layout, lambda heads, x=x: x.shape[1:2] == (heads,))
         check_shape(name, x, "tokens num_kv_heads head_dim", sizes, hint=other)
     layer = check_layer(layer, k_shape.num_layers)
     scales = _check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
@@ -315,7 +274,7 @@ def _check_written_scales(
         is_per_token(k_scale, k_pages) == is_per_token(v_scale, v_pages),
         "v_scale",
         "a scale per token where k_scale is one, and only there",
-        "None" if v_scale is None else f"shape {_shape_text(v_scale.shape)}",
+        "None" if v_scale is None else f"shape {shape_text(v_scale.shape)}",
     )
     return k_scale, v_scale
 
@@ -381,163 +340,6 @@ def check_qkv(
     layer = check_layer(layer, k_shape.num_layers)
     scales = _check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
     return positions, slot_mapping, layer, *scales
-
-
-def check_attention(
-    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, spec, *, layer, sm_scale,
-    sliding_window, num_pinned, slot_offset, alibi_slopes, sinks, k_scale, v_scale, out_scale,
-    rope, tree=None, tree_sizes=None,
-) -> AttentionOperands:  # fmt: skip
-    """Checks an attention call at trace time. cu_q_lens None means one query per row."""
-    check_choice("implementation", spec.implementation, (None, "native", "reference"))
-    k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
-    page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
-    check_shape("seq_lens", seq_lens, "num_seqs", (None,))
-    rows = seq_lens.shape[0]
-    check_shape("page_table", page_table, "num_seqs pages_per_seq", (rows, None))
-    tokens = rows if cu_q_lens is None else None
-    check_float("q", q)
-    check_shape(
-        "q", q, f"{'num_seqs' if tokens is not None else 'tokens'} num_q_heads head_dim",
-        (tokens, None, k_shape.head_dim),
-    )  # fmt: skip
-    check_kv_dtype("k_pages", k_pages, q.dtype)
-    num_q_heads = q.shape[1]
-    expect(
-        0 < k_shape.num_kv_heads <= num_q_heads and num_q_heads % k_shape.num_kv_heads == 0,
-        "q",
-        f"num_q_heads to be a multiple of num_kv_heads={k_shape.num_kv_heads}",
-        f"{num_q_heads}"
-        + _other_layout(
-            k_pages, spec.layout, lambda n: n > 0 and num_q_heads > 0 and num_q_heads % n == 0
-        ),
-    )
-    for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
-        check_native(name, shape.head_dim, spec.implementation)
-    if cu_q_lens is None:
-        cu_q_lens = np.arange(rows + 1, dtype=np.int32)
-    cu_q_lens = as_index("cu_q_lens", cu_q_lens)
-    check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (rows + 1,))
-    num_seqs = as_index("num_seqs", rows if num_seqs is None else num_seqs)
-    expect(num_seqs.size == 1 and num_seqs.ndim <= 1, "num_seqs", "a scalar or [1]", num_seqs.shape)
-    num_seqs = num_seqs if num_seqs.ndim else num_seqs.reshape(1)
-    layer = check_layer(layer, k_shape.num_layers)
-    for name, value in (("num_kv_splits", spec.num_kv_splits), ("split_tokens", spec.split_tokens)):
-        ok = value is None or (isinstance(value, int) and value is not True and value >= 1)
-        expect(ok, name, "None or an int >= 1", value)
-    expect(
-        spec.num_kv_splits is None or spec.split_tokens is None,
-        "split_tokens",
-        "None when num_kv_splits is given",
-        spec.split_tokens,
-    )
-    sm_scale = check_scale("sm_scale", k_shape.head_dim**-0.5 if sm_scale is None else sm_scale)
-    soft_cap = spec.soft_cap
-    ok = isinstance(soft_cap, (int, float, np.floating)) and soft_cap is not True
-    ok = ok and 0 < float(soft_cap) < math.inf
-    expect(soft_cap is None or ok, "soft_cap", "None or a finite number > 0", soft_cap)
-    sliding_window, num_pinned, slot_offset = check_windows(
-        sliding_window, num_pinned, slot_offset, rows
-    )
-    alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
-    sinks = _check_per_head("sinks", sinks, num_q_heads)
-    if out_scale is not None:
-        expect(spec.out_dtype is not None, "out_scale", "None without an out_dtype", "a scale")
-        out_scale = check_scale("out_scale", out_scale)
-    tree, tree_sizes = _check_tree(tree, tree_sizes, rows, spec)
-    cos, sin, _ = (None, None, None) if rope is None else rope
-    return AttentionOperands(
-        q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale,
-        sliding_window, num_pinned, slot_offset, alibi_slopes, sinks,
-        check_kv_scale("k_scale", k_scale, k_pages, k_shape),
-        check_kv_scale("v_scale", v_scale, v_pages, v_shape),
-        tree, tree_sizes, cos, sin, out_scale,
-    )  # fmt: skip
-
-
-def check_windows(
-    sliding_window: Any, num_pinned: Any, slot_offset: Any, rows: int
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The window as an i32 scalar or [rows], num_pinned and slot_offset as [rows], or None."""
-    if sliding_window is not None:
-        sliding_window = as_index("sliding_window", sliding_window)
-        if sliding_window.ndim:
-            check_shape("sliding_window", sliding_window, "num_seqs", (rows,))
-        elif not isinstance(sliding_window, jax.Array) and sliding_window <= 0:
-            sliding_window = None
-    if num_pinned is None and slot_offset is None:
-        return sliding_window, None, None
-    given = []
-    for name, x in (("num_pinned", num_pinned), ("slot_offset", slot_offset)):
-        x = as_index(name, 0 if x is None else x)
-        if x.ndim:
-            check_shape(name, x, "num_seqs", (rows,))
-        else:
-            x = (jnp if isinstance(x, jax.Array) else np).broadcast_to(x, (rows,))
-        given.append(x)
-    return sliding_window, *given
-
-
-def as_rope(rope: Any, k_pages: jax.Array, layout: Layout) -> Rope | None:
-    """Checks the tables of a rope inside attention."""
-    if rope is None:
-        return None
-    check_array("k_pages", k_pages)
-    expect(
-        isinstance(rope, tuple) and 2 <= len(rope) <= 3, "rope", "(cos, sin) or (cos, sin, style)",
-        f"a {type(rope).__name__}",
-    )  # fmt: skip
-    rope = Rope(*rope)
-    check_choice("rope style", rope.style, ROPE_STYLES)
-    head_dim = pages_shape(k_pages, layout).head_dim
-    for name, x in (("rope cos", rope.cos), ("rope sin", rope.sin)):
-        check_float(name, x, jnp.dtype("float32"))
-        check_shape(name, x, "max_positions rotary_dim/2", (None, None))
-    check_shape("rope sin", rope.sin, "max_positions rotary_dim/2", rope.cos.shape)
-    positions, half = rope.cos.shape
-    expect(
-        positions >= 1 and 2 <= 2 * half <= head_dim, "rope cos",
-        f"max_positions >= 1 and rotary_dim between 2 and head_dim={head_dim}",
-        _shape_text(rope.cos.shape),
-    )  # fmt: skip
-    return rope
-
-
-def _check_tree(
-    tree: Any, tree_sizes: Any, rows: int, spec: AttentionSpec
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """The intervals of the rows' trees and their sizes, as i32, or twice None."""
-    expect((tree is None) == (tree_sizes is None), "tree_sizes", "an array where tree is one, and "
-           "only there", "None" if tree_sizes is None else "an array")  # fmt: skip
-    if tree is None:
-        return None, None
-    expect(spec.causal, "tree", "None with causal=False", "an array")
-    tree, tree_sizes = as_index("tree", tree), as_index("tree_sizes", tree_sizes)
-    check_shape("tree", tree, "num_seqs max_tree 2", (rows, None, 2))
-    expect(tree.shape[1] >= 1, "tree", "max_tree >= 1", 0)
-    check_shape("tree_sizes", tree_sizes, "num_seqs", (rows,))
-    return tree, tree_sizes
-
-
-def as_out_dtype(dtype: Any) -> jnp.dtype | None:
-    """The dtype of an attention output that is not q's: an fp8 one, or None."""
-    if dtype is None:
-        return None
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError:
-        known = dtype
-    check_choice("out_dtype", known, (None, *OUT_DTYPES))
-    return known
-
-
-def _check_per_head(name: str, x: jax.Array | None, num_q_heads: int) -> jax.Array | None:
-    """One number for each query head, as f32."""
-    if x is None:
-        return None
-    check_float(name, x)
-    check_shape(name, x, "num_q_heads", (num_q_heads,))
-    return x if x.dtype == np.float32 else x.astype(np.float32)
 
 
 def check_scale(name: str, value: Any) -> jax.Array:

@@ -19,7 +19,6 @@ import numpy as np
 
 from jax_paged import ragged_paged_attention
 from jax_paged.layout import (
-    LAYOUTS,  # in the order of the C++ Layout
     pages_shape,
     slots_first,
 )
@@ -37,34 +36,51 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAG
 # In the order of the C++ Dtype; the last three of pages only.
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 
-_POINTERS = (
-    "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
-    "sm_scale", "sliding_window", "num_pinned", "slot_offset", "alibi_slopes", "sinks", "tree",
-    "tree_sizes", "k_scale", "v_scale", "cos", "sin", "out_scale",
-    "k_touched", "v_touched", "out", "lse", "workspace",
-)  # fmt: skip
-_SIZES = (
-    "num_tokens", "num_q_heads", "max_seqs", "pages_per_seq", "num_layers", "num_pages",
-    "num_kv_heads", "page_size", "head_dim", "v_head_dim", "num_kv_splits", "split_tokens",
-    "max_tree", "max_positions", "rope_half", "workspace_words",
-)  # fmt: skip
-_OPTIONS = (
-    "dtype", "kv_dtype", "out_dtype", "layout", "causal", "has_row_windows", "rope_interleaved",
-    "k_scale_per_token", "v_scale_per_token", "num_workers", "stages", "plan_ctas",
-    "shared_bytes_per_cta", "shared_bytes_per_multiprocessor",
-)  # fmt: skip
+TYPES = {name: i for i, name in enumerate(DTYPES)} | {"int32": -1}  # of the C++ ArrayType
 CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows")
 
 
-class EmulatedCall(ctypes.Structure):
-    """ffi/emu/attention/library.cc has the same struct, field by field."""
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The part of a launch that a device decides, and the emulator's seed.
+
+    Stages are those of the rings where the decode kernel serves; the shared memory decides whether
+    it does. The seed's remainder by 3 says when cp.async copies (late, early, by chance), by 4 how
+    many CTAs run at a time; CTAs, warps and lanes run in an order drawn from it.
+    """
+
+    num_workers: int = 5
+    stages: int = 3
+    plan_ctas: int = 2
+    shared_bytes_per_cta: int = 227 * 1024
+    shared_bytes_per_multiprocessor: int = 228 * 1024
+    seed: int = 1
+
+
+class EmulatedArray(ctypes.Structure):
+    """ffi/emu/attention/library.cc has the same structs, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_int32) for name in _OPTIONS),
-        ("soft_cap", ctypes.c_float),
-        ("seed", ctypes.c_uint32),
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("touched", ctypes.c_void_p),
+        ("dims", ctypes.c_int64 * 6),
+        ("rank", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
+
+
+class EmulatedAttribute(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("text", ctypes.c_char_p), ("number", ctypes.c_double))
+
+
+class EmulatedCall(ctypes.Structure):
+    _fields_ = (
+        ("operands", ctypes.POINTER(EmulatedArray)),
+        ("attributes", ctypes.POINTER(EmulatedAttribute)),
+        ("results", ctypes.POINTER(EmulatedArray)),
+        *((name, ctypes.c_int32) for name in ("num_operands", "num_attributes")),
+        *((field.name, ctypes.c_int32) for field in dataclasses.fields(Device)),
         *((name, ctypes.c_int32) for name in CHOICE),
     )
 
@@ -151,31 +167,12 @@ def poisoned(shape, dtype) -> np.ndarray:
     return array
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The part of a launch that a device decides, and the emulator's seed.
-
-    Stages are those of the rings where the decode kernel serves; the shared memory decides whether
-    it does. The seed's remainder by 3 says when cp.async copies (late, early, by chance), by 4 how
-    many CTAs run at a time; CTAs, warps and lanes run in an order drawn from it.
-    """
-
-    num_workers: int = 5
-    stages: int = 3
-    plan_ctas: int = 2
-    shared_bytes_per_cta: int = 227 * 1024
-    shared_bytes_per_multiprocessor: int = 228 * 1024
-    seed: int = 1
-
-
 def emulate(
-    batch, device: Device = Device(), *, sliding_window=None, num_pinned=None, slot_offset=None,
-    soft_cap=None, alibi_slopes=None, sinks=None, tree=None, tree_sizes=None, k_scale=None,
-    v_scale=None, rope=None, out_dtype=None, out_scale=None, num_kv_splits=0, split_tokens=0,
-    loaded=None, buffers=None, latent=False,
-):  # fmt: skip
+    batch, device: Device = Device(), *, loaded=None, buffers=None, latent=False, **options
+):
     """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
 
+    `options`: those of attention, as the FFI target takes them: of scales those of the layer.
     `buffers`: a dict that receives all operands and results, the workspace among them, what
     select.h chose (`CHOICE`), and in `k_touched` and `v_touched`, shaped like the pages, how many
     bytes of each element a kernel asked for.
@@ -183,104 +180,84 @@ def emulate(
     """
     loaded = library() if loaded is None else loaded
     case = batch.case
-    dtype = jnp.dtype(batch.q.dtype).name
-    out_dtype = jnp.dtype(batch.q.dtype if out_dtype is None else out_dtype)
+    options = {name: x for name, x in options.items() if x is not None}
+    options |= {"layout": case.layout, "causal": case.causal}
+    out_dtype = jnp.dtype(options.pop("out_dtype", batch.q.dtype))
+    if "rope" in options:
+        options["cos"], options["sin"], style = options.pop("rope")
+        options["rope_interleaved"] = style == "interleaved"
     pages = pages_shape(batch.k_pages, case.layout, "k")
-    heads, page_size = pages.num_kv_heads, pages.page_size
-    num_tokens, num_q_heads, head_dim = batch.q.shape
+    heads = pages.num_kv_heads
+    num_tokens, num_q_heads, _ = batch.q.shape
     max_seqs, pages_per_seq = batch.page_table.shape
     v_head_dim = pages_shape(batch.v_pages, case.layout, "v").head_dim
-    cos, sin, style = (None, None, None) if rope is None else rope
-    if (num_pinned is None) != (slot_offset is None):  # the op gives both, or none
+    if ("num_pinned" in options) != ("slot_offset" in options):  # the op gives both, or none
         rows = np.zeros(max_seqs, np.int32)
-        num_pinned, slot_offset = (rows if x is None else x for x in (num_pinned, slot_offset))
+        options = {"num_pinned": rows, "slot_offset": rows} | options
+    static = ("layout", "causal", "soft_cap", "num_kv_splits", "split_tokens", "rope_interleaved")
+    attributes = {name: options.pop(name) for name in static if name in options}
     words = loaded.workspace_words(
-        max_seqs, heads, num_q_heads // heads, v_head_dim, pages_per_seq * page_size,
-        num_kv_splits, split_tokens, 0 if tree is None else tree.shape[1],
+        max_seqs, heads, num_q_heads // heads, v_head_dim, pages_per_seq * pages.page_size,
+        attributes.get("num_kv_splits", 0), attributes.get("split_tokens", 0),
+        options["tree"].shape[1] if "tree" in options else 0,
     )  # fmt: skip
-    arrays = {
+    pools = {"k_pages": batch.k_pages, "v_pages": batch.v_pages}
+    if latent:
+        pools = {"kv_pages": batch.k_pages.squeeze(-3)}
+    operands = {
         "q": batch.q,
-        "k_pages": batch.k_pages,
-        "v_pages": batch.v_pages,
+        **pools,
         "page_table": batch.page_table,
         "seq_lens": batch.seq_lens,
         "cu_q_lens": batch.cu_q_lens,
         "num_seqs": np.array([batch.num_seqs], np.int32),
         "layer": np.array(0 if batch.layer is None else batch.layer, np.int32),
         "sm_scale": np.array(batch.sm_scale, np.float32),
-        "sliding_window": sliding_window,
-        "num_pinned": num_pinned,
-        "slot_offset": slot_offset,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "tree": tree,
-        "tree_sizes": tree_sizes,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "cos": cos,
-        "sin": sin,
-        "out_scale": out_scale,
+    }
+    for name, x in options.items():
+        operands[name] = np.array(x, "i4" if np.asarray(x).dtype.kind in "iu" else "f4")
+    operands = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in operands.items()}
+    results = {
         "out": poisoned((num_tokens, num_q_heads, v_head_dim), out_dtype),
         "lse": poisoned((num_tokens, num_q_heads), np.float32),
         "workspace": poisoned(words, np.float32),
     }
-    indices = ("sliding_window", "num_pinned", "slot_offset", "tree", "tree_sizes")
-    for name in (
-        *indices, "alibi_slopes", "sinks", "k_scale", "v_scale", "cos", "sin", "out_scale",
-    ):  # fmt: skip
-        if arrays[name] is not None:
-            arrays[name] = np.array(arrays[name], "i4" if name in indices else "f4")
+    touched = {}
     if buffers is not None:
-        for name in ("k", "v"):
-            pages_array = arrays[f"{name}_pages"]
-            arrays[f"{name}_touched"] = np.zeros((*pages_array.shape, pages_array.itemsize), "u1")
-    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}
-    if latent:
-        arrays["v_pages"] = arrays["k_pages"]
+        touched = {x: np.zeros((*operands[x].shape, operands[x].itemsize), "u1") for x in pools}
+
+    def arrays(given):
+        found = [
+            EmulatedArray(
+                name=name.encode(),
+                data=x.ctypes.data,
+                touched=touched[name].ctypes.data if name in touched else None,
+                dims=(ctypes.c_int64 * 6)(*x.shape),
+                rank=x.ndim,
+                type=TYPES[x.dtype.name],
+            )
+            for name, x in given.items()
+        ]
+        return (EmulatedArray * len(found))(*found)
+
+    given = [
+        EmulatedAttribute(name.encode(), x.encode(), 0)
+        if isinstance(x, str)
+        else EmulatedAttribute(name.encode(), None, x)
+        for name, x in attributes.items()
+    ]
     call = EmulatedCall(
-        **{name: x.ctypes.data for name, x in arrays.items()},
-        num_tokens=num_tokens,
-        num_q_heads=num_q_heads,
-        max_seqs=max_seqs,
-        pages_per_seq=pages_per_seq,
-        num_layers=1 if pages.num_layers is None else pages.num_layers,
-        num_pages=pages.num_pages,
-        num_kv_heads=heads,
-        page_size=page_size,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        num_kv_splits=num_kv_splits,
-        split_tokens=split_tokens,
-        max_tree=0 if tree is None else tree.shape[1],
-        max_positions=0 if cos is None else len(cos),
-        rope_half=0 if cos is None else np.shape(cos)[1],
-        workspace_words=words,
-        dtype=DTYPES.index(dtype),
-        kv_dtype=DTYPES.index(batch.k_pages.dtype.name),
-        out_dtype=DTYPES.index(out_dtype.name),
-        k_scale_per_token=k_scale is not None and np.ndim(k_scale) > 1,
-        v_scale_per_token=v_scale is not None and np.ndim(v_scale) > 1,
-        layout=LAYOUTS.index(case.layout),
-        causal=case.causal,
-        has_row_windows=sliding_window is not None and np.ndim(sliding_window) == 1,
-        rope_interleaved=style == "interleaved",
-        soft_cap=soft_cap or 0,
-        num_workers=device.num_workers,
-        stages=device.stages,
-        plan_ctas=device.plan_ctas,
-        shared_bytes_per_cta=device.shared_bytes_per_cta,
-        shared_bytes_per_multiprocessor=device.shared_bytes_per_multiprocessor,
-        seed=device.seed,
-    )
+        arrays(operands), (EmulatedAttribute * len(given))(*given), arrays(results),
+        len(operands), len(given), **dataclasses.asdict(device),
+    )  # fmt: skip
     error = loaded.emulate_attention(ctypes.byref(call)).decode()
     if error:
         raise EmulationError(error)
     if buffers is not None:
-        for name in ("k_touched", "v_touched"):
-            arrays[name] = arrays[name].sum(-1)
-        buffers.update(arrays)
+        buffers.update(operands | results)
+        buffers.update((f"{name[:-6]}_touched", x.sum(-1)) for name, x in touched.items())
         buffers.update((name, getattr(call, name)) for name in CHOICE)
-    return arrays["out"], arrays["lse"]
+    return results["out"], results["lse"]
 
 
 IMPLEMENTATIONS = ("native", "reference", "emulated")

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_paged.groups import KVGroups, MlaState
 from jax_paged.kv import write_kv
-from jax_paged.mla import write_mla_kv
+from jax_paged.ops.mla import write_mla_kv
 
 
 def write(kv: KVGroups, batches, values: jax.Array) -> KVGroups:

@@ -26,7 +26,6 @@ from jax_paged import (
     copy_pages,
     linear,
     merge_attention_states,
-    mla_paged_attention,
     moe_experts,
     paged_attention,
     qkv_norm_rope_write,
@@ -224,10 +223,8 @@ def test_a_build_without_cuda_kernels_says_why_and_what_to_do(monkeypatch):
 # Sizes that no other test uses, so that what is traced here is not found in a cache later.
 Q = jax.ShapeDtypeStruct((3, 2, 24), jnp.float32)
 PAGES = jax.ShapeDtypeStruct((11, 1, 3, 24), jnp.float32)
-LATENT_PAGES = jax.ShapeDtypeStruct((11, 3, 24), jnp.float32)
 TABLE = jax.ShapeDtypeStruct((3, 7), jnp.int32)
 ROW = jax.ShapeDtypeStruct((3,), jnp.int32)
-STARTS = jax.ShapeDtypeStruct((4,), jnp.int32)
 NEW = jax.ShapeDtypeStruct((3, 1, 24), jnp.float32)
 QKV = jax.ShapeDtypeStruct((3, 4 * 24), jnp.float32)
 ANGLES = jax.ShapeDtypeStruct((5, 12), jnp.float32)
@@ -238,10 +235,6 @@ EXPERT_WEIGHTS = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
-    "jax_paged.mla_attention.v1": (
-        functools.partial(mla_paged_attention, sm_scale=1.0, v_head_dim=16),
-        (Q, LATENT_PAGES, TABLE, ROW, STARTS),
-    ),
     "jax_paged.merge_attention_states.v1": (merge_attention_states, (Q, LSE, Q, LSE)),
     "jax_paged.qkv_norm_rope_write.v1": (
         functools.partial(qkv_norm_rope_write, num_q_heads=2),
@@ -320,7 +313,7 @@ def test_examples_in_docstrings_print_what_they_say(name):
 
 
 def test_public_functions_have_docstrings_with_an_example():
-    for name in ("attention", "kv", "kv_range", "ragged"):
+    for name in ("ops.attention", "kv", "kv_range"):
         module = importlib.import_module(f"jax_paged.{name}")
         for function in (f for f in vars(module).values() if callable(f)):
             if getattr(jax_paged, function.__name__, None) is function:

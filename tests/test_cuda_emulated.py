@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from emulation import Device, emulate, library
 
-from jax_paged.attention import _cuda_workspace_words
 from jax_paged.layout import LAYOUTS
+from jax_paged.ops.attention import _cuda_workspace_words
 from jax_paged.testing import (
     TOLERANCES,
     WILD_PAGE,

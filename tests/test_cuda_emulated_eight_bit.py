@@ -77,7 +77,7 @@ def test_an_fp8_output_is_the_nearest_code(dtype, out_dtype):
         v_pages[batch.page_table[row, 0], 0, 0] = exact[row].astype(v_pages.dtype)
     batch = dataclasses.replace(batch, q=0 * batch.q, v_pages=v_pages)  # weights exactly 1
     scale, buffers = np.float32([0.75]), {}
-    out, _ = emulate(batch, out_dtype=out_dtype, out_scale=scale, buffers=buffers)
+    out, _ = emulate(batch, out_dtype=out_dtype, out_scale=scale[0], buffers=buffers)
     assert (buffers["chosen_prefill_rows"] > 0) == (dtype != "float32")
     limit = np.float32(jnp.finfo(out_dtype).max)
     for row, token in enumerate((0, 1, 41)):

@@ -15,7 +15,7 @@ from page_tables import assert_same
 from jax_paged import groups, mla_paged_attention, pages, ragged_paged_attention
 from jax_paged.groups import KVGroups, MlaState
 from jax_paged.kv import write_kv
-from jax_paged.mla import write_mla_kv
+from jax_paged.ops.mla import write_mla_kv
 from jax_paged.pages import PageTable, Status
 from jax_paged.state import KVState
 

@@ -197,7 +197,7 @@ def test_explain_names_the_target():
     batch = make_mla(24, 16, 3, [2, 1], [10, 13])
     (q, k_pages, _, *rows), _ = batch.ragged()
     plan = explain("mla_paged_attention", q, k_pages[:, 0], *rows, sm_scale=1.0, v_head_dim=16)
-    assert plan["target"] == "jax_paged.mla_attention.v1"
+    assert plan["target"] == "jax_paged.attention.v1"
     assert plan["kernels"] == ["decode", "decode"]
 
 

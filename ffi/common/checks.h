@@ -10,9 +10,26 @@
 #include <initializer_list>
 #include <string>
 
+#include "common/dtypes.h"
 #include "common/page_view.h"
 
 namespace jax_paged {
+
+// The element type of an array: a Dtype, an index, or something else with a number of XLA's.
+enum class ArrayType : int { kInt32 = -1, kFirstOther = 1000 };
+
+constexpr ArrayType TypeOf(Dtype dtype) { return static_cast<ArrayType>(dtype); }
+
+template <typename T>
+constexpr ArrayType TypeOf();
+template <>
+constexpr ArrayType TypeOf<float>() {
+  return TypeOf(Dtype::kFloat32);
+}
+template <>
+constexpr ArrayType TypeOf<int32_t>() {
+  return ArrayType::kInt32;
+}
 
 struct ShapeView {
   const int64_t* dims;
@@ -44,6 +61,76 @@ inline std::string CheckSameShape(const char* op, const char* argument, ShapeVie
 inline std::string CheckShape(const char* op, const char* argument, ShapeView got,
                               std::initializer_list<int64_t> expected) {
   return CheckSameShape(op, argument, got, {expected.begin(), expected.size()});
+}
+
+// An operand or a result.
+struct Array {
+  void* data = nullptr;  // an array without elements may have none
+  ArrayType type = ArrayType::kFirstOther;
+  ShapeView shape = {nullptr, 0};
+  bool is_given = false;
+};
+
+inline std::string TypeText(ArrayType type) {
+  constexpr const char* kNames[] = {"bfloat16",      "float16",     "float32",
+                                    "float8_e4m3fn", "float8_e5m2", "int8"};
+  const int number = static_cast<int>(type);
+  if (type == ArrayType::kInt32) return "int32";
+  if (type >= ArrayType::kFirstOther) {
+    return "XLA element type " + std::to_string(number - static_cast<int>(ArrayType::kFirstOther));
+  }
+  return kNames[number];
+}
+
+inline std::string CheckType(const char* op, const char* argument, ArrayType got,
+                             ArrayType expected) {
+  if (got == expected) return "";
+  return Mismatch(op, argument, TypeText(expected), TypeText(got));
+}
+
+inline bool IsEightBit(ArrayType type) {
+  return type >= TypeOf(Dtype::kFloat8E4M3) && type <= TypeOf(Dtype::kInt8);
+}
+
+inline std::string ReadDtype(const char* op, const char* argument, ArrayType type, Dtype* dtype) {
+  if (type < TypeOf(Dtype::kBFloat16) || type > TypeOf(Dtype::kFloat32)) {
+    return Mismatch(op, argument, "bfloat16, float16 or float32", TypeText(type));
+  }
+  *dtype = static_cast<Dtype>(type);
+  return "";
+}
+
+// The same for pages, which may be 8-bit.
+inline std::string ReadKvDtype(const char* op, const char* argument, ArrayType type, Dtype* dtype) {
+  if (!IsEightBit(type)) return ReadDtype(op, argument, type, dtype);
+  *dtype = static_cast<Dtype>(type);
+  return "";
+}
+
+// The same for pages beside q, whose dtype they have, or they are 8-bit.
+inline std::string ReadKvDtype(const char* op, const char* argument, ArrayType type, ArrayType q,
+                               Dtype* dtype) {
+  if (type == q || IsEightBit(type)) return ReadKvDtype(op, argument, type, dtype);
+  return Mismatch(op, argument, TypeText(q) + " or 8-bit", TypeText(type));
+}
+
+// The dtype of an output: q's or fp8.
+inline std::string ReadOutDtype(const char* op, const char* argument, ArrayType type, Dtype q,
+                                Dtype* dtype) {
+  if (type == TypeOf(Dtype::kFloat8E4M3) || type == TypeOf(Dtype::kFloat8E5M2)) {
+    *dtype = static_cast<Dtype>(type);
+    return "";
+  }
+  *dtype = q;
+  return CheckType(op, argument, type, TypeOf(q));
+}
+
+// Weights have the dtype of x, or they are int8 or fp8 (E4M3).
+inline std::string ReadWeightDtype(const char* op, const char* argument, ArrayType type,
+                                   ArrayType x, Dtype* dtype) {
+  const bool quantized = type == TypeOf(Dtype::kInt8) || type == TypeOf(Dtype::kFloat8E4M3);
+  if (quantized || type == x) return ReadKvDtype(op, argument, type, dtype);
+  return Mismatch(op, argument, TypeText(x) + " or int8 or float8_e4m3fn", TypeText(type));
 }
 
 // An operand that may be absent: then it is [0].

@@ -30,11 +30,11 @@ inline std::string ReadMoe(const MoeBuffers& in, MoeParams* params) {
     error = std::move(text);
     return !error.empty();
   };
-  if (failed(ReadDtype(kMoeOp, "x", in.x.element_type(), &params->dtype)) ||
-      failed(ReadWeightDtype(kMoeOp, "gate_up", in.gate_up.element_type(), in.x.element_type(),
-                             &params->w_dtype)) ||
-      failed(CheckType(kMoeOp, "down", in.down.element_type(), in.gate_up.element_type())) ||
-      failed(CheckType(kMoeOp, "out", in.out.element_type(), in.x.element_type())) ||
+  if (failed(ReadDtype(kMoeOp, "x", TypeOf(in.x), &params->dtype)) ||
+      failed(
+          ReadWeightDtype(kMoeOp, "gate_up", TypeOf(in.gate_up), TypeOf(in.x), &params->w_dtype)) ||
+      failed(CheckType(kMoeOp, "down", TypeOf(in.down), TypeOf(in.gate_up))) ||
+      failed(CheckType(kMoeOp, "out", TypeOf(in.out), TypeOf(in.x))) ||
       failed(CheckRank(kMoeOp, "x", Shape(in.x), 2)) ||
       failed(CheckRank(kMoeOp, "down", Shape(in.down), 3)) ||
       failed(CheckRank(kMoeOp, "experts", Shape(in.experts), 2))) {

@@ -5,41 +5,11 @@
 
 #include <cstdint>
 
+#include "common/attention_call.h"
 #include "common/dtypes.h"
 #include "common/page_view.h"
 
 namespace jax_paged {
-
-inline constexpr char kAttentionOp[] = "jax_paged.attention";  // of its error messages
-
-// The sizes of one call, as its operands have them.
-struct AttentionShape {
-  Dtype dtype;      // of q
-  Dtype kv_dtype;   // of the pages: the same, or 8-bit
-  Dtype out_dtype;  // of out: the same, or fp8
-  int64_t num_tokens;
-  int64_t num_q_heads;
-  int64_t max_seqs;
-  int64_t pages_per_seq;
-  PoolShape k_pool;
-  PoolShape v_pool;
-};
-
-// What stored values are multiplied with: none (1), one per KV head, or one per token and KV head.
-struct KvScale {
-  const float*
-      data;  // null: none; [num_kv_heads] or the layer's [num_pages, num_kv_heads, page_size]
-  bool per_token;
-};
-
-// Rotary embedding inside attention.
-struct RopeTables {
-  const float* cos;  // [max_positions, half], null: none
-  const float* sin;
-  int64_t max_positions;
-  int64_t half;  // rotary_dim / 2
-  bool interleaved;
-};
 
 struct AttentionParams {
   const void* q;              // [T, num_q_heads, head_dim], dtype
@@ -55,10 +25,8 @@ struct AttentionParams {
   int32_t head_dim;
   int32_t v_head_dim;
   float sm_scale;
-  float soft_cap;             // 0: off
-  const float* alibi_slopes;  // [num_q_heads] or null
-  const float* sinks;         // [num_q_heads] or null
-  KvScale k_scale;            // of 8-bit pages
+  LogitOptions<PlainPointer> logits;
+  KvScale k_scale;  // of 8-bit pages; per token: those of the layer
   KvScale v_scale;
   const int32_t* trees;  // [S, 3, max_tree] as ReadTree (tree.h) leaves them, null: no trees
   int64_t max_tree;

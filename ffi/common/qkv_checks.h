@@ -33,16 +33,16 @@ inline std::string ReadQkv(const QkvBuffers& in, float eps, std::string_view sty
     return !error.empty();
   };
   QkvParams& p = *params;
-  const auto type = in.qkv.element_type();
+  const auto type = TypeOf(in.qkv);
   Layout layout = Layout::kHnd;
   if (failed(ReadDtype(kQkvOp, "qkv", type, &p.dtype)) ||
-      failed(CheckType(kQkvOp, "k_pages", in.k_pages.element_type(), type)) ||
-      failed(CheckType(kQkvOp, "v_pages", in.v_pages.element_type(), type)) ||
-      failed(CheckType(kQkvOp, "q result", in.q.element_type(), type)) ||
-      failed(CheckType(kQkvOp, "k_pages result", in.k_result.element_type(), type)) ||
-      failed(CheckType(kQkvOp, "v_pages result", in.v_result.element_type(), type)) ||
-      failed(ReadDtype(kQkvOp, "q_norm", in.q_norm.element_type(), &p.norm_dtype)) ||
-      failed(CheckType(kQkvOp, "k_norm", in.k_norm.element_type(), in.q_norm.element_type()))) {
+      failed(CheckType(kQkvOp, "k_pages", TypeOf(in.k_pages), type)) ||
+      failed(CheckType(kQkvOp, "v_pages", TypeOf(in.v_pages), type)) ||
+      failed(CheckType(kQkvOp, "q result", TypeOf(in.q), type)) ||
+      failed(CheckType(kQkvOp, "k_pages result", TypeOf(in.k_result), type)) ||
+      failed(CheckType(kQkvOp, "v_pages result", TypeOf(in.v_result), type)) ||
+      failed(ReadDtype(kQkvOp, "q_norm", TypeOf(in.q_norm), &p.norm_dtype)) ||
+      failed(CheckType(kQkvOp, "k_norm", TypeOf(in.k_norm), TypeOf(in.q_norm)))) {
     return error;
   }
   const int64_t element_bytes = ByteWidth(p.dtype);
@@ -100,8 +100,7 @@ inline std::string ReadQkv(const QkvBuffers& in, float eps, std::string_view sty
     return error;
   }
   if (p.norm_dtype != Dtype::kFloat32 && p.norm_dtype != p.dtype) {
-    return Mismatch(kQkvOp, "q_norm", "float32 or the type of qkv",
-                    TypeText(in.q_norm.element_type()));
+    return Mismatch(kQkvOp, "q_norm", "float32 or the type of qkv", TypeText(TypeOf(in.q_norm)));
   }
   p.qkv = in.qkv.untyped_data();
   p.positions = in.positions.typed_data();

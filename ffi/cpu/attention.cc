@@ -7,13 +7,12 @@
 #include <cstring>
 #include <new>
 #include <string>
-#include <string_view>
 
+#include "common/attention_call.h"
 #include "common/ffi_checks.h"
 #include "common/params.h"
 #include "common/schedule.h"
 #include "common/tree.h"
-#include "cpu/attend.h"
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
@@ -93,36 +92,87 @@ void SortByCost(const WorkItem* items, int64_t count, WorkItem* sorted) {
 }
 
 // Reads the trees of the rows into words [num_rows, 3, max_tree] and sets rows[i].tree_size.
-void ReadTrees(const Trees& trees, bool depths, int32_t num_rows, int32_t* words, Row* rows) {
+void ReadTrees(const AttentionCall& call, bool depths, int32_t num_rows, int32_t* words,
+               Row* rows) {
   for (int32_t i = 0; i < num_rows; ++i) {
-    const int64_t most = trees.max_tree < rows[i].seq_len ? trees.max_tree : rows[i].seq_len;
-    const int32_t size = static_cast<int32_t>(Clamp(trees.sizes[i], 0, most));
-    const bool hides = ReadTree(trees.intervals + i * 2 * trees.max_tree, size, trees.max_tree,
-                                depths, words + i * 3 * trees.max_tree);
+    const int64_t most = call.max_tree < rows[i].seq_len ? call.max_tree : rows[i].seq_len;
+    const int32_t size = static_cast<int32_t>(Clamp(call.tree_sizes[i], 0, most));
+    const bool hides = ReadTree(call.tree + i * 2 * call.max_tree, size, call.max_tree, depths,
+                                words + i * 3 * call.max_tree);
     rows[i].tree_size = hides ? size : 0;
   }
 }
 
+// What the kernels are told; trees are to come.
+AttentionParams MakeParams(const AttentionCall& call) {
+  const int32_t layer = *call.layer;
+  const auto of_layer = [&](KvScale scale) -> KvScale {
+    const PoolShape& pool = call.k_pool;
+    const int64_t layer_floats = pool.num_slots() * pool.num_kv_heads;
+    if (scale.per_token) scale.data += Clamp(layer, 0, pool.num_layers - 1) * layer_floats;
+    return scale;
+  };
+  AttentionParams params = {};
+  params.q = call.q;
+  params.out = call.out;
+  params.lse = call.lse;
+  params.k = MakePageView(call.k_pages, call.k_pool, layer);
+  params.v = MakePageView(call.v_pages, call.is_latent ? call.k_pool : call.v_pool, layer);
+  params.page_table = call.page_table;
+  params.pages_per_seq = call.pages_per_seq;
+  params.num_q_heads = static_cast<int32_t>(call.num_q_heads);
+  params.num_kv_heads = static_cast<int32_t>(call.k_pool.num_kv_heads);
+  params.group_size = params.num_q_heads / params.num_kv_heads;
+  params.head_dim = static_cast<int32_t>(call.k_pool.head_dim);
+  params.v_head_dim = static_cast<int32_t>(call.v_pool.head_dim);
+  params.sm_scale = *call.sm_scale;
+  params.logits = call.logits;
+  params.k_scale = of_layer(call.k_scale);
+  params.v_scale = of_layer(call.v_scale);
+  params.out_scale = call.out_scale ? *call.out_scale : 1.0f;
+  params.rope = call.rope;
+  params.causal = call.causal;
+  params.has_atoms = call.k_pool.layout == Layout::kVllm5d;
+  params.dtype = call.dtype;
+  params.kv_dtype = call.kv_dtype;
+  params.out_dtype = call.out_dtype;
+  return params;
+}
+
+ScheduleOptions MakeScheduleOptions(const ffi::ThreadPool& pool, const AttentionCall& call,
+                                    const AttentionParams& params) {
+  ScheduleOptions options;
+  options.group_size = params.group_size;
+  options.num_kv_heads = params.num_kv_heads;
+  options.head_dim = params.head_dim;
+  options.v_head_dim = params.v_head_dim;
+  options.causal = params.causal;
+  options.num_workers = Clamp(pool.num_threads(), 1, 1024);
+  options.num_kv_splits = call.num_kv_splits;
+  options.split_tokens = call.split_tokens;
+  return options;
+}
+
 // Plans the call and runs it. Throws std::bad_alloc.
-void Run(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
-         const RowsOfCall& call) {
+void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams params) {
   const int64_t max_seqs = call.max_seqs, num_tokens = call.num_tokens;
-  const Trees& trees = call.trees;
+  const RowWindows windows = {call.sliding_window, !call.has_row_windows, call.num_pinned,
+                              call.slot_offset};
+  ScheduleOptions options = MakeScheduleOptions(pool, call, params);
   const Scratch row_memory(static_cast<size_t>(max_seqs) * (sizeof(Row) + sizeof(RowPlan)) + 1);
   RowPlan* plans = reinterpret_cast<RowPlan*>(row_memory.data());
   Row* rows = reinterpret_cast<Row*>(plans + max_seqs);
   const int32_t num_rows =
-      SanitizeRows(call.cu_q_lens, call.seq_lens, call.windows, call.num_seqs, max_seqs, num_tokens,
+      SanitizeRows(call.cu_q_lens, call.seq_lens, windows, *call.num_seqs, max_seqs, num_tokens,
                    Clamp(params.pages_per_seq * params.k.page_size, 0, INT32_MAX), rows);
-  const int64_t tree_words = trees.intervals ? num_rows * 3 * trees.max_tree : 0;
+  const int64_t tree_words = call.tree ? num_rows * 3 * call.max_tree : 0;
   const Scratch tree_memory(static_cast<size_t>(tree_words) * sizeof(int32_t) + 1);
-  if (trees.intervals) {
+  if (call.tree) {
     int32_t* words = reinterpret_cast<int32_t*>(tree_memory.data());
-    const bool depths = call.windows.sliding_window || params.alibi_slopes ||
-                        params.soft_cap > 0.0f || params.rope.cos;
-    ReadTrees(trees, depths, num_rows, words, rows);
+    const bool depths = call.sliding_window || params.logits.edits() || params.rope.cos;
+    ReadTrees(call, depths, num_rows, words, rows);
     params.trees = words;
-    params.max_tree = trees.max_tree;
+    params.max_tree = call.max_tree;
   }
   const PlanTotals totals = PlanCall(&options, rows, num_rows, plans);
 
@@ -153,7 +203,8 @@ void Run(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
   }
   for (int32_t i = 0; i < num_rows; ++i) {
     if (plans[i].kind == RowKind::kEmpty) {
-      WriteEmpty(params, rows[i].q_begin, int64_t{rows[i].q_begin} + rows[i].q_len, params.sinks);
+      WriteEmpty(params, rows[i].q_begin, int64_t{rows[i].q_begin} + rows[i].q_len,
+                 params.logits.sinks);
     }
   }
 
@@ -179,107 +230,19 @@ void Run(ffi::ThreadPool& pool, AttentionParams params, ScheduleOptions options,
   ParallelFor(pool, totals.items, options.num_workers, run);
 }
 
-}  // namespace
-
-ffi::Error Attend(const char* op, ffi::ThreadPool& pool, const AttentionParams& params,
-                  const RowsOfCall& call) {
-  ScheduleOptions options;
-  options.group_size = params.group_size;
-  options.num_kv_heads = params.num_kv_heads;
-  options.head_dim = params.head_dim;
-  options.v_head_dim = params.v_head_dim;
-  options.causal = params.causal;
-  options.num_workers = Clamp(pool.num_threads(), 1, 1024);
-  options.num_kv_splits = call.num_kv_splits;
-  options.split_tokens = call.split_tokens;
+ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::Dictionary attributes,
+                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse) {
+  NamedOperands operands(arguments, attributes);
+  AttentionCall call;
+  const std::string error = AttentionReader(&operands, &call).Read(ArrayOf(*out), ArrayOf(*lse));
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
   try {
-    Run(pool, params, options, call);
+    Run(pool, call, MakeParams(call));
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(op) + ": out of memory for partial results");
+                      std::string(kAttentionOp) + ": out of memory for partial results");
   }
   return ffi::Error::Success();
-}
-
-namespace {
-
-ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
-                     ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> page_table,
-                     ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> cu_q_lens,
-                     ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer,
-                     ffi::Buffer<ffi::F32> sm_scale, ffi::Buffer<ffi::S32> sliding_window,
-                     ffi::Buffer<ffi::S32> num_pinned, ffi::Buffer<ffi::S32> slot_offset,
-                     ffi::Buffer<ffi::F32> alibi_slopes, ffi::Buffer<ffi::F32> sinks,
-                     ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
-                     ffi::Buffer<ffi::S32> tree, ffi::Buffer<ffi::S32> tree_sizes,
-                     ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                     ffi::Buffer<ffi::F32> out_scale, std::string_view layout_name, bool causal,
-                     int64_t num_kv_splits, int64_t split_tokens, float soft_cap,
-                     bool rope_interleaved, ffi::Result<ffi::AnyBuffer> out,
-                     ffi::ResultBuffer<ffi::F32> lse) {
-  AttentionShape shape;
-  const AttentionOptions given = {
-      Shape(sliding_window), Shape(num_pinned), Shape(slot_offset), Shape(alibi_slopes),
-      Shape(sinks),          Shape(k_scale),    Shape(v_scale),     Shape(tree),
-      Shape(tree_sizes),     Shape(cos),        Shape(sin),         Shape(out_scale)};
-  const std::string error =
-      ReadAttention(q, k_pages, v_pages, Shape(page_table), Shape(seq_lens), Shape(cu_q_lens),
-                    Shape(num_seqs), Shape(layer), Shape(sm_scale), given, layout_name,
-                    num_kv_splits, split_tokens, soft_cap, *out, Shape(*lse), &shape);
-  if (!error.empty()) return ffi::Error::InvalidArgument(error);
-
-  AttentionParams params;
-  params.q = q.untyped_data();
-  params.out = out->untyped_data();
-  params.lse = lse->typed_data();
-  params.page_table = page_table.typed_data();
-  params.pages_per_seq = shape.pages_per_seq;
-  params.num_q_heads = static_cast<int32_t>(shape.num_q_heads);
-  params.num_kv_heads = static_cast<int32_t>(shape.k_pool.num_kv_heads);
-  params.group_size = params.num_q_heads / params.num_kv_heads;
-  params.head_dim = static_cast<int32_t>(shape.k_pool.head_dim);
-  params.v_head_dim = static_cast<int32_t>(shape.v_pool.head_dim);
-  params.sm_scale = *sm_scale.typed_data();
-  params.soft_cap = soft_cap;
-  params.alibi_slopes = IsGiven(given.alibi_slopes) ? alibi_slopes.typed_data() : nullptr;
-  params.sinks = IsGiven(given.sinks) ? sinks.typed_data() : nullptr;
-  const int32_t layer_index = *layer.typed_data();
-  const auto kv_scale = [&](const ffi::Buffer<ffi::F32>& scale, ShapeView given) -> KvScale {
-    if (!IsGiven(given)) return {nullptr, false};
-    if (given.rank == 1) return {scale.typed_data(), false};
-    const PoolShape& pool = shape.k_pool;
-    const int64_t layer_floats = pool.num_slots() * pool.num_kv_heads;
-    return {scale.typed_data() + Clamp(layer_index, 0, pool.num_layers - 1) * layer_floats, true};
-  };
-  params.k_scale = kv_scale(k_scale, given.k_scale);
-  params.v_scale = kv_scale(v_scale, given.v_scale);
-  params.kv_dtype = shape.kv_dtype;
-  params.trees = nullptr;  // set by Attend
-  params.max_tree = 0;
-  params.out_dtype = shape.out_dtype;
-  params.out_scale = IsGiven(given.out_scale) ? *out_scale.typed_data() : 1.0f;
-  params.rope = {nullptr, nullptr, 0, 0, rope_interleaved};
-  if (IsGiven(given.cos)) {
-    params.rope = {cos.typed_data(), sin.typed_data(), given.cos[0], given.cos[1],
-                   rope_interleaved};
-  }
-  params.causal = causal;
-  params.has_atoms = shape.k_pool.layout == Layout::kVllm5d;
-  params.dtype = shape.dtype;
-  params.k = MakePageView(k_pages.untyped_data(), shape.k_pool, layer_index);
-  params.v = MakePageView(v_pages.untyped_data(), shape.v_pool, layer_index);
-
-  Trees trees = {nullptr, nullptr, 0};
-  if (IsGiven(given.tree)) trees = {tree.typed_data(), tree_sizes.typed_data(), given.tree[1]};
-  RowWindows windows = {nullptr, given.sliding_window[0] == 1, nullptr, nullptr};
-  if (IsGiven(given.sliding_window)) windows.sliding_window = sliding_window.typed_data();
-  if (IsGiven(given.num_pinned)) {
-    windows.num_pinned = num_pinned.typed_data();
-    windows.slot_offset = slot_offset.typed_data();
-  }
-  return Attend(kAttentionOp, pool, params,
-                {cu_q_lens.typed_data(), seq_lens.typed_data(), windows, *num_seqs.typed_data(),
-                 shape.max_seqs, shape.num_tokens, num_kv_splits, split_tokens, trees});
 }
 
 }  // namespace
@@ -287,34 +250,9 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pa
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AttentionHandler, Attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // q
-                                  .Arg<ffi::AnyBuffer>()         // k_pages
-                                  .Arg<ffi::AnyBuffer>()         // v_pages
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // page_table
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // seq_lens
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // cu_q_lens
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // num_seqs
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // layer
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // sm_scale
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // sliding_window
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // num_pinned
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot_offset
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // alibi_slopes
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // sinks
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // k_scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // v_scale
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // tree
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // tree_sizes
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // cos
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // sin
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // out_scale
-                                  .Attr<std::string_view>("layout")
-                                  .Attr<bool>("causal")
-                                  .Attr<int64_t>("num_kv_splits")
-                                  .Attr<int64_t>("split_tokens")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<bool>("rope_interleaved")
-                                  .Ret<ffi::AnyBuffer>()           // out
-                                  .Ret<ffi::Buffer<ffi::F32>>());  // lse
+                                  .RemainingArgs()
+                                  .Attrs()
+                                  .Ret<ffi::AnyBuffer>()    // out
+                                  .Ret<ffi::AnyBuffer>());  // lse
 
 }  // namespace jax_paged::cpu

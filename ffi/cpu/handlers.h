@@ -8,7 +8,6 @@
 namespace jax_paged::cpu {
 
 extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame* call_frame);
-extern "C" XLA_FFI_Error* MlaAttentionHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* MergeStatesHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* QkvNormRopeWriteHandler(XLA_FFI_CallFrame* call_frame);

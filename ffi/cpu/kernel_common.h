@@ -328,10 +328,10 @@ void WriteOutputAs(const AttentionParams& params, const Row& row, const WorkItem
     const int64_t head = QueryHead(params, row, item, item.packed_begin + r);
     const bool empty = x.l[r] == 0.0f || !HasAngle(params, row, item, item.packed_begin + r);
     double m = empty ? -kInfinity : x.m[r], l = x.l[r];
-    float numerator = 1.0f;  // o counts it times
-    if (params.sinks) {      // one more logit, without a value
-      const float sink = params.sinks[item.kv_head * params.group_size +
-                                      (item.packed_begin + r) % params.group_size];
+    float numerator = 1.0f;     // o counts it times
+    if (params.logits.sinks) {  // one more logit, without a value
+      const float sink = params.logits.sinks[item.kv_head * params.group_size +
+                                             (item.packed_begin + r) % params.group_size];
       const double logit = sink / kLn2;
       const double top = m > logit ? m : logit;
       numerator = empty ? 0.0f : static_cast<float>(::exp2(m - top));

@@ -29,7 +29,6 @@ struct DecodeState {
   int32_t head_dim;
   int32_t v_head_dim;
   const LogitScale* scale;
-  float soft_cap;
   const float* key_offset;              // ALiBi: per listed token of the block; without: null
   float slope[kDecodeMaxRows];          // ALiBi
   float distance[kDecodeMaxRows];       // ALiBi: of the block's first token from the query
@@ -117,10 +116,10 @@ template <int ROWS>
 __attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int begin, int end,
                                         float* scores) {
   constexpr int kTokens = kWidth / ROWS;
-  const float factor = state.scale->factor, soft_cap = state.soft_cap;
+  const LogitScale scale = *state.scale;
   if (!state.key_offset) {
     for (float* s = scores + begin * ROWS; s < scores + end * ROWS; s += kWidth) {
-      Store(s, CappedLogit(Load(s), factor, soft_cap));
+      Store(s, CappedLogit(Load(s), scale));
     }
     return;
   }
@@ -140,7 +139,7 @@ __attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int 
         offset = KeepFirst(offset, i * ROWS, state.key_offset[t + i]);
     }
     float* s = scores + t * ROWS;
-    Store(s, FmaOnce(slope, Add(first, offset), CappedLogit(Load(s), factor, soft_cap)));
+    Store(s, FmaOnce(slope, Add(first, offset), CappedLogit(Load(s), scale)));
   }
 }
 
@@ -285,7 +284,6 @@ inline void StartDecode(const AttentionParams& params, const LogitScale& scale, 
   state->head_dim = params.head_dim;
   state->v_head_dim = params.v_head_dim;
   state->scale = &scale;
-  state->soft_cap = params.soft_cap;
   for (int r = 0; r < padded; ++r) state->top[r] = state->m[r] = -kInfinity;
   for (auto& lanes : state->l) Store(lanes, Zero());
   state->seen = nullptr;

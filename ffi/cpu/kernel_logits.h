@@ -13,10 +13,11 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 // What the kernels multiply products s = q.k with. The sign of sm_scale goes into the queries.
 struct LogitScale {
   float sign;
-  float scale;   // s, or the edited logit, times it is in units of log2
-  float factor;  // edited logits: s times it is the logit before the soft cap
-  bool alibi;    // edited logits fall with the distance
-  bool edited;   // there is a soft cap or ALiBi
+  float scale;     // s, or the edited logit, times it is in units of log2
+  float factor;    // edited logits: s times it is the logit before the soft cap
+  float soft_cap;  // of edited logits; 0: none
+  bool alibi;      // edited logits fall with the distance
+  bool edited;     // LogitOptions::edits
 
   explicit LogitScale(const AttentionParams& params) {
     constexpr float kLog2E = 1.44269504f;
@@ -28,8 +29,9 @@ struct LogitScale {
       sign = 0.0f;
       scale = factor = 1.0f;
     }
-    alibi = params.alibi_slopes != nullptr;
-    edited = params.soft_cap > 0.0f || alibi;
+    soft_cap = params.logits.soft_cap;
+    alibi = params.logits.alibi_slopes != nullptr;
+    edited = params.logits.edits();
     if (edited) scale = kLog2E;
   }
 };
@@ -51,9 +53,10 @@ JAX_PAGED_INLINE Vec Tanh(Vec x) {
 }
 
 // Products s as logits without ALiBi: soft_cap tanh(s factor / soft_cap), or s factor.
-JAX_PAGED_INLINE Vec CappedLogit(Vec s, float factor, float soft_cap) {
-  if (!(soft_cap > 0.0f)) return Mul(s, Set1(factor));
-  return Mul(Set1(soft_cap), Tanh(Mul(s, Set1(factor / soft_cap))));
+JAX_PAGED_INLINE Vec CappedLogit(Vec s, const LogitScale& scale) {
+  const float factor = scale.factor, cap = scale.soft_cap;
+  if (!(cap > 0.0f)) return Mul(s, Set1(factor));
+  return Mul(Set1(cap), Tanh(Mul(s, Set1(factor / cap))));
 }
 
 // offset[i] = position of listed token i, less block.begin; repeats the last one.
@@ -94,7 +97,7 @@ __attribute__((noinline)) inline void SetRows(const AttentionParams& params, con
     }
     if (!alibi) continue;
     const int64_t head = int64_t{item.kv_head} * params.group_size + packed % params.group_size;
-    alibi[r] = {params.alibi_slopes[head],
+    alibi[r] = {params.logits.alibi_slopes[head],
                 TokenAt(params, row, item.row, QueryPosition(row, query)) - offset};
   }
 }

@@ -154,13 +154,12 @@ void ScoreRows(const WorkerScratch& scratch, const int* hidden, const int* visib
 // Turns products [hidden, visible) of a row into logits, and perhaps some before them, in a block
 // that begins at `token`. `alibi` may be null.
 __attribute__((noinline)) inline void EditRow(float* scores, int hidden, int visible,
-                                              const LogitScale& scale, float soft_cap,
-                                              const AlibiRow* alibi, int64_t token,
-                                              const float* key_offset) {
+                                              const LogitScale& scale, const AlibiRow* alibi,
+                                              int64_t token, const float* key_offset) {
   const Vec slope = Set1(alibi ? alibi->slope : 0.0f);
   const Vec first = Set1(alibi ? static_cast<float>(token - alibi->position) : 0.0f);
   for (int t = hidden / kWidth * kWidth; t < visible; t += kWidth) {
-    Vec x = CappedLogit(Load(scores + t), scale.factor, soft_cap);
+    Vec x = CappedLogit(Load(scores + t), scale);
     if (alibi) x = FmaOnce(slope, Add(first, Load(key_offset + t)), x);
     Store(scores + t, x);
   }
@@ -277,7 +276,7 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
     if (scale.edited) {
       if (scale.alibi) ListOffsets(params, row, item.row, block, key_offset);
       for (int r = 0; r < num_rows; ++r) {
-        EditRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale, params.soft_cap,
+        EditRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale,
                 scale.alibi ? &alibi[r] : nullptr, token, key_offset);
       }
     }

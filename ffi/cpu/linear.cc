@@ -84,9 +84,9 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
     return !error.empty();
   };
   Projection call;
-  if (failed(ReadDtype(kOp, "x", x.element_type(), &call.dtype)) ||
-      failed(ReadWeightDtype(kOp, "w", w.element_type(), x.element_type(), &call.w_dtype)) ||
-      failed(ReadDtype(kOp, "out", out->element_type(), &call.out_dtype)) ||
+  if (failed(ReadDtype(kOp, "x", TypeOf(x), &call.dtype)) ||
+      failed(ReadWeightDtype(kOp, "w", TypeOf(w), TypeOf(x), &call.w_dtype)) ||
+      failed(ReadDtype(kOp, "out", TypeOf(*out), &call.out_dtype)) ||
       failed(CheckRank(kOp, "x", Shape(x), 2)) || failed(CheckRank(kOp, "w", Shape(w), 2))) {
     return ffi::Error::InvalidArgument(error);
   }

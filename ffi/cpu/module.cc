@@ -76,8 +76,6 @@ nb::dict AttentionPlan(const std::vector<int64_t>& q_lens, const std::vector<int
 nb::dict Registrations() {
   nb::dict handlers;
   handlers["jax_paged.attention.v1"] = nb::capsule(reinterpret_cast<void*>(AttentionHandler));
-  handlers["jax_paged.mla_attention.v1"] =
-      nb::capsule(reinterpret_cast<void*>(MlaAttentionHandler));
   handlers["jax_paged.merge_attention_states.v1"] =
       nb::capsule(reinterpret_cast<void*>(MergeStatesHandler));
   handlers["jax_paged.qkv_norm_rope_write.v1"] =

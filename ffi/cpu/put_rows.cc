@@ -26,8 +26,8 @@ constexpr char kOp[] = "jax_paged.put_rows";
 std::string Check(const ffi::AnyBuffer& pool, ShapeView rows, const ffi::AnyBuffer& values,
                   const ffi::AnyBuffer& out) {
   std::string error = CheckSameShape(kOp, "result", Shape(out), Shape(pool));
-  if (error.empty()) error = CheckType(kOp, "result", out.element_type(), pool.element_type());
-  if (error.empty()) error = CheckType(kOp, "values", values.element_type(), pool.element_type());
+  if (error.empty()) error = CheckType(kOp, "result", TypeOf(out), TypeOf(pool));
+  if (error.empty()) error = CheckType(kOp, "values", TypeOf(values), TypeOf(pool));
   if (error.empty()) error = CheckRank(kOp, "rows", rows, 1);
   if (!error.empty()) return error;
   const ShapeView all = Shape(pool), got = Shape(values);

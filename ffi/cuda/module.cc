@@ -8,7 +8,6 @@ namespace nb = nanobind;
 
 namespace jax_paged::cuda {
 extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* MlaAttentionHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* MergeStatesHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame*);
@@ -20,8 +19,6 @@ NB_MODULE(_cuda, m) {
     nb::dict handlers;
     handlers["jax_paged.attention.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::AttentionHandler));
-    handlers["jax_paged.mla_attention.v1"] =
-        nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MlaAttentionHandler));
     handlers["jax_paged.merge_attention_states.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MergeStatesHandler));
     handlers["jax_paged.moe_experts.v1"] =

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.ragged import ragged_attention
+from jax_paged.ops.attention import ragged_attention
 
 from .cases import Batch, Case, make_batch
 

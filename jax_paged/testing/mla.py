@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.mla import mla_paged_attention
+from jax_paged.ops.mla import mla_paged_attention
 
 from .cases import Case, make_batch
 

@@ -12,17 +12,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.attention import paged_attention, ragged_paged_attention
+from jax_paged.ops.attention import paged_attention, ragged_paged_attention
 from jax_paged.tree import tree_intervals
 
 from .cases import WILD_PAGE, Batch, Case, make_batch
+
+# Static options that change single logits, with values to test: each value goes to the op and to
+# the oracle as it is.
+LOGIT_FACTORS: dict[str, tuple[Any, ...]] = {"soft_cap": (None, 0.7, 30.0)}
 
 ATTENTION_FACTORS: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 1, 7, 64, 150, 2**31 - 1, -1, "per row"),
     "pinned": (None, None, 3, 40, "slid"),
     "rope": (None, None, "half", "interleaved", "short"),
     "tree": (False, False, True),
-    "soft_cap": (None, 0.7, 30.0),
+    **LOGIT_FACTORS,
     "alibi": (False, True),
     "sinks": (None, "moderate", "large", "none"),
     "causal": (True, False),
@@ -223,7 +227,7 @@ def attention_case(
         batch = dataclasses.replace(batch, sm_scale=row["sm_scale"])
     if row["holes"]:
         batch = with_holes(batch, rng)
-    options: dict[str, Any] = {"soft_cap": row["soft_cap"]}
+    options: dict[str, Any] = {name: row[name] for name in LOGIT_FACTORS}
     options["sliding_window"] = row["sliding_window"]
     if row["sliding_window"] == "per row":
         options["sliding_window"] = rng.choice(np.array([0, 1, 30, 90], np.int32), len(seq_lens))

@@ -8,7 +8,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "ffi/common/page_view.h": (2, "write_kv attention layout qkv_norm_rope_write"),
     "ffi/common/schedule.h": (4, "attention ragged_attention attention_options"),
     "ffi/common/tree.h": (1, "tree attention_tree"),
-    "ffi/common/ffi_checks.h": (1, "errors attention_options"),
+    "ffi/common/attention_call.h": (1, "errors attention_options"),
     "ffi/cpu/attention.cc": (3, "attention attention_tree attention_options"),
     "ffi/cpu/kernel_attention.h": (1, "attention ragged_attention attention_options"),
     "ffi/cpu/kernel_common.h": (2, "attention ragged_attention attention_options"),
@@ -62,12 +62,13 @@ PLAN: dict[str, tuple[int, str]] = {
     "models/tokenizer.py": (1, "gguf cli generate"),
     "models/weights.py": (2, "weights"),
     # Sharding, checks and plain twins
-    "jax_paged/cascade.py": (1, "cascade"),
+    "jax_paged/ops/cascade.py": (1, "cascade"),
+    "jax_paged/ops/options.py": (1, "errors attention_options"),
     "jax_paged/reference.py": (2, "attention attention_options attention_tree attention_wild"),
     "jax_paged/rope.py": (1, "rope rope_inside"),
     "jax_paged/sharding.py": (2, "sharding"),
     "jax_paged/tree.py": (1, "tree attention_tree"),
-    "jax_paged/validation.py": (2, "errors qkv_norm_rope_write attention_options"),
+    "jax_paged/validation.py": (1, "errors qkv_norm_rope_write attention_options"),
 }
 
 # Survivors that behave as the source does, by id: why nobody can tell them from it.

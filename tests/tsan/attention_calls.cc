@@ -23,7 +23,6 @@ struct Rows {
   int64_t count() const { return static_cast<int64_t>(q_lens.size()); }
 };
 
-// Operands of the rows, in the order of every attention op.
 struct Batch {
   Array page_table, seq_lens, cu_q_lens, num_seqs, layer;
   int64_t num_pages;  // half of which no row has
@@ -85,6 +84,24 @@ Array MakePages(const Rows& rows, const Batch& batch, PoolShape shape, std::vect
   return pages;
 }
 
+// One more operand, whose name goes into the attribute that has them all.
+void Give(const std::string& name, Array array, Call* call) {
+  call->operands.push_back(std::move(array));
+  const auto found = call->attributes.find("operands");
+  const bool is_first = found == call->attributes.end();
+  call->attributes["operands"] =
+      is_first ? name : std::get<std::string>(found->second) + "," + name;
+}
+
+void GiveRows(const Batch& batch, float sm_scale, Call* call) {
+  Give("page_table", batch.page_table, call);
+  Give("seq_lens", batch.seq_lens, call);
+  Give("cu_q_lens", batch.cu_q_lens, call);
+  Give("num_seqs", batch.num_seqs, call);
+  Give("layer", batch.layer, call);
+  Give("sm_scale", Floats({}, {sm_scale}), call);
+}
+
 struct Options {
   std::string layout = "HND";
   bool causal = true;
@@ -117,32 +134,20 @@ Call Attention(const std::string& name, XLA_FFI_DataType dtype, XLA_FFI_DataType
   Call call;
   call.name = name;
   call.handler = cpu::AttentionHandler;
-  call.operands = {Random(dtype, {batch.num_tokens, num_q_heads, head_dim})};
-  for (const Pool pool : {Pool::kKeys, Pool::kValues}) {
-    shape.pool = pool;
-    call.operands.push_back(
-        MakePages(rows, batch, shape, pool == Pool::kKeys ? k_dims : v_dims, kv));
-  }
-  for (const Array& x : {batch.page_table, batch.seq_lens, batch.cu_q_lens, batch.num_seqs,
-                         batch.layer, Floats({}, {0.2f})}) {
-    call.operands.push_back(x);
-  }
-  constexpr std::pair<const char*, XLA_FFI_DataType> kOptional[] = {
-      {"sliding_window", kS32}, {"num_pinned", kS32}, {"slot_offset", kS32}, {"alibi_slopes", kF32},
-      {"sinks", kF32},          {"k_scale", kF32},    {"v_scale", kF32},     {"tree", kS32},
-      {"tree_sizes", kS32},     {"cos", kF32},        {"sin", kF32},         {"out_scale", kF32}};
-  for (const auto& [operand, type] : kOptional) {
-    const auto given = options.operands.find(operand);
-    call.operands.push_back(given == options.operands.end() ? None(type) : given->second);
-  }
+  Give("q", Random(dtype, {batch.num_tokens, num_q_heads, head_dim}), &call);
+  shape.pool = Pool::kKeys;
+  Give("k_pages", MakePages(rows, batch, shape, k_dims, kv), &call);
+  shape.pool = Pool::kValues;
+  Give("v_pages", MakePages(rows, batch, shape, v_dims, kv), &call);
+  GiveRows(batch, /*sm_scale=*/0.2f, &call);
+  for (const auto& [operand, array] : options.operands) Give(operand, array, &call);
   call.results = {{dtype, {batch.num_tokens, num_q_heads, head_dim}, -1, /*is_real=*/true},
                   {kF32, {batch.num_tokens, num_q_heads}, -1, /*is_real=*/true}};
-  call.attributes = {{"layout", options.layout},
-                     {"causal", options.causal},
-                     {"num_kv_splits", options.num_kv_splits},
-                     {"split_tokens", options.split_tokens},
-                     {"soft_cap", options.soft_cap},
-                     {"rope_interleaved", false}};
+  call.attributes.insert({{"layout", options.layout},
+                          {"causal", options.causal},
+                          {"num_kv_splits", options.num_kv_splits},
+                          {"split_tokens", options.split_tokens},
+                          {"soft_cap", options.soft_cap}});
   return call;
 }
 
@@ -154,20 +159,14 @@ Call Mla(const std::string& name, XLA_FFI_DataType dtype, XLA_FFI_DataType kv, c
   shape.head_dim = kWidth;
   Call call;
   call.name = name;
-  call.handler = cpu::MlaAttentionHandler;
-  const bool is_scaled = kv != dtype;
-  call.operands = {Random(dtype, {batch.num_tokens, kHeads, kWidth}),
-                   MakePages(rows, batch, shape, {2, batch.num_pages, kPageSize, kWidth}, kv),
-                   batch.page_table,
-                   batch.seq_lens,
-                   batch.cu_q_lens,
-                   batch.num_seqs,
-                   batch.layer,
-                   Floats({}, {0.1f}),
-                   is_scaled ? Floats({1}, {0.02f}) : None(kF32)};
+  call.handler = cpu::AttentionHandler;
+  Give("q", Random(dtype, {batch.num_tokens, kHeads, kWidth}), &call);
+  Give("kv_pages", MakePages(rows, batch, shape, {2, batch.num_pages, kPageSize, kWidth}, kv),
+       &call);
+  GiveRows(batch, /*sm_scale=*/0.1f, &call);
+  if (kv != dtype) Give("k_scale", Floats({1}, {0.02f}), &call);
   call.results = {{dtype, {batch.num_tokens, kHeads, kLatent}, -1, /*is_real=*/true},
                   {kF32, {batch.num_tokens, kHeads}, -1, /*is_real=*/true}};
-  call.attributes = {{"causal", true}, {"num_kv_splits", int64_t{0}}, {"split_tokens", int64_t{0}}};
   return call;
 }
 

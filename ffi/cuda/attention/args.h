@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/attention_call.h"
 #include "common/dtypes.h"
 #include "common/page_view.h"
 #include "cuda/pointers.h"
@@ -66,7 +67,7 @@ enum class PageKind : int {
 };
 
 // What stored values are multiplied with.
-struct KvScale {
+struct DeviceKvScale {
   Global<const float> data;  // null: 1; [num_kv_heads], or per token [num_layers, num_pages,
                              // num_kv_heads, page_size]
   bool per_token;
@@ -93,15 +94,14 @@ struct AttentionArgs {
                                          // query sees; <= 0: all
   Global<const int32_t> num_pinned;      // [max_seqs], like the next one (common/params.h, Row)
   Global<const int32_t> slot_offset;
-  Global<const float> alibi_slopes;  // [num_q_heads]
-  Global<const float> sinks;         // [num_q_heads]
+  LogitOptions<Global> logits;
   Global<const TreeInterval> tree;   // [max_seqs, max_tree]
   Global<const int32_t> tree_sizes;  // [max_seqs], where there is a tree
-  KvScale k_scale;                   // of 8-bit pages
-  KvScale v_scale;
+  DeviceKvScale k_scale;             // of 8-bit pages
+  DeviceKvScale v_scale;
   Global<const float> cos;  // [max_positions, rope_half], of rope inside attention
   Global<const float> sin;
-  Global<const float> out_scale;  // [1], what an fp8 output is divided by; null: 1
+  Global<const float> out_scale;  // scalar, what an fp8 output is divided by; null: 1
   Global<char> out;               // [num_tokens, num_q_heads, v_head_dim], out_dtype
   Global<float> lse;              // [num_tokens, num_q_heads]
 
@@ -149,7 +149,6 @@ struct AttentionArgs {
   Layout layout;
   Dtype kv_dtype;        // of the pages: that of q, or 8-bit
   Dtype out_dtype;       // of out: that of q, or fp8
-  float soft_cap;        // 0: off
   int32_t prefill_rows;  // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;
   bool rope_interleaved;

@@ -205,7 +205,7 @@ class DecodeLoader {
   // kEightBit with scales per token: of token l % 16, K's by the lower lanes, V's by the upper.
   JAX_PAGED_DEVICE void CopyScales(const AttentionArgs& args, int32_t stage, int32_t lane,
                                    bool has_token) {
-    const KvScale& scale = lane < kWarpTokens ? args.k_scale : args.v_scale;
+    const DeviceKvScale& scale = lane < kWarpTokens ? args.k_scale : args.v_scale;
     if (!scale.per_token) return;
     int64_t place = 0;
     if (has_token) {
@@ -330,7 +330,7 @@ class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
 inline constexpr float kSmallestScale = 1.17549435e-38f;  // to begin with: no division by 0
 
 // The scale of a unit's K or V where it is one per head.
-JAX_PAGED_DEVICE float HeadScale(const KvScale& scale, int32_t kv_head) {
+JAX_PAGED_DEVICE float HeadScale(const DeviceKvScale& scale, int32_t kv_head) {
   return scale.data && !scale.per_token ? prim::LoadConst(scale.data + kv_head) : 1.0f;
 }
 
@@ -429,7 +429,7 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
       for (int32_t i = 0; i < 8; ++i) s[i / 4][i % 4] *= k_scale;
     }
   }
-  if (IsEdited(args)) {
+  if (args.logits.edits()) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
       EditLogits<Traits::kTakesSpecialRows>(args, segment, rows, lane / 4 + 8 * half, half,

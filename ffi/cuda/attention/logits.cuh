@@ -3,7 +3,7 @@
 //
 // Options are run-time branches, the same for all threads of a launch: there is no kernel instance
 // for them. A plain call folds its scale into the exponent; one with a soft cap or ALiBi edits the
-// products, in registers, to logits in natural units (IsEdited).
+// products, in registers, to logits in natural units (LogitOptions::edits).
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_LOGITS_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_LOGITS_CUH_
@@ -59,10 +59,6 @@ JAX_PAGED_DEVICE int32_t FirstKey(const AttentionArgs& args, int32_t row, int32_
   return window > position ? 0 : position - window + 1;
 }
 
-JAX_PAGED_DEVICE bool IsEdited(const AttentionArgs& args) {
-  return args.soft_cap > 0.0f || args.alibi_slopes;
-}
-
 // The factor from products, or edited logits, to units of log2, always positive; the rest of
 // sm_scale is done to the bits of q, so that the largest logit always has the largest product, and
 // a masked logit (-inf) never meets a factor 0.
@@ -76,7 +72,7 @@ JAX_PAGED_DEVICE LogitScale LoadScale(const AttentionArgs& args) {
   const float scale = prim::LoadConst(args.sm_scale) * kLog2E;
   LogitScale result = {scale < 0.0f ? -scale : scale, scale < 0.0f, scale == 0.0f};
   if (result.is_zero) result.factor = 1.0f;
-  if (IsEdited(args)) result.factor = kLog2E;
+  if (args.logits.edits()) result.factor = kLog2E;
   return result;
 }
 
@@ -96,15 +92,15 @@ struct alignas(16) LogitEdit {
 
 JAX_PAGED_DEVICE LogitEdit LoadEdit(const AttentionArgs& args, int32_t head) {
   const float scale = prim::LoadConst(args.sm_scale);
-  LogitEdit edit = {scale < 0.0f ? -scale : scale, args.soft_cap, 0.0f};
-  if (args.soft_cap > 0.0f) edit.factor /= args.soft_cap;
-  if (args.alibi_slopes) edit.slope = prim::LoadConst(args.alibi_slopes + head);
+  LogitEdit edit = {scale < 0.0f ? -scale : scale, args.logits.soft_cap, 0.0f};
+  if (args.logits.soft_cap > 0.0f) edit.factor /= args.logits.soft_cap;
+  if (args.logits.alibi_slopes) edit.slope = prim::LoadConst(args.logits.alibi_slopes + head);
   return edit;
 }
 
 // One more logit of a query head, without a value; -inf: none.
 JAX_PAGED_DEVICE float LoadSink(const AttentionArgs& args, int32_t head) {
-  return args.sinks ? prim::LoadConst(args.sinks + head) : kNegativeInfinity;
+  return args.logits.sinks ? prim::LoadConst(args.logits.sinks + head) : kNegativeInfinity;
 }
 
 // What an fp8 output is divided by.

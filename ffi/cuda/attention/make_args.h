@@ -1,5 +1,5 @@
-// From the shapes and addresses of a call to AttentionArgs, with the limits of the CUDA kernels;
-// what holds on every platform, ReadAttention (common/ffi_checks.h) has checked.
+// From a call to AttentionArgs, with the limits of the CUDA kernels; what holds on every platform,
+// AttentionReader (common/attention_call.h) has checked. All pointers are device addresses.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
 #define JAX_PAGED_CUDA_ATTENTION_MAKE_ARGS_H_
@@ -7,52 +7,11 @@
 #include <cstdint>
 #include <string>
 
+#include "common/attention_call.h"
 #include "common/checks.h"
-#include "common/params.h"
 #include "cuda/attention/args.h"
 
 namespace jax_paged::cuda {
-
-// The operands, results and attributes of jax_paged.attention.v1. All pointers are device
-// addresses.
-struct AttentionCall : AttentionShape {
-  const void* q;
-  const void* k_pages;
-  const void* v_pages;
-  const int32_t* page_table;
-  const int32_t* seq_lens;
-  const int32_t* cu_q_lens;
-  const int32_t* num_seqs;
-  const int32_t* layer;
-  const float* sm_scale;
-  const int32_t* sliding_window;  // null, like the next four: not given
-  const int32_t* num_pinned;
-  const int32_t* slot_offset;
-  const float* alibi_slopes;
-  const float* sinks;
-  const int32_t* tree;  // null: none
-  const int32_t* tree_sizes;
-  const float* k_scale;  // null: none
-  const float* v_scale;
-  const float* cos;  // null: no rope inside attention
-  const float* sin;
-  const float* out_scale;
-  void* out;
-  float* lse;
-  void* workspace;
-  int64_t num_kv_splits;
-  int64_t split_tokens;
-  int64_t workspace_words;
-  int64_t max_tree;
-  int64_t max_positions;
-  int64_t rope_half;
-  float soft_cap;  // 0: off
-  bool causal;
-  bool has_row_windows;  // sliding_window is [max_seqs]
-  bool rope_interleaved;
-  bool k_scale_per_token;
-  bool v_scale_per_token;
-};
 
 inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
   return {call.max_seqs,
@@ -65,9 +24,9 @@ inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
           call.max_tree};
 }
 
-// Returns "" or one line: argument, expected, got. Leaves num_workers, stages and prefill_rows to
-// the launch.
-inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
+// memory: the workspace. Returns "" or one line: argument, expected, got. Leaves num_workers,
+// stages and prefill_rows to the launch.
+inline std::string MakeArgs(const AttentionCall& call, const Array& memory, AttentionArgs* args) {
   const auto wrong = [](const char* argument, const char* expected, int64_t got) {
     return Mismatch(kAttentionOp, argument, expected, std::to_string(got));
   };
@@ -82,8 +41,8 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   if (call.max_tree > INT32_MAX / (call.max_seqs + 1)) {
     return wrong("tree", "rows x max_tree below 2^31", call.max_tree);
   }
-  if (call.max_positions > INT32_MAX) {
-    return wrong("cos", "positions in i32", call.max_positions);
+  if (call.rope.max_positions > INT32_MAX) {
+    return wrong("cos", "positions in i32", call.rope.max_positions);
   }
   constexpr int64_t kMaxTokenStride = int64_t{1} << 26;  // 16 tokens stay within 32 bits
   if (MakePageStrides(call.k_pool).token > kMaxTokenStride) {
@@ -97,10 +56,11 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
     }
   }
   const WorkspaceShape workspace = WorkspaceShapeOf(call);
-  if (call.workspace_words < WorkspaceWords(workspace)) {
-    return Mismatch(kAttentionOp, "workspace",
-                    "at least " + std::to_string(WorkspaceWords(workspace)) + " words",
-                    std::to_string(call.workspace_words));
+  const int64_t words = memory.shape.rank == 1 ? memory.shape[0] : 0;
+  if (words < WorkspaceWords(workspace)) {
+    return wrong("workspace",
+                 ("at least " + std::to_string(WorkspaceWords(workspace)) + " words").c_str(),
+                 words);
   }
   const auto clamp = [](int64_t x) {
     return static_cast<int32_t>(x > INT32_MAX - kTileTokens ? INT32_MAX - kTileTokens : x);
@@ -118,24 +78,23 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->num_pinned = Global<const int32_t>(call.num_pinned);
   args->slot_offset = Global<const int32_t>(call.slot_offset);
   args->window_step = call.has_row_windows ? 1 : 0;
-  args->cos = Global<const float>(call.cos);
-  args->sin = Global<const float>(call.sin);
-  args->max_positions = static_cast<int32_t>(call.max_positions);
-  args->rope_half = static_cast<int32_t>(call.rope_half);
-  args->rope_interleaved = call.rope_interleaved;
-  args->alibi_slopes = Global<const float>(call.alibi_slopes);
-  args->sinks = Global<const float>(call.sinks);
+  args->cos = Global<const float>(call.rope.cos);
+  args->sin = Global<const float>(call.rope.sin);
+  args->max_positions = static_cast<int32_t>(call.rope.max_positions);
+  args->rope_half = static_cast<int32_t>(call.rope.half);
+  args->rope_interleaved = call.rope.interleaved;
+  args->logits = call.logits.As<Global>();
   args->tree = Global<const TreeInterval>(reinterpret_cast<const TreeInterval*>(call.tree));
   args->tree_sizes = Global<const int32_t>(call.tree_sizes);
   args->max_tree = static_cast<int32_t>(call.max_tree);
-  args->k_scale = {Global<const float>(call.k_scale), call.k_scale_per_token};
-  args->v_scale = {Global<const float>(call.v_scale), call.v_scale_per_token};
+  args->k_scale = {Global<const float>(call.k_scale.data), call.k_scale.per_token};
+  args->v_scale = {Global<const float>(call.v_scale.data), call.v_scale.per_token};
   args->out_scale = Global<const float>(call.out_scale);
   args->out = Global<char>(static_cast<char*>(call.out));
   args->lse = Global<float>(call.lse);
-  CarveWorkspace(Global<char>(static_cast<char*>(call.workspace)), workspace, args);
+  CarveWorkspace(Global<char>(static_cast<char*>(memory.data)), workspace, args);
   args->k_strides = MakePageStrides(call.k_pool);
-  args->v_strides = MakePageStrides(call.v_pool);
+  args->v_strides = call.is_latent ? args->k_strides : MakePageStrides(call.v_pool);
   args->pages_per_seq = call.pages_per_seq;
   args->by_page_size = MakeFastDivide(static_cast<int32_t>(call.k_pool.page_size));
   args->by_group_size = MakeFastDivide(static_cast<int32_t>(workspace.group_size));
@@ -159,7 +118,6 @@ inline std::string MakeArgs(const AttentionCall& call, AttentionArgs* args) {
   args->layout = call.k_pool.layout;
   args->kv_dtype = call.kv_dtype;
   args->out_dtype = call.out_dtype;
-  args->soft_cap = call.soft_cap;
   args->prefill_rows = 0;
   args->causal = call.causal;
   return "";

@@ -746,7 +746,7 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
     if (first_token < any.end && first_token + Traits::kTokens > any.first) {
       float s[Traits::kRowTiles][Traits::kTokens / 8][4] = {};
       PrefillScores<T, HEAD_DIM>(Loader::KTile(tile), s);
-      if (IsEdited(args)) PrefillEdit<HEAD_DIM>(args, first_token, s);
+      if (args.logits.edits()) PrefillEdit<HEAD_DIM>(args, first_token, s);
       const KeyRange all = prim::Load(warp_keys).all;
       bool sees_all = first_token >= all.first && first_token + Traits::kTokens <= all.end;
       JAX_PAGED_UNROLL

@@ -236,7 +236,7 @@ JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segme
                                  float (&s)[N][4]) {
   const LogitEdit edit = LoadEdit(args, row < rows.count ? QueryHead(args, rows, row) : 0);
   int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
-  if (args.alibi_slopes && (segment.tree_size > 0 || (SPECIAL && args.num_pinned))) {
+  if (args.logits.alibi_slopes && (segment.tree_size > 0 || (SPECIAL && args.num_pinned))) {
     position = TokenAt(args, segment, position);
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < N; ++n) {

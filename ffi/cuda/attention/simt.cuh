@@ -127,7 +127,7 @@ class SimtCta {
                                       int32_t row) const {
     const int32_t query = args_.by_group_size(rows.first + row);
     const int32_t position = QueryPosition(segment.lengths, query);
-    return args_.cos || args_.alibi_slopes ? TokenAt(args_, segment, position) : position;
+    return args_.cos || args_.logits.alibi_slopes ? TokenAt(args_, segment, position) : position;
   }
 
   // Whether the tables of rope have a place for this position.
@@ -196,7 +196,7 @@ class SimtCta {
         const int32_t position = QueryToken(segment, rows, thread);
         if (args_.cos && !HasAngle(position)) visible = {0, 0};
         prim::Store(Position() + thread, position);
-        if (IsEdited(args_)) {
+        if (args_.logits.edits()) {
           prim::Store(Edit() + thread, LoadEdit(args_, QueryHead(args_, rows, thread)));
         }
       }
@@ -238,7 +238,8 @@ class SimtCta {
     prim::Store(Exists() + thread, static_cast<int32_t>(exists));
   }
 
-  JAX_PAGED_DEVICE static float LoadScaleOf(const KvScale& scale, int32_t kv_head, int64_t place) {
+  JAX_PAGED_DEVICE static float LoadScaleOf(const DeviceKvScale& scale, int32_t kv_head,
+                                            int64_t place) {
     return prim::LoadConst(scale.data + (scale.per_token ? place : kv_head));
   }
 
@@ -294,9 +295,9 @@ class SimtCta {
       for (int32_t i = 0; i < kRows; ++i) sum[i] *= scale;
     }
     const RowTree tree = segment.Tree();
-    if (IsEdited(args_)) {
+    if (args_.logits.edits()) {
       const int32_t position =
-          args_.alibi_slopes ? TokenAt(args_, segment, first_token + token) : 0;
+          args_.logits.alibi_slopes ? TokenAt(args_, segment, first_token + token) : 0;
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < kRows; ++i) {
         const int32_t row = first_row + i * kStep;

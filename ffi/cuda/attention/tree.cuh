@@ -40,7 +40,7 @@ JAX_PAGED_DEVICE bool Holds(const TreeInterval& node, int32_t place) {
 
 // Whether where a token stands matters, beside what it sees.
 JAX_PAGED_DEVICE bool UsesPositions(const AttentionArgs& args) {
-  return args.sliding_window || args.alibi_slopes || args.cos;
+  return args.sliding_window || args.logits.alibi_slopes || args.cos;
 }
 
 // Where a stored token stands: its place, or in a tree its depth behind the place of the tree. Only

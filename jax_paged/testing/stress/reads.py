@@ -9,12 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.cascade import cascade_attention, cascade_levels
 from jax_paged.merge import merge_attention_states
+from jax_paged.ops.cascade import cascade_attention, cascade_levels
 
 from .. import cascade, flat, mla
 from ..cases import Batch, Case
-from ..options import ATTENTION_FACTORS, attend, attention_case, scale_of_layer
+from ..options import ATTENTION_FACTORS, LOGIT_FACTORS, attend, attention_case, scale_of_layer
 from ..oracle import TOLERANCES, assert_attention_close, dense_oracle
 from .op import DTYPES, FP8, WILD, Op, Row
 
@@ -159,7 +159,7 @@ RAGGED = {
     "rows": (([1, 1], [90, 7]), ([7, 1, 0, 3, 40], [7, 80, 4, 1, 70]), ([33], [200])),
     "causal": (True, False),
     "sliding_window": (None, 5, 64),
-    "soft_cap": (None, 2.0),
+    **LOGIT_FACTORS,
     "alibi": (False, True),
     "sinks": (False, True),
     "dead": (0, 1),
@@ -174,7 +174,7 @@ def _ragged(row: Row, seed: int, implementation: Any) -> float:
         q_lens, kv_lens, case=case, dtype=row["dtype"], live=len(q_lens) - row["dead"], seed=seed
     )
     rng = np.random.default_rng([seed, 1])
-    options: dict[str, Any] = {name: row[name] for name in ("sliding_window", "soft_cap")}
+    options: dict[str, Any] = {name: row[name] for name in ("sliding_window", *LOGIT_FACTORS)}
     if row["alibi"]:
         options["alibi_slopes"] = np.float32(rng.uniform(0.001, 0.5, heads))
     if row["sinks"]:
@@ -190,7 +190,7 @@ CASCADE = {
     "rows": (2, 5, 9),
     "num_levels": (2, 3, 4),
     "queries": ("one", "few"),
-    "soft_cap": (None, 3.0),
+    **LOGIT_FACTORS,
 }
 
 
@@ -213,7 +213,7 @@ def _cascade(row: Row, seed: int, implementation: Any) -> float:
         page_table, seq_lens, cu_q_lens, num_seqs, page_size=row["page_size"],
         num_levels=row["num_levels"],
     )  # fmt: skip
-    options = {"soft_cap": row["soft_cap"]}
+    options = {name: row[name] for name in LOGIT_FACTORS}
     result = cascade_attention(
         q, k_pages, v_pages, levels, cu_q_lens, num_seqs, return_lse=True,
         implementation=implementation, **options,

@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged._ffi import Implementation
 from jax_paged._page_table import StepBatch
-from jax_paged.attention import paged_attention, ragged_paged_attention
 from jax_paged.layout import Layout, pages_shape
 from jax_paged.merge import merge_attention_states
+from jax_paged.ops.attention import paged_attention, ragged_paged_attention
+from jax_paged.ops.options import documented
 from jax_paged.validation import (
     as_index,
     check_array,
@@ -45,6 +46,7 @@ class CascadeLevel(NamedTuple):
     row_groups: Any = None
 
 
+@documented
 def cascade_attention(
     q: Float[Array, "tokens num_q_heads head_dim"],
     k_pages: Float[Array, "..."],
@@ -75,14 +77,14 @@ def cascade_attention(
 
     Args:
       q: [tokens, num_q_heads, head_dim], bf16, f16 or f32; one query per row without cu_q_lens.
-      k_pages, v_pages, layer, k_scale, v_scale, layout: as for `paged_attention`.
+      k_pages, v_pages: as for `paged_attention`.
       levels: `CascadeLevel`s (page_table, seq_lens, row_groups), at least one, any number. No key
         may be in two levels of one row. A level with row_groups is seen whole by every query of its
         rows: it must hold no token of this step, in a causal call.
       cu_q_lens, num_seqs: as for `ragged_paged_attention`; None: one query per row, all live.
       causal: of the levels without row_groups.
-      sm_scale, soft_cap, return_lse, num_kv_splits, split_tokens, implementation: as for
-        `paged_attention`.
+      {options}
+      return_lse: as for `paged_attention`.
       alibi_slopes: as for `paged_attention`, the distances being those in the rows that hold all
         their levels; the last level must be one without row_groups.
       sinks: counted once, in the last level without row_groups, which must be there.

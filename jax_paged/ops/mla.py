@@ -1,20 +1,19 @@
 """Multi-head latent attention (MLA) over pages that hold one compressed row per token."""
 
-import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from jax_paged import _ffi, reference
 from jax_paged._ffi import Implementation
 from jax_paged._put_rows import put_rows
-from jax_paged.attention import _cuda_workspace_words
+from jax_paged.layout import PagesShape
+from jax_paged.ops.attention import attend, check_rows
+from jax_paged.ops.options import Arrays, Call, Static, read_options
 from jax_paged.reference import QMAX, last_of_equal, layer_scale, quantise
-from jax_paged.sharding import HeadAxes
 from jax_paged.validation import (
     as_index,
     as_scale_of,
@@ -23,28 +22,12 @@ from jax_paged.validation import (
     check_float,
     check_kv_dtype,
     check_layer,
-    check_scale,
     check_shape,
     expect,
 )
 
-TARGET = "jax_paged.mla_attention.v1"
 MAX_LATENT_DIM = 576  # of the native kernels: 512 latent + 64 rope
 _PAGES = "[num_pages, page_size, latent + rope]"
-_ROWS = ("page_table", "seq_lens", "cu_q_lens", "num_seqs")
-_SCALARS = ("layer", "sm_scale", "kv_scale")
-_HEADS = HeadAxes({"q": 1} | dict.fromkeys(("kv_pages", *_ROWS, *_SCALARS)), results=(1, 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class MlaSpec:
-    """The static part of an MLA call."""
-
-    v_head_dim: int
-    causal: bool
-    num_kv_splits: int | None
-    split_tokens: int | None
-    implementation: Implementation
 
 
 def mla_paged_attention(
@@ -111,12 +94,8 @@ def mla_paged_attention(
     >>> print(out.shape, out[0, 0, 0])
     (1, 2, 8) 1.0
     """
-    spec = MlaSpec(v_head_dim, causal, num_kv_splits, split_tokens, implementation)
-    operands = _check(
-        q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, kv_scale, spec
-    )
-    out, lse = _attention(spec, *operands)
-    return (out, lse) if return_lse else out
+    given = locals()
+    return attend(*_check(given), return_lse)
 
 
 def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
@@ -152,112 +131,38 @@ def check_latent_scale(kv_scale: Any, kv_pages: jax.Array) -> jax.Array | None:
     return kv_scale
 
 
-def _check(
-    q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs, layer, sm_scale, kv_scale, spec: MlaSpec
-):
-    """Checks a call; returns the operands in the order of the FFI target."""
-    check_choice("implementation", spec.implementation, (None, "native", "reference"))
-    layer = check_latent_pages(kv_pages, layer)
-    width, native = kv_pages.shape[-1], spec.implementation != "reference"
+def _check(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
+    """Checks a call: as attention with one KV head, whose V is the front of each row of K."""
+    implementation, v_head_dim = given["implementation"], given["v_head_dim"]
+    q, kv_pages = given["q"], given["kv_pages"]
+    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_latent_pages(kv_pages, given["layer"])
+    width, native = kv_pages.shape[-1], implementation != "reference"
     check_float("q", q)
     check_shape("q", q, "tokens num_q_heads latent+rope", (None, None, width))
     expect(q.shape[1] >= 1, "q", "at least one head", 0)
     check_kv_dtype("kv_pages", kv_pages, q.dtype)
-    page_table, seq_lens = as_index("page_table", page_table), as_index("seq_lens", seq_lens)
-    check_shape("seq_lens", seq_lens, "num_seqs", (None,))
-    rows = seq_lens.shape[0]
-    check_shape("page_table", page_table, "num_seqs pages_per_seq", (rows, None))
-    cu_q_lens = as_index("cu_q_lens", cu_q_lens)
-    check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (rows + 1,))
-    num_seqs = as_index("num_seqs", rows if num_seqs is None else num_seqs)
-    expect(num_seqs.size == 1 and num_seqs.ndim <= 1, "num_seqs", "a scalar or [1]", num_seqs.shape)
-    counts = {
-        "v_head_dim": (spec.v_head_dim, 1),
-        "num_kv_splits": (spec.num_kv_splits, 1),
-        "split_tokens": (spec.split_tokens, 1),
-    }
-    for name, (value, least) in counts.items():
-        whole = isinstance(value, int) and value is not True and value >= least
-        expect(whole or (value is None and name != "v_head_dim"), name, f"an int >= {least}", value)
-    expect(spec.v_head_dim <= width, "v_head_dim", f"at most latent+rope={width}", spec.v_head_dim)
-    expect(
-        spec.num_kv_splits is None or spec.split_tokens is None,
-        "split_tokens",
-        "None when num_kv_splits is given",
-        spec.split_tokens,
-    )
-    for name, value in (("kv_pages", width), ("v_head_dim", spec.v_head_dim)):
+    rows = check_rows(given)
+    whole = isinstance(v_head_dim, int) and v_head_dim is not True and v_head_dim >= 1
+    expect(whole, "v_head_dim", "an int >= 1", v_head_dim)
+    expect(v_head_dim <= width, "v_head_dim", f"at most latent+rope={width}", v_head_dim)
+    for name, value in (("kv_pages", width), ("v_head_dim", v_head_dim)):
         if native and (value % 8 or not 8 <= value <= MAX_LATENT_DIM):
             raise NotImplementedError(
                 f"{name}: native kernels take a multiple of 8 up to {MAX_LATENT_DIM}, got {value}; "
                 "implementation='reference' takes any"
             )
-    return (
-        q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs.reshape(1), layer,
-        check_scale("sm_scale", sm_scale), check_latent_scale(kv_scale, kv_pages),
+    *layers, num_pages, page_size, _ = kv_pages.shape
+    shape = PagesShape(layers[0] if layers else None, num_pages, 1, page_size, width)
+    call = Call(
+        q, kv_pages, kv_pages, shape, shape._replace(head_dim=v_head_dim),
+        rows["seq_lens"].shape[0], given,
     )  # fmt: skip
-
-
-def _reference(spec: MlaSpec, q, kv_pages, *rest):
-    *rest, layer, sm_scale, kv_scale = rest
-    out, lse = reference.mla_paged_attention(
-        q, kv_pages, *rest, sm_scale=sm_scale, v_head_dim=spec.v_head_dim,
-        layer=layer if kv_pages.ndim == 4 else None, causal=spec.causal, return_lse=True,
-        kv_scale=None if kv_scale is None or not kv_scale.size else kv_scale,
-    )  # fmt: skip
-    return out, lse
-
-
-def _call(spec: MlaSpec, *operands):
-    q, kv_pages, page_table, *rest = operands
-    layer, _, kv_scale = rest[-3:]
-    none = jnp.zeros(0, jnp.float32)
-    scale = none if kv_scale is None else layer_scale(kv_scale, layer)[None]
-    operands = (*operands[:-1], scale)
-    splits = {"num_kv_splits": spec.num_kv_splits or 0, "split_tokens": spec.split_tokens or 0}
-    words = _cuda_workspace_words(
-        max_seqs=page_table.shape[0],
-        num_kv_heads=1,
-        group_size=q.shape[1],
-        v_head_dim=spec.v_head_dim,
-        capacity=page_table.shape[1] * kv_pages.shape[-2],
-        **splits,
-    )
-    return tuple(
-        _ffi.ffi_call(
-            TARGET,
-            operands,
-            {"causal": spec.causal, **splits},
-            heads=_HEADS,
-            cuda_workspace_words=words,
-            implementation=spec.implementation,
-            reference=functools.partial(_reference, spec),
-        )
-    )
-
-
-@functools.cache
-def _batched(spec: MlaSpec):
-    """`_call` that vmap runs one call after another."""
-    return sequential_vmap(functools.partial(_call, spec))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(spec: MlaSpec, *operands):
-    return _batched(spec)(*operands)
-
-
-def _forward(spec: MlaSpec, *operands):
-    return _batched(spec)(*operands), operands
-
-
-def _backward(spec: MlaSpec, operands, cotangents):
-    _, pullback = jax.vjp(functools.partial(_reference, spec), *operands)
-    return pullback(cotangents)
-
-
-_differentiable.defvjp(_forward, _backward)
-_attention = jax.jit(_differentiable, static_argnums=0)
+    static, arrays = read_options(call)
+    static["v_head_dim"] = v_head_dim
+    kv_scale = check_latent_scale(given["kv_scale"], kv_pages)
+    scales = {} if kv_scale is None else {"k_scale": kv_scale}
+    return tuple(static.items()), {"q": q, "kv_pages": kv_pages} | rows | arrays | scales
 
 
 def write_mla_kv(

@@ -1,0 +1,1 @@
+"""The ops on arrays: attention over pages, and what goes with it."""

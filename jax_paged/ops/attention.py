@@ -1,0 +1,487 @@
+"""Attention over K and V in pages, or in plain arrays: single queries, and ragged batches of rows.
+
+Every form is one call of the FFI target: the arguments of a public function are checked
+(`check_call`) and become a static part and operands by name (options.py), for the native kernels
+and the reference alike.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jax_paged import _ffi, reference
+from jax_paged._ffi import Implementation
+from jax_paged.layout import Layout, PagesShape, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.ops import options
+from jax_paged.ops.options import Arrays, Call, Static, documented
+from jax_paged.reference import head_scale, layer_scale
+from jax_paged.rope import Rope
+from jax_paged.sharding import HeadAxes
+from jax_paged.validation import (
+    as_index,
+    check_array,
+    check_choice,
+    check_float,
+    check_kv_dtype,
+    check_native,
+    check_pages,
+    check_scale,
+    check_shape,
+    expect,
+    is_per_token,
+    other_layout,
+)
+
+TARGET = "jax_paged.attention.v1"
+# The operands that are no options. In latent pages each row of K begins with its V.
+ROWS = ("page_table", "seq_lens", "cu_q_lens", "num_seqs")
+
+
+@documented
+def paged_attention(
+    q: Float[Array, "num_seqs num_q_heads head_dim"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    page_table: Int[Array, "num_seqs pages_per_seq"],
+    seq_lens: Int[Array, "num_seqs"],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    sm_scale: Float[Array, ""] | float | None = None,
+    sliding_window: Int[Array, "..."] | int | None = None,
+    num_pinned: Int[Array, "..."] | int | None = None,
+    slot_offset: Int[Array, "..."] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
+    out_dtype: DTypeLike | None = None,
+    out_scale: Float[Array, ""] | float | None = None,
+    rope: Rope | tuple[Any, ...] | None = None,
+    return_lse: bool = False,
+    num_kv_splits: int | None = None,
+    split_tokens: int | None = None,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+):
+    """Attends one query per row to that row's pages: the decode step.
+
+    out[i, h] = Σ_j softmax_j(logit[i, j, h]) · v[i, j, h // group] over the seq_lens[i] tokens j
+    that page_table[i] names, with group = num_q_heads / num_kv_heads and
+
+      logit[i, j, h] = cap(sm_scale · q[i, h] · k[i, j, h // group]) + alibi_slopes[h] · (j − p)
+      cap(x) = soft_cap · tanh(x / soft_cap)
+
+    where p is the query's position, seq_lens[i] − 1. Tokens that a mask hides take no part.
+
+    Args:
+      q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
+      k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
+        [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
+        `jax_paged.layout`), optionally with a leading num_layers axis (then give `layer`). Same
+        dtype as q, or f8e4m3fn, f8e5m2 or int8; v may have another head_dim.
+      page_table: page ids in token order. An id outside [0, num_pages), e.g. −1, is never read: its
+        tokens are left out.
+      seq_lens: KV length of each row, this step's token included. 0: the row's output is exactly 0
+        and its lse −inf. Lengths are clamped to [0, pages_per_seq · page_size].
+      {options}
+      return_lse: also return log Σ_j exp(logit_j), sink included, natural logarithm.
+
+    Returns:
+      [num_seqs, num_q_heads, v_head_dim] in q's dtype or out_dtype; with return_lse also
+      f32[num_seqs, num_q_heads]. NaN in unused pages or slots never reaches it.
+
+    Raises:
+      ValueError: an argument's shape, dtype or static value is wrong.
+      NotImplementedError: the native kernels do not take this head_dim.
+      Pages do not tell how they were written: k_scale, v_scale, slot_offset or layout left out
+      where the state has them give wrong numbers. `check_values(state=…)` finds it.
+
+    Differentiable in q, k_pages, v_pages, sm_scale, alibi_slopes and sinks by reverse mode (the
+    backward pass is the reference). vmap runs one call after another; the batch axis of the op
+    itself is the fast one.
+
+    Split KV after Flash-Decoding (Dao et al. 2023) and vLLM's paged attention v2; windows as in
+    Longformer (Beltagy et al. 2020), soft caps as in Gemma 2, ALiBi after Press et al. 2022, sinks
+    as in gpt-oss.
+
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.ones((2, 1, 4, 8))  # two pages of four tokens, one KV head
+    >>> q, table = jnp.ones((1, 2, 8)), jnp.array([[1, -1]])
+    >>> print(paged_attention(q, pages, 3 * pages, table, jnp.array([3]))[0, :, 0])
+    [3. 3.]
+    """
+    given = locals()
+    return attend(*check_call(given), return_lse)
+
+
+@documented
+def ragged_paged_attention(
+    q: Float[Array, "tokens num_q_heads head_dim"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    page_table: Int[Array, "num_seqs pages_per_seq"],
+    seq_lens: Int[Array, "num_seqs"],
+    cu_q_lens: Int[Array, "num_seqs+1"],
+    num_seqs: Int[Array, "..."] | int | None = None,
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    sm_scale: Float[Array, ""] | float | None = None,
+    sliding_window: Int[Array, "..."] | int | None = None,
+    num_pinned: Int[Array, "..."] | int | None = None,
+    slot_offset: Int[Array, "..."] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
+    tree: Int[Array, "num_seqs max_tree 2"] | None = None,
+    tree_sizes: Int[Array, "num_seqs"] | None = None,
+    out_dtype: DTypeLike | None = None,
+    out_scale: Float[Array, ""] | float | None = None,
+    rope: Rope | tuple[Any, ...] | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    num_kv_splits: int | None = None,
+    split_tokens: int | None = None,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+):
+    """Attends each row's new tokens to that row's pages: prefill chunks and decode in one call.
+
+    Row i owns the queries cu_q_lens[i] ≤ t < cu_q_lens[i + 1]. Its last query stands at position
+    seq_lens[i] − 1, so query t of q_len = cu_q_lens[i + 1] − cu_q_lens[i] sees the keys at
+    positions up to seq_lens[i] − q_len + (t − cu_q_lens[i]); with causal=False it sees them all.
+    The K and V of the new tokens must be in the pages already (`write_kv`).
+
+    Args:
+      q: [tokens, num_q_heads, head_dim], the rows' new tokens in row order, padding at the end.
+      k_pages, v_pages, page_table, seq_lens, return_lse: as for `paged_attention`.
+      cu_q_lens: start of each row's tokens; clamped to be monotone and within [0, tokens].
+      num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
+      {options}
+
+    Returns:
+      [tokens, num_q_heads, v_head_dim] in q's dtype or out_dtype; with return_lse also f32[tokens,
+      num_q_heads]. Tokens of no live row (padding) are exactly 0 with lse −inf.
+
+    Raises and derivatives: as `paged_attention`. ValueError also for a tree with causal=False or
+    without tree_sizes.
+
+    The contract is that of JAX's TPU ragged paged attention; rows with few queries run as decode,
+    the others as prefill, told apart on the device. Tree intervals after TVM's paged KV cache.
+
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.ones((2, 1, 4, 8))
+    >>> q, table = jnp.ones((3, 2, 8)), jnp.array([[1, 0], [0, -1]])
+    >>> out = ragged_paged_attention(  # row 0: two new tokens of five; row 1: one; no padding
+    ...     q, pages, 3 * pages, table, jnp.array([5, 1]), jnp.array([0, 2, 3]))
+    >>> print(out.shape, out[2, 0, 0])
+    (3, 2, 8) 3.0
+    """
+    given = locals()
+    return attend(*check_call(given), return_lse)
+
+
+@documented
+def ragged_attention(
+    q: Float[Array, "tokens num_q_heads head_dim"],
+    k: Float[Array, "kv_tokens num_kv_heads head_dim"],
+    v: Float[Array, "kv_tokens num_kv_heads v_head_dim"],
+    cu_q_lens: Int[Array, "num_seqs+1"],
+    cu_kv_lens: Int[Array, "num_seqs+1"],
+    num_seqs: Int[Array, "..."] | int | None = None,
+    *,
+    max_kv_len: int | None = None,
+    sm_scale: Float[Array, ""] | float | None = None,
+    sliding_window: Int[Array, ""] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    num_kv_splits: int | None = None,
+    split_tokens: int | None = None,
+    implementation: Implementation = None,
+):
+    """Attends each row's queries to that row's keys, both flat: a prompt with itself, an encoder.
+
+    Row i owns the queries cu_q_lens[i] ≤ t < cu_q_lens[i + 1] and the keys and values
+    cu_kv_lens[i] ≤ j < cu_kv_lens[i + 1]. The logits and the softmax are those of
+    `paged_attention`. Its queries are the last of the row's tokens: query t sees the row's keys up
+    to number kv_len − q_len + (t − cu_q_lens[i]), and with causal=False all (cross attention).
+
+    Args:
+      q: [tokens, num_q_heads, head_dim], bf16, f16 or f32, the rows in order, padding at the end.
+      k, v: [kv_tokens, num_kv_heads, head_dim] of q's dtype, the rows in order, padding at the end;
+        v may have another head_dim. They are read where they lie, none is copied.
+      cu_q_lens, cu_kv_lens: where each row starts; clamped to be monotone and within the arrays.
+      num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
+      max_kv_len: no row has more keys; longer ones are cut there. None: kv_tokens. Static.
+        The call makes an i32[num_seqs, max_kv_len] table of places: a tight value keeps it small.
+      {options}
+      return_lse: as for `paged_attention`.
+
+    Returns:
+      [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
+      Padding, and queries that see no key, are exactly 0 with lse −inf (with sinks: the sink, where
+      the row is live). NaN in padding never reaches an output.
+
+    Raises and derivatives: as `paged_attention`, with k and v in place of the pages.
+
+    TVM's paged cache calls this its self-attention part.
+
+    >>> import jax.numpy as jnp
+    >>> q, k = jnp.ones((3, 2, 8)), jnp.ones((5, 1, 8))
+    >>> v = jnp.arange(5.0)[:, None, None] * k
+    >>> bounds = jnp.array([0, 2, 3]), jnp.array([0, 2, 5])  # row 1: one query, keys 2, 3 and 4
+    >>> print(ragged_attention(q, k, v, *bounds)[:, 0, 0])
+    [0.  0.5 3. ]
+    """
+    cu_q_lens, cu_kv_lens = as_index("cu_q_lens", cu_q_lens), as_index("cu_kv_lens", cu_kv_lens)
+    check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (None,))
+    expect(cu_q_lens.shape[0] >= 1, "cu_q_lens", "at least one element", 0)
+    check_shape("cu_kv_lens", cu_kv_lens, "num_seqs+1", cu_q_lens.shape)
+    check_float("q", q)
+    check_shape("q", q, "tokens num_q_heads head_dim", (None, None, None))
+    check_array("k", k)
+    for name, x, sizes in (
+        ("k", k, (None, None, q.shape[2])),
+        ("v", v, (*k.shape[:2], None)),
+    ):
+        check_float(name, x, q.dtype)
+        check_shape(name, x, "kv_tokens num_kv_heads head_dim", sizes)
+        check_native(name, x.shape[2], implementation)
+    ok = isinstance(max_kv_len, int) and max_kv_len is not True and max_kv_len >= 0
+    expect(max_kv_len is None or ok, "max_kv_len", "None or an int >= 0", max_kv_len)
+    expect(
+        k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.shape[1] > 0,
+        "q",
+        f"num_q_heads to be a multiple of num_kv_heads={k.shape[1]}",
+        q.shape[1],
+    )
+    if isinstance(sliding_window, int) and sliding_window <= 0:
+        sliding_window = None
+    traced = {
+        "num_seqs": None if num_seqs is None else as_index("num_seqs", num_seqs),
+        "sm_scale": check_scale("sm_scale", q.shape[2] ** -0.5 if sm_scale is None else sm_scale),
+        "sliding_window": sliding_window,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    static = {
+        "soft_cap": soft_cap,
+        "causal": causal,
+        "return_lse": return_lse,
+        "num_kv_splits": num_kv_splits,
+        "split_tokens": split_tokens,
+        "implementation": implementation,
+    }
+    max_kv_len = k.shape[0] if max_kv_len is None else min(max_kv_len, k.shape[0])
+    return _flat(max_kv_len, tuple(static.items()), q, k, v, cu_q_lens, cu_kv_lens, traced)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _flat(max_kv_len, static, q, k, v, cu_q_lens, cu_kv_lens, traced):
+    # Each token is a page of one slot, and a row's page table counts up from its first token: so
+    # the kernels read k and v in place. (A copy to longer pages first was never faster on CPU.)
+    k_pages, v_pages = k[:, None], v[:, None]
+    bounds = jax.lax.cummax(jnp.clip(cu_kv_lens, 0, k.shape[0]))
+    page_table = bounds[:-1, None] + jnp.arange(max_kv_len, dtype=jnp.int32)[None]
+    return ragged_paged_attention(
+        q, k_pages, v_pages, page_table, jnp.diff(bounds), cu_q_lens, layout="NHD",
+        **traced, **dict(static),
+    )  # fmt: skip
+
+
+def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
+    """Checks a call over pages at trace time; without cu_q_lens it has one query per row."""
+    check_choice("implementation", given["implementation"], (None, "native", "reference"))
+    q, k_pages, v_pages, layout = (given[x] for x in ("q", "k_pages", "v_pages", "layout"))
+    k_shape, v_shape = check_pages(k_pages, v_pages, layout, given["layer"])
+    single = "cu_q_lens" not in given
+    arrays = check_rows(given)
+    rows = arrays["seq_lens"].shape[0]
+    check_float("q", q)
+    check_shape(
+        "q", q, f"{'num_seqs' if single else 'tokens'} num_q_heads head_dim",
+        (rows if single else None, None, k_shape.head_dim),
+    )  # fmt: skip
+    check_kv_dtype("k_pages", k_pages, q.dtype)
+    num_q_heads, num_kv_heads = q.shape[1], k_shape.num_kv_heads
+    expect(
+        0 < num_kv_heads <= num_q_heads and num_q_heads % num_kv_heads == 0,
+        "q",
+        f"num_q_heads to be a multiple of num_kv_heads={num_kv_heads}",
+        f"{num_q_heads}"
+        + other_layout(
+            k_pages, layout, lambda n: n > 0 and num_q_heads > 0 and num_q_heads % n == 0
+        ),
+    )
+    for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
+        check_native(name, shape.head_dim, given["implementation"])
+    call = Call(q, k_pages, v_pages, k_shape, v_shape, rows, given)
+    static, of_options = options.read_options(call)
+    static["one_query_per_row"] = single
+    arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages} | arrays | of_options
+    return tuple(static.items()), arrays
+
+
+def check_rows(given: Mapping[str, Any]) -> Arrays:
+    """Checks the operands that describe the rows of a batch; returns all of them as i32."""
+    page_table, seq_lens = (as_index(name, given[name]) for name in ("page_table", "seq_lens"))
+    check_shape("seq_lens", seq_lens, "num_seqs", (None,))
+    rows = seq_lens.shape[0]
+    check_shape("page_table", page_table, "num_seqs pages_per_seq", (rows, None))
+    cu_q_lens = given.get("cu_q_lens")
+    cu_q_lens = as_index("cu_q_lens", np.arange(rows + 1) if cu_q_lens is None else cu_q_lens)
+    check_shape("cu_q_lens", cu_q_lens, "num_seqs+1", (rows + 1,))
+    num_seqs = given.get("num_seqs")
+    num_seqs = as_index("num_seqs", rows if num_seqs is None else num_seqs)
+    expect(num_seqs.size == 1 and num_seqs.ndim <= 1, "num_seqs", "a scalar or [1]", num_seqs.shape)
+    num_seqs = num_seqs if num_seqs.ndim else num_seqs.reshape(1)
+    return dict(zip(ROWS, (page_table, seq_lens, cu_q_lens, num_seqs), strict=True))
+
+
+def attend(static: Static, arrays: Arrays, return_lse: bool):
+    """Runs a call that is checked."""
+    out, lse = _attention(static, arrays)
+    return (out, lse) if return_lse else out
+
+
+def _with_layers(scale: jax.Array, pages: jax.Array) -> jax.Array:
+    """A scale of one layer's heads as the public ops take it: stacked like the pages."""
+    if scale.ndim != 1 or pages.ndim != 5:  # 8-bit pages are HND or NHD
+        return scale
+    return jnp.broadcast_to(scale[None], (pages.shape[0], *scale.shape))
+
+
+def _reference(static: Static, arrays: Arrays) -> Any:
+    known = dict(static)
+    given: dict[str, Any] = options.of_reference(known, arrays) | {"return_lse": True}
+    x = arrays
+    if "kv_pages" in x:
+        kv_pages = x["kv_pages"]
+        given |= {"layer": x["layer"] if kv_pages.ndim == 4 else None}
+        given |= {"kv_scale": given.pop("k_scale", None), "v_head_dim": known["v_head_dim"]}
+        return reference.mla_paged_attention(x["q"], kv_pages, *(x[name] for name in ROWS), **given)
+    if not is_stacked(x["k_pages"], known["layout"]):
+        del given["layer"]
+    for name in ("k_scale", "v_scale"):
+        if name in given:
+            given[name] = _with_layers(given[name], x["k_pages"])
+    pages = (x["q"], x["k_pages"], x["v_pages"])
+    if known["one_query_per_row"]:
+        return reference.paged_attention(*pages, x["page_table"], x["seq_lens"], **given)
+    return reference.ragged_paged_attention(*pages, *(x[name] for name in ROWS), **given)
+
+
+def _cuda_workspace_words(
+    *,
+    max_seqs: int,
+    num_kv_heads: int,
+    group_size: int,
+    v_head_dim: int,
+    capacity: int,
+    num_kv_splits: int = 0,
+    split_tokens: int = 0,
+    max_tree: int = 0,
+) -> int:
+    """What the CUDA kernels work in, in 4-byte words: WorkspaceWords of ffi/cuda/attention/args.h.
+
+    Automatic splits (both 0) leave at most two partial results per worker, whatever the batch and
+    the context; fixed splits leave one for each split of each decode row of `capacity` tokens.
+    """
+    tile_rows, tile_tokens, max_workers = 16, 64, 384
+    slots = 2 * max_workers
+    if split_tokens or num_kv_splits:
+        splits = num_kv_splits
+        if split_tokens:
+            splits = -(-capacity // (-(-split_tokens // tile_tokens) * tile_tokens))
+        uncut = isinstance(splits, int) and splits <= 1
+        slots = 0 if uncut else max_seqs * num_kv_heads * -(-group_size // tile_rows) * splits
+    tree_words = max_seqs * (max_tree + 1) if max_tree else 0
+    return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5 + tree_words
+
+
+def _pages(known: Mapping[str, Any], arrays: Arrays) -> PagesShape:
+    """The named shape of the pool of V."""
+    if "kv_pages" not in arrays:
+        return pages_shape(arrays["v_pages"], known["layout"], "v")
+    *layers, num_pages, page_size, _ = arrays["kv_pages"].shape
+    return PagesShape(layers[0] if layers else None, num_pages, 1, page_size, known["v_head_dim"])
+
+
+def _call(static: Static, arrays: Arrays):
+    known = dict(static)
+    pages, q, page_table = _pages(known, arrays), arrays["q"], arrays["page_table"]
+    words = _cuda_workspace_words(
+        max_seqs=page_table.shape[0],
+        num_kv_heads=pages.num_kv_heads,
+        group_size=q.shape[1] // pages.num_kv_heads,
+        v_head_dim=pages.head_dim,
+        capacity=page_table.shape[1] * pages.page_size,
+        max_tree=arrays["tree"].shape[1] if "tree" in arrays else 0,
+        num_kv_splits=known.get("num_kv_splits", 0),
+        split_tokens=known.get("split_tokens", 0),
+    )
+    axes = dict.fromkeys(arrays) | options.heads_axes(arrays) | {"q": 1}
+    for pool in ("k", "v"):
+        if f"{pool}_pages" in arrays:
+            axes[f"{pool}_pages"] = kv_heads_axis(arrays[f"{pool}_pages"], known["layout"], pool)
+    return tuple(
+        _ffi.ffi_call(
+            TARGET,
+            list(arrays.values()),
+            {"operands": ",".join(arrays), **options.attributes(known)},
+            heads=HeadAxes(axes, results=(1, 1)),
+            cuda_workspace_words=words,
+            implementation=known.get("implementation"),
+            reference=lambda *x: _reference(static, dict(zip(arrays, x, strict=True))),
+        )
+    )
+
+
+@functools.cache
+def _batched(static: Static) -> Callable[[Arrays], Any]:
+    """`_call` that vmap runs one call after another."""
+    return sequential_vmap(functools.partial(_call, static))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(static: Static, arrays: Arrays):
+    return _batched(static)(arrays)
+
+
+def _forward(static: Static, arrays: Arrays):
+    return _batched(static)(arrays), arrays
+
+
+def _backward(static: Static, arrays: Arrays, cotangents):
+    _, pullback = jax.vjp(functools.partial(_reference, static), arrays)
+    return pullback(cotangents)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention(static: Static, arrays: Arrays):
+    pages = arrays["kv_pages" if "kv_pages" in arrays else "k_pages"]
+
+    def of_layer(scale):
+        if is_per_token(scale, pages):
+            return scale
+        if "kv_pages" in arrays:
+            return layer_scale(scale, arrays["layer"])[None]
+        return head_scale(scale, arrays["layer"], _pages(dict(static), arrays).num_kv_heads, pages)
+
+    scales = {x: of_layer(arrays[x]) for x in ("k_scale", "v_scale") if x in arrays}
+    return _differentiable(static, arrays | scales)
