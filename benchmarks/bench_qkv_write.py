@@ -14,7 +14,7 @@ import numpy as np
 from harness import Bench
 
 import jax_paged
-from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
+from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import CASES, Case
 
 SHAPES = [

@@ -17,12 +17,12 @@ from typing import Any
 
 from harness import Bench
 
+from jax_paged.cache.pages import pages_for
 from jax_paged.models import Decoder, load_checkpoint
 from jax_paged.models.bench_serve import make_trace, replay
 from jax_paged.models.engine import Engine
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import small_config
-from jax_paged.pages import pages_for
 
 PAGE_SIZE, MAX_SEQS, MAX_DRAFTS = 16, 16, 8
 TRACE = {"requests": 32, "prefixes": 4, "prefix_tokens": 256, "prompt_tokens": 64, "new_tokens": 32}

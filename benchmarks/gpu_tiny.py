@@ -22,11 +22,11 @@ from jax_paged import (
     qkv_norm_rope_write,
     quantize_weight,
     ragged_paged_attention,
-    reference,
     tree_intervals,
     write_kv,
 )
-from jax_paged.rope import Rope, inverse_frequencies, rope_tables
+from jax_paged.ops import reference
+from jax_paged.ops.rope import Rope, inverse_frequencies, rope_tables
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 
 OPTIONS: dict[str, Any] = {

@@ -29,7 +29,7 @@ import jax
 import limits
 import numpy as np
 
-from jax_paged._zero_pool import zero_pool
+from jax_paged.ops.zero_pool import zero_pool
 
 RESULTS = Path(__file__).parent / "results"
 # Before each call: a peer's idle threads (OpenMP's spin for milliseconds) go to sleep.

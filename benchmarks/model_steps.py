@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 
 from jax_paged import pages
+from jax_paged.cache.state import KVState, truncate
 from jax_paged.models import Decoder
 from jax_paged.models.generation import state_for
 from jax_paged.models.sample import Sampler
 from jax_paged.models.steps import Progress, decode
-from jax_paged.state import KVState, truncate
 
 # As config.json has them. The first is Qwen3-MoE at 512 M parameters; the second SmolLM2-135M; the
 # third Qwen3-30B-A3B.

@@ -13,7 +13,7 @@ from importlib import metadata as _metadata
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from jax_paged import _interrupt as _interrupt  # first: Ctrl-C may come while the rest is imported
+from jax_paged._start import interrupt as _interrupt  # noqa: F401  first: Ctrl-C may come
 
 __version__ = _metadata.version("jax_paged")
 
@@ -31,14 +31,14 @@ def _starts_command() -> bool:
 _is_command = _starts_command()
 
 if _TYPE_CHECKING or not _is_command:
-    from jax_paged._public import *  # noqa: F403
+    from jax_paged._start.public import *  # noqa: F403
 
 
 def __getattr__(name: str) -> _Any:
     if name == "testing":
         return _importlib.import_module("jax_paged.testing")
     if _is_command and not name.startswith("_"):
-        public = _importlib.import_module("jax_paged._public")
+        public = _importlib.import_module("jax_paged._start.public")
         if hasattr(public, name):
             return getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 
-from jax_paged._command_line import parser
-from jax_paged._interrupt import EXIT_CODE, leave_at_ctrl_c
+from jax_paged._start.command_line import parser
+from jax_paged._start.interrupt import EXIT_CODE, leave_at_ctrl_c
 
 
 def main() -> int:

@@ -24,9 +24,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged import state as state_verbs
 from jax_paged import transfer
-from jax_paged.pages import Status
-from jax_paged.state import KVState
-from jax_paged.transfer import Inbox, Message, Sender, Ticket
+from jax_paged.cache.pages import Status
+from jax_paged.cache.state import KVState
+from jax_paged.cache.transfer import Inbox, Message, Sender, Ticket
 
 from .gguf_file import gguf_name
 from .hf_config import config_from_hf

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged.pages import pages_for
+from jax_paged.cache.pages import pages_for
 
 from .decoder import Decoder
 from .engine import Engine

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged._command_line import COUNTS
-from jax_paged.pages import pages_for
+from jax_paged._start.command_line import COUNTS
+from jax_paged.cache.pages import pages_for
 
 from .engine import Engine
 from .generation import PAGE_SIZE, check_count

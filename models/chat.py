@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from jax_paged import pages
-from jax_paged._interrupt import raise_at_ctrl_c, uninterrupted
-from jax_paged.pages import pages_for
+from jax_paged._start.interrupt import raise_at_ctrl_c, uninterrupted
+from jax_paged.cache.pages import pages_for
 
 from .decoder import Decoder
 from .generation import PAGE_SIZE, Run, as_stops, check_count, create_state, make_state

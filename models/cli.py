@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import jax
 
-from jax_paged._command_line import parser
-from jax_paged._interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
-from jax_paged.pages import pages_for
-from jax_paged.state import KVState
+from jax_paged._start.command_line import parser
+from jax_paged._start.interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
+from jax_paged.cache.pages import pages_for
+from jax_paged.cache.state import KVState
 
 from . import bench_serve, chat
 from .batch import generate_many

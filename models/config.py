@@ -8,8 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged import rope
-from jax_paged._fields import FLAG, NOTHING, TEXT, Domain, either, integer, list_of, number, short
+from jax_paged.checks.fields import (
+    FLAG,
+    NOTHING,
+    TEXT,
+    Domain,
+    either,
+    integer,
+    list_of,
+    number,
+    short,
+)
+from jax_paged.ops import rope
 
 _SIZE, _ID = integer(1), integer(0)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")

@@ -36,17 +36,16 @@ from jax_paged import (
     quantize_weight,
     ragged_paged_attention,
 )
-from jax_paged._ffi import Implementation
-from jax_paged.rope import rope_tables
-from jax_paged.validation import check_choice, expect, is_eight_bit
+from jax_paged.checks import Implementation, check_choice, expect, is_eight_bit
+from jax_paged.ops.rope import rope_tables
 
 from .config import DecoderConfig
 from .moe import gated_mlp, route
 from .parameters import TensorSource
 
 if TYPE_CHECKING:
-    from jax_paged.pages import StepBatch
-    from jax_paged.state import KVState
+    from jax_paged.cache.pages import StepBatch
+    from jax_paged.cache.state import KVState
 
 
 WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_paged._interrupt import uninterrupted
-from jax_paged.state import KVState
-from jax_paged.validation import check_choice, expect
+from jax_paged._start.interrupt import uninterrupted
+from jax_paged.cache.state import KVState
+from jax_paged.checks import check_choice, expect
 
 from .decoder import Decoder
 from .engine_plan import as_keeping, fill_plan, step_sizes

@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 from jax_paged import pages
-from jax_paged.pages import PageTable
-from jax_paged.state import KVState, commit_tree
+from jax_paged.cache.pages import PageTable
+from jax_paged.cache.state import KVState, commit_tree
 
 from .sample import RowSamplers
 from .speculate import propose, reject, walk_tree

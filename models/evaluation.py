@@ -13,9 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_paged import pages
-from jax_paged._interrupt import uninterrupted
-from jax_paged.state import KVState
-from jax_paged.validation import expect
+from jax_paged._start.interrupt import uninterrupted
+from jax_paged.cache.state import KVState
+from jax_paged.checks import expect
 
 from .decoder import Decoder
 from .generation import as_tokens, check_count, check_window, state_for

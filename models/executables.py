@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import version as jaxlib_version
 
 import jax_paged
-from jax_paged._interrupt import uninterrupted
+from jax_paged._start.interrupt import uninterrupted
 
 SUFFIX = ".executable"
 _DIGEST_BYTES = 32

@@ -13,10 +13,10 @@ from flax import nnx
 
 from jax_paged import kv_dtype as page_dtype
 from jax_paged import pages
-from jax_paged._interrupt import uninterrupted
-from jax_paged.pages import pages_for
-from jax_paged.state import KVState
-from jax_paged.validation import EIGHT_BIT_DTYPES, expect
+from jax_paged._start.interrupt import uninterrupted
+from jax_paged.cache.pages import pages_for
+from jax_paged.cache.state import KVState
+from jax_paged.checks import EIGHT_BIT_DTYPES, expect
 
 from .config import DecoderConfig
 from .decoder import Decoder

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged._fields import FLAG, TEXT, Domain, either, integer, short
+from jax_paged.checks.fields import FLAG, TEXT, Domain, either, integer, short
 
 from .config import DOMAINS, ROPE_DOMAINS, DecoderConfig, RopeConfig
 from .gguf_quants import KINDS, QUANTIZATIONS, dequantize, kind_name

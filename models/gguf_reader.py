@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_paged._fields import integer, short
+from jax_paged.checks.fields import integer, short
 
 from .gguf_quants import KINDS
 from .outside import reading

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from jax_paged._fields import ANYTHING, FLAG, TEXT, Domain, integer, list_of, short
+from jax_paged.checks.fields import ANYTHING, FLAG, TEXT, Domain, integer, list_of, short
 
 from .config import token_ids
 from .outside import check_keys, reading

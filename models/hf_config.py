@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_paged import rope
-from jax_paged._fields import ANYTHING, FLAG, OBJECT, TEXT, Domain, integer, list_of, number, short
+from jax_paged.checks.fields import (
+    ANYTHING,
+    FLAG,
+    OBJECT,
+    TEXT,
+    Domain,
+    integer,
+    list_of,
+    number,
+    short,
+)
+from jax_paged.ops import rope
 
 from .config import (
     DOMAINS,

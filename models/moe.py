@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged import linear
-from jax_paged._ffi import Implementation
+from jax_paged.checks import Implementation
 
 
 def gated_mlp(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jax_paged._fields import Domain, short
+from jax_paged.checks.fields import Domain, short
 
 
 def check_keys(where: object, values: Mapping[str, Any], domains: Mapping[str, Domain]) -> None:

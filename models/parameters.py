@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_paged._fields import short
+from jax_paged.checks.fields import short
 
 from .config import DecoderConfig
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_paged._page_table import check_size
+from jax_paged.checks import check_size
 
 
 @dataclass

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_paged.validation import expect
+from jax_paged.checks import expect
 
 
 @jax.tree_util.register_dataclass

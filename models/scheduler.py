@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax_paged.pages import pages_for
+from jax_paged.cache.pages import pages_for
 
 from .prefix_cache import PrefixCache
 from .request import Request

@@ -33,7 +33,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged import pages
-from jax_paged.state import KVState
+from jax_paged.cache.state import KVState
 
 from .sample import RowSamplers, in_order
 

@@ -18,8 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from jax_paged import pages
-from jax_paged.pages import PageTable, Status
-from jax_paged.state import KVState
+from jax_paged.cache.pages import PageTable, Status
+from jax_paged.cache.state import KVState
 
 from .sample import Sampler
 

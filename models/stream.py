@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from jax_paged.validation import expect
+from jax_paged.checks import expect
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged._put_rows import flat_rows, in_each_layer, put_rows
-from jax_paged.pages import PageTable
-from jax_paged.state import KVState
-from jax_paged.validation import is_per_token
+from jax_paged.cache.pages import PageTable
+from jax_paged.cache.state import KVState
+from jax_paged.checks import is_per_token
+from jax_paged.ops.put_rows import flat_rows, in_each_layer, put_rows
 
 from .engine_step import Device
 from .executables import compiled

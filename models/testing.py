@@ -11,9 +11,9 @@ from flax import nnx
 
 from jax_paged import groups
 from jax_paged import state as state_verbs
-from jax_paged.groups import KVGroups
-from jax_paged.pages import NO_TREE, Status
-from jax_paged.state import KVState
+from jax_paged.cache.groups import KVGroups
+from jax_paged.cache.pages import NO_TREE, Status
+from jax_paged.cache.state import KVState
 
 from .config import DecoderConfig
 from .decoder import Decoder

@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from jax_paged._fields import OBJECT, TEXT, Domain, either, list_of
+from jax_paged.checks.fields import OBJECT, TEXT, Domain, either, list_of
 
 from ._packages import needed
 from .config import read_json, token_ids

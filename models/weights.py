@@ -25,9 +25,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import safe_open
 
-from jax_paged._ffi import Implementation
-from jax_paged._fields import short
-from jax_paged.validation import check_choice
+from jax_paged.checks import Implementation, check_choice
+from jax_paged.checks.fields import short
 
 from . import gguf_file
 from .config import DecoderConfig, read_json

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.groups import KVGroups, MlaState
-from jax_paged.kv import write_kv
+from jax_paged.cache.groups import KVGroups, MlaState
 from jax_paged.ops.mla import write_mla_kv
+from jax_paged.ops.write import write_kv
 
 
 def write(kv: KVGroups, batches, values: jax.Array) -> KVGroups:

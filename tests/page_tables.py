@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jax_paged import pages
-from jax_paged.pages import PageTable, Status
+from jax_paged.cache.pages import PageTable, Status
 
 
 def make(num_pages=8, max_seqs=4, pages_per_seq=4, page_size=4) -> PageTable:

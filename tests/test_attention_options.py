@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from tiers import first_of
 
-from jax_paged import _ffi, explain, ragged_paged_attention
+from jax_paged import explain, ragged_paged_attention
+from jax_paged.native import load
 from jax_paged.testing import (
     WILD_PAGE,
     Batch,
@@ -286,7 +287,7 @@ def test_cuda_takes_every_option_at_lowering_and_explain_says_so(window, monkeyp
     options = slopes_and_sinks() | {"sliding_window": window, "soft_cap": 2.0}
     arguments, defaults = small_batch().ragged()
     jax.clear_caches()
-    monkeypatch.setattr(_ffi, "targets", lambda _: ("jax_paged.attention.v1",))  # as if built
+    monkeypatch.setattr(load, "targets", lambda _: ("jax_paged.attention.v1",))  # as if built
     traced = jax.jit(lambda: attend(small_batch(), options)[0]).trace()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     call = next(line for line in text.splitlines() if "@jax_paged.attention.v1" in line)

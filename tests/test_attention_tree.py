@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from tiers import first_of
 
-from jax_paged import _ffi, explain, ragged_paged_attention
+from jax_paged import explain, ragged_paged_attention
 from jax_paged.layout import POOLS, slots_first
+from jax_paged.native import load
 from jax_paged.testing import (
     Batch,
     Case,
@@ -289,7 +290,7 @@ def test_a_wrong_tree_is_told_in_one_line(options, message):
 def test_trees_lower_to_the_cuda_kernels(monkeypatch):
     batch, options, _ = small_batch()
     jax.clear_caches()
-    monkeypatch.setattr(_ffi, "targets", lambda _: ("jax_paged.attention.v1",))  # as if built
+    monkeypatch.setattr(load, "targets", lambda _: ("jax_paged.attention.v1",))  # as if built
     traced = jax.jit(lambda: attend(batch, options)[0]).trace()
     assert "jax_paged.attention.v1" in traced.lower(lowering_platforms=("cuda",)).as_text()
     monkeypatch.undo()

@@ -22,7 +22,6 @@ import pytest
 
 import jax_paged
 from jax_paged import (
-    _ffi,
     copy_pages,
     linear,
     merge_attention_states,
@@ -32,10 +31,15 @@ from jax_paged import (
     ragged_paged_attention,
     write_kv,
 )
+from jax_paged.native import load
 
 ROOT = Path(__file__).parent.parent
 ISAS = ["generic", "avx2", "avx512", "avx512bf16"]
-MODULES = sorted(module.name for module in pkgutil.iter_modules(jax_paged.__path__, "jax_paged."))
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(jax_paged.__path__, "jax_paged.")
+    if not module.name.startswith("jax_paged.models.") and "__main__" not in module.name
+)
 
 
 def run_python(code, **env):
@@ -103,13 +107,13 @@ def test_an_unknown_instruction_set_is_told_with_the_possible_ones():
 
 @pytest.mark.parametrize("runtime", [(0, 0), (1, 9)])
 def test_a_module_built_for_another_ffi_version_is_refused_at_import(runtime, monkeypatch):
-    monkeypatch.setattr(_ffi, "_runtime_ffi_api", lambda: runtime)
+    monkeypatch.setattr(load, "_runtime_ffi_api", lambda: runtime)
     message = (
         rf"jax_paged\._cpu was built for XLA FFI 0\.\d+, but the installed jaxlib offers "
         rf"{runtime[0]}\.{runtime[1]}: rebuild jax_paged against this jaxlib, or upgrade jaxlib"
     )
     with pytest.raises(ImportError, match=message):
-        _ffi._load("_cpu")
+        load._load("_cpu")
 
 
 def test_a_module_that_does_not_load_keeps_its_own_words(monkeypatch):
@@ -117,14 +121,14 @@ def test_a_module_that_does_not_load_keeps_its_own_words(monkeypatch):
         raise ImportError(f"{name}: undefined symbol: boom")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    assert _ffi._load("_cpu") == "broken: jax_paged._cpu: undefined symbol: boom"
-    assert _ffi._load("_nothing") == "not built"
+    assert load._load("_cpu") == "broken: jax_paged._cpu: undefined symbol: boom"
+    assert load._load("_nothing") == "not built"
 
 
 def fake_cuda(monkeypatch, driver_version):
     """`_load("_cuda")` of a module built with CUDA 13.0, on a machine with that driver."""
     module = types.SimpleNamespace(
-        ffi_api=_ffi._runtime_ffi_api(),
+        ffi_api=load._runtime_ffi_api(),
         toolkit="13.0.88",
         architectures="90-real",
         driver_version=lambda: driver_version,
@@ -132,9 +136,9 @@ def fake_cuda(monkeypatch, driver_version):
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib, "import_module", lambda name: module)
-    loaded = _ffi._load("_cuda")
+    loaded = load._load("_cuda")
     monkeypatch.undo()
-    monkeypatch.setitem(_ffi._modules, "_cuda", loaded)
+    monkeypatch.setitem(load._modules, "_cuda", loaded)
     return jax_paged.build_info()["cuda"]
 
 
@@ -205,10 +209,10 @@ def test_the_build_asks_the_driver_for_the_gpus(init, gpus, code, told, tmp_path
 
 
 def test_a_build_without_cuda_kernels_says_why_and_what_to_do(monkeypatch):
-    monkeypatch.setitem(_ffi._modules, "_cuda", "not built")
+    monkeypatch.setitem(load._modules, "_cuda", "not built")
     cpu = types.SimpleNamespace(cuda_why_not="no NVIDIA driver in this machine", registrations=dict)
-    monkeypatch.setitem(_ffi._modules, "_cpu", cpu)
-    message = _ffi._why_unavailable("_cuda", "jax_paged.attention.v1")
+    monkeypatch.setitem(load._modules, "_cpu", cpu)
+    message = load.why_unavailable("_cuda", "jax_paged.attention.v1")
     assert message is not None
     assert message.startswith(
         "jax_paged: CUDA kernels not built (no NVIDIA driver in this machine); reinstall with "
@@ -244,7 +248,7 @@ CALLS = {
     "jax_paged.linear.v1": (linear, (QKV, QKV)),
     "jax_paged.moe_experts.v1": (moe_experts, (QKV, GATE_UP, DOWN, EXPERTS, EXPERT_WEIGHTS)),
 }
-ON_CUDA = sorted(CALLS.keys() - _ffi._CPU_ONLY)
+ON_CUDA = sorted(CALLS.keys() - load.CPU_ONLY)
 
 
 def trace(target, **options):
@@ -257,7 +261,7 @@ def trace(target, **options):
 @pytest.mark.parametrize("target", CALLS)
 def test_missing_cpu_kernels_are_told_at_lowering_with_the_remedy(target, reason, monkeypatch):
     jax.clear_caches()
-    monkeypatch.setitem(_ffi._modules, "_cpu", reason)
+    monkeypatch.setitem(load._modules, "_cpu", reason)
     traced = trace(target)  # tracing is for any platform
     message = (
         f"jax_paged: cpu kernels not built ({reason}); install with `pip install .`, or "
@@ -274,7 +278,7 @@ def test_missing_cpu_kernels_are_told_at_lowering_with_the_remedy(target, reason
 @pytest.mark.parametrize("target", ON_CUDA)
 def test_cuda_lowers_to_its_custom_call_or_says_that_it_is_not_built(target):
     traced = trace(target)
-    if target in _ffi.targets("_cuda"):
+    if target in load.targets("_cuda"):
         assert target in traced.lower(lowering_platforms=("cuda",)).as_text()
         return
     message = r"jax_paged: CUDA kernels not built \(.*\); reinstall with JAX_PAGED_CUDA=on"
@@ -282,7 +286,7 @@ def test_cuda_lowers_to_its_custom_call_or_says_that_it_is_not_built(target):
         traced.lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("target", sorted(_ffi._CPU_ONLY & CALLS.keys()))
+@pytest.mark.parametrize("target", sorted(load.CPU_ONLY & CALLS.keys()))
 def test_what_is_native_on_cpu_only_is_left_to_xla_on_cuda(target):
     assert target not in trace(target).lower(lowering_platforms=("cuda",)).as_text()
     with pytest.raises(NotImplementedError, match="a native kernel exists for cpu"):
@@ -313,7 +317,7 @@ def test_examples_in_docstrings_print_what_they_say(name):
 
 
 def test_public_functions_have_docstrings_with_an_example():
-    for name in ("ops.attention", "kv", "kv_range"):
+    for name in ("ops.attention", "ops.write", "ops.move", "ops.qkv", "ops.ranges"):
         module = importlib.import_module(f"jax_paged.{name}")
         for function in (f for f in vars(module).values() if callable(f)):
             if getattr(jax_paged, function.__name__, None) is function:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import jax_paged as jp
-from jax_paged.pages import NO_TREE, Status
-from jax_paged.rope import inverse_frequencies, rope_tables
-from jax_paged.state import KVState
+from jax_paged.cache.pages import NO_TREE, Status
+from jax_paged.cache.state import KVState
+from jax_paged.ops.rope import inverse_frequencies, rope_tables
 
 NUM_LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 ROWS, TOKENS = 4, 48  # of a forward

@@ -17,7 +17,7 @@ from jax_paged import (
     ragged_paged_attention,
     state,
 )
-from jax_paged.pages import PageTable, reserve, step_batch
+from jax_paged.cache.pages import PageTable, reserve, step_batch
 from jax_paged.testing import TOLERANCES, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.cascade import CASE, share
 

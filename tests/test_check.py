@@ -11,7 +11,7 @@ from jax.experimental import checkify
 
 import jax_paged as jp
 from jax_paged import Status
-from jax_paged._check import _MEANING
+from jax_paged.checks.status import _MEANING
 
 
 def test_ok_is_silent():

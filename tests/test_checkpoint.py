@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_paged as jp
-from jax_paged.state import KVState
+from jax_paged.cache.state import KVState
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="needs orbax-checkpoint")
 

@@ -18,7 +18,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 import jax_paged
-from jax_paged import _command_line
+from jax_paged._start import command_line as _command_line
 from jax_paged.models import (
     cli,
     decoder,

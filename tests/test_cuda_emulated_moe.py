@@ -15,7 +15,7 @@ from emulation import DTYPES, EmulationError, library, poisoned
 from planting import sites_of, sparse_memory, survivors
 from test_moe import kinds
 
-from jax_paged.moe import _cuda_workspace_words
+from jax_paged.ops.moe import _cuda_workspace_words
 from jax_paged.testing.experts import make_case, oracle, quantized
 
 # As test_moe.py: two roundings over sums of some 24 terms; f16 has three bits more than bf16.

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 from jax_paged import groups
-from jax_paged.groups import KVGroups
+from jax_paged.cache.groups import KVGroups
+from jax_paged.cache.state import reserve, set_window, step_batch
 from jax_paged.models.decoder import Decoder, rms_norm
 from jax_paged.models.parameters import abstract_source, expected_tensors, random_source
 from jax_paged.models.testing import Stepper, small_config
-from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
-from jax_paged.state import reserve, set_window, step_batch
+from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import pool_sized_ops
 
 NUM_TOKENS = 20  # of every flat batch but the decode steps, so that programs are shared

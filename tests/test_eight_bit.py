@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jax_paged import (
-    _ffi,
     explain,
     kv_dtype,
     paged_attention,
     qkv_norm_rope_write,
     ragged_paged_attention,
-    reference,
     write_kv,
 )
+from jax_paged.native import load
+from jax_paged.ops import reference
 from jax_paged.testing import assert_attention_close
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8"]
@@ -175,7 +175,7 @@ def test_kv_dtype_reads_the_usual_names():
 def test_8_bit_pages_lower_to_the_cuda_kernels(monkeypatch):
     jax.clear_caches()
     monkeypatch.setattr(
-        _ffi, "targets", lambda _: tuple(f"jax_paged.{name}.v1" for name in TARGETS)
+        load, "targets", lambda _: tuple(f"jax_paged.{name}.v1" for name in TARGETS)
     )
     k, slots = tokens(10), jnp.zeros(6, jnp.int32)
     pages = pool("int8")

@@ -234,7 +234,8 @@ BUGS = {
         "lse: empty rows",
     ),
     "soft cap before the scale": (
-        "logits.cuh", "edit.factor /= args.soft_cap", "edit.factor = 1.0f / args.soft_cap", DIFFERS,
+        "logits.cuh", "edit.factor /= args.logits.soft_cap",
+        "edit.factor = 1.0f / args.logits.soft_cap", DIFFERS,
     ),
     "distance to the row's last query": (
         "segment.cuh", "first_key - position)", "first_key - segment.lengths.seq_len + 1)", DIFFERS,

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import pytest
 
+from jax_paged.cache.state import reserve, set_window
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
 from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import Stepper, noisy, small_config
-from jax_paged.state import reserve, set_window
 from jax_paged.testing import pool_sized_ops
 from jax_paged.testing.stress.engine import (
     SAMPLED,

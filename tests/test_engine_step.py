@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jax_paged.cache.state import KVState
 from jax_paged.models.engine_step import Device, Keeping, keep
-from jax_paged.state import KVState
 
 
 def device_and_orders():

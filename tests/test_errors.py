@@ -23,7 +23,7 @@ from jax_paged import (
     write_kv,
     write_mla_kv,
 )
-from jax_paged.state import KVState
+from jax_paged.cache.state import KVState
 
 
 def whole(message):

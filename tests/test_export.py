@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jax_paged as jp
-from jax_paged import _export, transfer
+from jax_paged import transfer
+from jax_paged.cache import export as _export
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
 

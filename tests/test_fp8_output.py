@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import _ffi, paged_attention, ragged_paged_attention
+from jax_paged import paged_attention, ragged_paged_attention
+from jax_paged.native import load
 
 QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 LENS = [0, 1, 30, 150]
@@ -128,7 +129,7 @@ def test_a_wrong_option_is_named(options, message):
 
 def test_an_fp8_output_lowers_to_the_cuda_kernels(monkeypatch):
     jax.clear_caches()
-    monkeypatch.setattr(_ffi, "targets", lambda _: ("jax_paged.attention.v1",))
+    monkeypatch.setattr(load, "targets", lambda _: ("jax_paged.attention.v1",))
     q, *rest = batch("bfloat16")
     traced = jax.jit(
         lambda q: ragged_paged_attention(q, *rest, out_dtype="float8_e4m3fn", out_scale=2.0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_paged import pages
-from jax_paged.groups import KVGroups
+from jax_paged.cache.groups import KVGroups
 from jax_paged.models import Decoder, generate, generation, score
 from jax_paged.models.generation import compile_ahead, create_state, state_for
 from jax_paged.models.parameters import random_source

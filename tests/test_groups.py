@@ -13,11 +13,11 @@ from kv_groups import assert_holds, write
 from page_tables import assert_same
 
 from jax_paged import groups, mla_paged_attention, pages, ragged_paged_attention
-from jax_paged.groups import KVGroups, MlaState
-from jax_paged.kv import write_kv
+from jax_paged.cache.groups import KVGroups, MlaState
+from jax_paged.cache.pages import PageTable, Status
+from jax_paged.cache.state import KVState
 from jax_paged.ops.mla import write_mla_kv
-from jax_paged.pages import PageTable, Status
-from jax_paged.state import KVState
+from jax_paged.ops.write import write_kv
 
 OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
 SLID_OUT, STALE_ROW = Status.SLID_OUT, Status.STALE_ROW

@@ -12,8 +12,8 @@ from kv_groups import assert_holds, write
 from page_tables import assert_same, assert_sound
 
 from jax_paged import groups, pages
-from jax_paged.groups import KVGroups
-from jax_paged.pages import PageTable, Status
+from jax_paged.cache.groups import KVGroups
+from jax_paged.cache.pages import PageTable, Status
 
 WINDOW, PAGE_SIZE, ROWS, BATCH, TOKENS, MAX_TREE = 5, 3, 5, 3, 14, 4
 KINDS = ("full", WINDOW)  # which take trees

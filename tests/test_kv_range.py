@@ -9,9 +9,9 @@ import pytest
 from in_place import gathers_in_place
 
 from jax_paged import gather_kv, scatter_kv, state, write_kv
+from jax_paged.cache.state import KVState
 from jax_paged.layout import LAYOUTS, from_slots_first, slots_first
-from jax_paged.reference import QMAX
-from jax_paged.state import KVState
+from jax_paged.ops.reference import QMAX
 from jax_paged.testing import Case, is_in_place, make_batch, pool_sized_ops
 
 CASE = Case("ranges", 4, 2, 16, page_size=4, v_head_dim=8)

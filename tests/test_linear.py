@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_paged import linear, quantize_weight
-from jax_paged._linear import TARGET
+from jax_paged.ops.linear import TARGET
 from jax_paged.testing.projections import EXTREMES, make_case, make_codes, oracle
 
 kinds = pytest.mark.parametrize("kind", EXTREMES)

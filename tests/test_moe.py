@@ -9,7 +9,7 @@ import pytest
 
 from jax_paged import moe_experts
 from jax_paged.models.moe import route
-from jax_paged.moe import _reference
+from jax_paged.ops.moe import _reference
 from jax_paged.testing.experts import make_case, oracle, quantized
 
 NO_SCALES = (jnp.zeros(0, jnp.float32),) * 2

@@ -9,7 +9,7 @@ import pytest
 from page_tables import assert_same, grow, make
 
 from jax_paged import pages
-from jax_paged.pages import STALE, PageTable, Status
+from jax_paged.cache.pages import STALE, PageTable, Status
 
 OK, STALE_ROW = Status.OK, Status.STALE_ROW
 

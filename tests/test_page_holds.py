@@ -10,8 +10,8 @@ import pytest
 from page_tables import assert_reset, assert_same
 
 from jax_paged import pages
-from jax_paged.pages import PageTable, Status
-from jax_paged.state import KVState, adopt, hold, release, reserve, step_batch, unhold
+from jax_paged.cache.pages import PageTable, Status
+from jax_paged.cache.state import KVState, adopt, hold, release, reserve, step_batch, unhold
 
 OK, BAD_ROW, STALE_ROW = Status.OK, Status.BAD_ROW, Status.STALE_ROW
 NUM_OPERATIONS = 20_000 if os.environ.get("JAX_PAGED_LONG") == "1" else 1_500

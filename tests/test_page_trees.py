@@ -13,8 +13,8 @@ from test_state import _big_state, append, read
 from test_state import make as make_state
 
 from jax_paged import move_slots, pages, state, write_kv
+from jax_paged.cache.pages import NO_TREE, PageTable, Status
 from jax_paged.layout import LAYOUTS, PagesShape, make_shape, slots_first
-from jax_paged.pages import NO_TREE, PageTable, Status
 
 OK, BAD, STALE = Status.OK, Status.BAD_ROW, Status.STALE_ROW
 FULL, OPEN = Status.ROW_FULL, Status.UNCOMMITTED_TREE

@@ -10,8 +10,8 @@ import pytest
 from page_tables import assert_reset, assert_same, assert_sound, grow, held
 
 from jax_paged import pages, state, transfer
-from jax_paged.pages import PageTable, Status
-from jax_paged.state import KVState
+from jax_paged.cache.pages import PageTable, Status
+from jax_paged.cache.state import KVState
 
 OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
 BAD_ROW, STALE_ROW, SLID_OUT = Status.BAD_ROW, Status.STALE_ROW, Status.SLID_OUT

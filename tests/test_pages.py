@@ -11,9 +11,9 @@ import pytest
 from page_tables import assert_reset, assert_same, assert_sound, grow, held, make
 
 from jax_paged import groups, pages, state
-from jax_paged.groups import KVGroups
-from jax_paged.pages import PageTable, Status
-from jax_paged.state import KVState
+from jax_paged.cache.groups import KVGroups
+from jax_paged.cache.pages import PageTable, Status
+from jax_paged.cache.state import KVState
 
 OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
 BAD_ROW, STALE_ROW = Status.BAD_ROW, Status.STALE_ROW
@@ -430,7 +430,8 @@ def test_a_state_of_another_kind_is_told_where_its_verbs_are(verb):
             arguments = () if VERBS[verb] is None else ([0], *VERBS[verb])
             value = STATES.get(given)
             name = "table" if kind == "table" else "state"
-            where = f", whose verbs are in {modules.get(given, pages).__name__}"
+            there = modules.get(given, pages).__name__.rpartition(".")[2]
+            where = f", whose verbs are in jax_paged.{there}"
             message = f"{name}: expected a {type(STATES[kind]).__name__}, got "
             message += "None" if value is None else f"a {type(value).__name__}{where}"
             with pytest.raises(ValueError, match=f"^{message}$"):

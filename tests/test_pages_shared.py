@@ -4,7 +4,7 @@ import pytest
 from page_tables import assert_same, assert_sound, grow, held, make
 
 from jax_paged import pages
-from jax_paged.pages import PageTable, Status
+from jax_paged.cache.pages import PageTable, Status
 
 OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
 BAD_ROW, STALE_ROW = Status.BAD_ROW, Status.STALE_ROW

@@ -54,7 +54,11 @@ def test_only_the_command_imports_the_names_when_they_are_used(program, tmp_path
     run = subprocess.run(
         [sys.executable, "-m", "package"], capture_output=True, text=True, cwd=tmp_path
     )
-    assert run.stdout.split() == [str(PROGRAMS[program]), "paged_attention", "jax_paged.state"]
+    assert run.stdout.split() == [
+        str(PROGRAMS[program]),
+        "paged_attention",
+        "jax_paged.cache.state",
+    ]
 
 
 def test_models_have_what_serving_takes():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged._put_rows import TARGET, put_rows
+from jax_paged.ops.put_rows import TARGET, put_rows
 from jax_paged.testing import is_in_place
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]

@@ -19,7 +19,7 @@ from planting import COMPILE, plant
 
 import jax_paged
 from jax_paged import explain, paged_attention, qkv_norm_rope_write, write_kv
-from jax_paged.rope import apply_rope, inverse_frequencies, rope_tables
+from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import is_in_place, pool_sized_ops
 from jax_paged.testing.qkv import call_op, check_results, make_call
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.rope import (
+from jax_paged.ops.rope import (
     apply_rope,
     dynamic_frequencies,
     inverse_frequencies,

@@ -10,7 +10,7 @@ import pytest
 from emulation import IMPLEMENTATIONS, attend
 
 from jax_paged import paged_attention, ragged_paged_attention
-from jax_paged.rope import Rope, apply_rope, inverse_frequencies, rope_tables
+from jax_paged.ops.rope import Rope, apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
 
 CASE = Case("small", 8, 2, 64, page_size=16)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jax_paged import groups, paged_attention, pages, ragged_paged_attention, state, write_kv
-from jax_paged.groups import KVGroups
-from jax_paged.state import KVState
+from jax_paged.cache.groups import KVGroups
+from jax_paged.cache.state import KVState
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SIZES = {

@@ -21,13 +21,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_paged
-from jax_paged import _ffi, copy_pages, paged_attention, ragged_paged_attention, write_kv
+from jax_paged import copy_pages, paged_attention, ragged_paged_attention, write_kv
 from jax_paged.layout import kv_heads_axis
 from jax_paged.models import Decoder, generate
 from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.testing import small_config
-from jax_paged.sharding import HeadAxes
+from jax_paged.native.call import ffi_call
+from jax_paged.native.sharding import HeadAxes
 from jax_paged.testing import Case, is_in_place, make_batch
 
 DEVICES = 8
@@ -265,7 +266,7 @@ def pools_split_otherwise_are_refused():
 def an_op_without_heads_refuses_split_operands():
     x = jnp.zeros((DEVICES, 4), jnp.float32)
     call = functools.partial(
-        _ffi.ffi_call, "jax_paged.none.v1", attributes={}, heads=HeadAxes({"x": None}, [None]),
+        ffi_call, "jax_paged.none.v1", attributes={}, heads=HeadAxes({"x": None}, [None]),
         implementation=None, reference=lambda x: (x + x,),
     )  # fmt: skip
     placed = place(make_mesh(AxisType.Auto), [x], [P("tp")])

@@ -10,11 +10,11 @@ import pytest
 from in_place import copies_and_selects
 
 from jax_paged import pages, state
-from jax_paged.groups import MlaState
-from jax_paged.kv import write_kv
+from jax_paged.cache.groups import MlaState
+from jax_paged.cache.pages import Status
+from jax_paged.cache.state import KVState
 from jax_paged.layout import LAYOUTS, slots_first
-from jax_paged.pages import Status
-from jax_paged.state import KVState
+from jax_paged.ops.write import write_kv
 
 SIZES = {
     "num_layers": 2,

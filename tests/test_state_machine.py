@@ -10,7 +10,7 @@ import os
 import random
 from collections import Counter
 
-from jax_paged.pages import Status
+from jax_paged.cache.pages import Status
 from jax_paged.testing.stress.state import PagesMachine, run_machine
 
 IS_LONG = os.environ.get("JAX_PAGED_LONG") == "1"

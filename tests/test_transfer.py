@@ -16,10 +16,9 @@ from transfers import CHUNK, append, assert_same, make, open_row, tokens_of
 
 from jax_paged import state as verbs
 from jax_paged import transfer
-from jax_paged.groups import KVGroups
-from jax_paged.pages import Status
-from jax_paged.testing import is_in_place, pool_sized_ops
-from jax_paged.transfer import (
+from jax_paged.cache.groups import KVGroups
+from jax_paged.cache.pages import Status
+from jax_paged.cache.transfer import (
     Geometry,
     Inbox,
     Message,
@@ -30,6 +29,7 @@ from jax_paged.transfer import (
     deliver,
     expand_positions,
 )
+from jax_paged.testing import is_in_place, pool_sized_ops
 
 
 def test_runs_of_positions_expand_to_what_they_were():

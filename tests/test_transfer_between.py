@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from transfers import CHUNK, append, assert_same, make, open_row, tokens_of
 
-from jax_paged.pages import Status
-from jax_paged.transfer import Inbox, Message, Sender, Ticket, deliver
+from jax_paged.cache.pages import Status
+from jax_paged.cache.transfer import Inbox, Message, Sender, Ticket, deliver
 
 TIMEOUT_S = 120
 

@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).resolve().parent / "tsan"
 FLAGS = ("-std=c++17", "-fsanitize=thread", "-O0", "-g1", "-pthread")
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 ISAS = ["generic", *(["avx2", "avx512", "avx512bf16"] if IS_X86 else [])]
-CHOICE = "chosen_kernels.cc"
+CHOICE = "attention/chosen_kernels.cc"
 FOUND = 66  # what a program ends with whose race ThreadSanitizer has reported
 TIMEOUT_S = 300
 
@@ -54,17 +54,18 @@ def build(folder: Path, all_isas: bool) -> Objects:
     header.write_text('#include "common/ffi_checks.h"\n', encoding="utf-8")
     includes = [f'#include "{source}"\n' for source in sorted(PROGRAM.glob("*.cc"))]
     program.write_text("".join(includes), encoding="utf-8")
-    kernels = [f"{kind}_{isa}.cc" for isa in isas for kind in ("attention", "linear")]
-    sources = [program, *(FFI / "cpu" / name for name in (CHOICE, *kernels, *handlers()))]
-    objects = {source.name: folder / f"{source.stem}.o" for source in sources}
+    kernels = [f"{kind}/inst/{isa}.cc" for isa in isas for kind in ("attention", "linear")]
+    sources = {name: FFI / "cpu" / name for name in (CHOICE, *kernels, *handlers())}
+    sources[program.name] = program
+    objects = {name: folder / f"{name.replace('/', '_')}.o" for name in sources}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         # XLA's header takes longer to read than a handler to compile.
         read = pool.submit(compile_source, header, folder / "xla.h.gch", "-x", "c++-header")
 
-        def compile_one(source: Path) -> None:
-            if source.name in handlers():
+        def compile_one(name: str) -> None:
+            if name in handlers():
                 read.result()
-            compile_source(source, objects[source.name], *flags_of(source.name, objects))
+            compile_source(sources[name], objects[name], *flags_of(name, objects))
 
         list(pool.map(compile_one, sources))
     return objects
@@ -74,7 +75,7 @@ def flags_of(name: str, objects: Objects) -> list[str | Path]:
     """Of a source among these, by its name."""
     if name in handlers():
         return ["-include", objects[name].parent / "xla.h"]
-    is_generic = "linear_avx2.cc" not in objects
+    is_generic = "linear/inst/avx2.cc" not in objects
     return ["-DJAX_PAGED_GENERIC_ONLY"] if name == CHOICE and is_generic else []
 
 
@@ -132,12 +133,12 @@ RACES = {
       int64_t value = 0;
       int64_t fetch_add(int64_t n, std::memory_order) { value += n; return value - n; }
     } next;""",
-        "put_rows.cc",
+        "write/put_rows.cc",
         "put_rows",
         "parallel_for.h",
     ),
     "the kernels are chosen without a lock": (
-        "cpu/chosen_kernels.cc",
+        "cpu/attention/chosen_kernels.cc",
         "static const Kernels& chosen = ChooseKernels();\n  return chosen;",
         """static const Kernels* chosen;
   if (!chosen) chosen = &ChooseKernels();
@@ -150,41 +151,41 @@ RACES = {
         "cpu/parallel_for.h",
         "done.fetch_add(finished, std::memory_order_acq_rel)",
         "done.fetch_add(finished, std::memory_order_relaxed)",
-        "moe_experts.cc",
+        "linear/moe_experts.cc",
         "moe",
         "moe_experts.cc",
     ),
     "splits are folded before they are seen": (
-        "cpu/attention.cc",
+        "cpu/attention/handler.cc",
         "fetch_sub(1, std::memory_order_acq_rel)",
         "fetch_sub(1, std::memory_order_relaxed)",
-        "attention.cc",
+        "attention/handler.cc",
         "decode f32",
-        "kernel_",
+        "cpu/attention/",
     ),
     "two workers have one scratch": (
-        "cpu/attention.cc",
+        "cpu/attention/handler.cc",
         "work.workers + worker * work.worker_floats",
         "work.workers",
-        "attention.cc",
+        "attention/handler.cc",
         "decode",
-        "kernel_",
+        "cpu/attention/",
     ),
     "kept memory is taken without a lock": (
         "cpu/scratch.h",
         "std::lock_guard<std::mutex> lock(store().mutex);\n      Block* best",
         "Block* best",
-        "linear.cc",
+        "linear/handler.cc",
         "linear",
         "scratch.h",
     ),
     "two experts' rows are summed in one place": (
-        "cpu/moe_experts.cc",
+        "cpu/linear/moe_experts.cc",
         "y + group.first_row * call.hidden + begin",
         "y + begin",
-        "moe_experts.cc",
+        "linear/moe_experts.cc",
         "moe",
-        "linear_kernels.h",
+        "linear/kernels.h",
     ),
 }
 DEEP = [*RACES][2:]

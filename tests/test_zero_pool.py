@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import _ffi, state
-from jax_paged._zero_pool import TARGET, zero_pool
-from jax_paged.kv import write_kv
-from jax_paged.state import KVState
+from jax_paged import state
+from jax_paged.cache.state import KVState
+from jax_paged.native import load
+from jax_paged.ops.write import write_kv
+from jax_paged.ops.zero_pool import TARGET, zero_pool
 
 
 def huge_bytes(address: int) -> int:
@@ -42,7 +43,7 @@ def test_two_pools_are_two_buffers():
 
 
 def test_without_native_code_it_is_xla_s(monkeypatch):
-    monkeypatch.setattr(_ffi, "targets", lambda _: ())
+    monkeypatch.setattr(load, "targets", lambda _: ())
     text = zero_pool.lower((5, 7), jnp.dtype("bfloat16")).as_text()
     assert TARGET not in text
     assert "broadcast" in text or "constant" in text

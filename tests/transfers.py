@@ -8,9 +8,9 @@ import numpy as np
 
 from jax_paged import state as verbs
 from jax_paged import transfer, write_kv
-from jax_paged.pages import Status
-from jax_paged.state import KVState
-from jax_paged.transfer import Geometry, Payload, Ticket
+from jax_paged.cache.pages import Status
+from jax_paged.cache.state import KVState
+from jax_paged.cache.transfer import Geometry, Payload, Ticket
 
 SIZES = {
     "num_layers": 3, "num_pages": 24, "page_size": 4, "num_kv_heads": 2, "head_dim": 8,

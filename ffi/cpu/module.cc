@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "common/schedule.h"
+#include "cpu/attention/kernels.h"
 #include "cpu/handlers.h"
-#include "cpu/kernels.h"
 #include "cuda_why_not.h"
 #include "xla/ffi/api/c_api.h"
 

@@ -16,15 +16,8 @@ from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jax_paged import _ffi, reference
-from jax_paged._ffi import Implementation
-from jax_paged.layout import Layout, PagesShape, is_stacked, kv_heads_axis, pages_shape
-from jax_paged.ops import options
-from jax_paged.ops.options import Arrays, Call, Static, documented
-from jax_paged.reference import head_scale, layer_scale
-from jax_paged.rope import Rope
-from jax_paged.sharding import HeadAxes
-from jax_paged.validation import (
+from jax_paged.checks import (
+    Implementation,
     as_index,
     check_array,
     check_choice,
@@ -38,6 +31,13 @@ from jax_paged.validation import (
     is_per_token,
     other_layout,
 )
+from jax_paged.layout import Layout, PagesShape, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.native.call import ffi_call
+from jax_paged.native.sharding import HeadAxes
+from jax_paged.ops import options, reference
+from jax_paged.ops.options import Arrays, Call, Static, documented
+from jax_paged.ops.reference import head_scale, layer_scale
+from jax_paged.ops.rope import Rope
 
 TARGET = "jax_paged.attention.v1"
 # The operands that are no options. In latent pages each row of K begins with its V.
@@ -437,7 +437,7 @@ def _call(static: Static, arrays: Arrays):
         if f"{pool}_pages" in arrays:
             axes[f"{pool}_pages"] = kv_heads_axis(arrays[f"{pool}_pages"], known["layout"], pool)
     return tuple(
-        _ffi.ffi_call(
+        ffi_call(
             TARGET,
             list(arrays.values()),
             {"operands": ",".join(arrays), **options.attributes(known)},

@@ -14,13 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_paged._ffi import Implementation
-from jax_paged._page_table import StepBatch
-from jax_paged.layout import Layout, pages_shape
-from jax_paged.merge import merge_attention_states
-from jax_paged.ops.attention import paged_attention, ragged_paged_attention
-from jax_paged.ops.options import documented
-from jax_paged.validation import (
+from jax_paged.checks import (
+    Implementation,
     as_index,
     check_array,
     check_layer,
@@ -29,6 +24,11 @@ from jax_paged.validation import (
     check_shape,
     expect,
 )
+from jax_paged.layout import Layout, pages_shape
+from jax_paged.ops.attention import paged_attention, ragged_paged_attention
+from jax_paged.ops.batch import StepBatch
+from jax_paged.ops.merge import merge_attention_states
+from jax_paged.ops.options import documented
 
 
 class CascadeLevel(NamedTuple):

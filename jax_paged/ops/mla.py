@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_paged._ffi import Implementation
-from jax_paged._put_rows import put_rows
-from jax_paged.layout import PagesShape
-from jax_paged.ops.attention import attend, check_rows
-from jax_paged.ops.options import Arrays, Call, Static, read_options
-from jax_paged.reference import QMAX, last_of_equal, layer_scale, quantise
-from jax_paged.validation import (
+from jax_paged.checks import (
+    Implementation,
     as_index,
     as_scale_of,
     check_array,
@@ -25,6 +20,11 @@ from jax_paged.validation import (
     check_shape,
     expect,
 )
+from jax_paged.layout import PagesShape
+from jax_paged.ops.attention import attend, check_rows
+from jax_paged.ops.options import Arrays, Call, Static, read_options
+from jax_paged.ops.put_rows import put_rows
+from jax_paged.ops.reference import QMAX, last_of_equal, layer_scale, quantise
 
 MAX_LATENT_DIM = 576  # of the native kernels: 512 latent + 64 rope
 _PAGES = "[num_pages, page_size, latent + rope]"

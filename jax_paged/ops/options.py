@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import PagesShape
-from jax_paged.rope import ROPE_STYLES, Rope
-from jax_paged.validation import (
+from jax_paged.checks import (
     OUT_DTYPES,
+    ROPE_STYLES,
     as_index,
     check_choice,
     check_float,
@@ -33,6 +32,8 @@ from jax_paged.validation import (
     expect,
     shape_text,
 )
+from jax_paged.layout import PagesShape
+from jax_paged.ops.rope import Rope
 
 Static = tuple[tuple[str, Any], ...]  # names and values of a call's static part: hashable
 Arrays = dict[str, jax.Array]  # the operands of a call that are given, by name

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged._linear import quantize_weight
+from jax_paged.ops.linear import quantize_weight
 
 
 def make_case(tokens, num_experts, k, hidden=16, inner=24, seed=0, dtype: Any = np.float32):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_paged.ops.attention import paged_attention, ragged_paged_attention
-from jax_paged.tree import tree_intervals
+from jax_paged.ops.trees import tree_intervals
 
 from .cases import WILD_PAGE, Batch, Case, make_batch
 

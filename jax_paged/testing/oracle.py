@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged.checks import RopeStyle
 from jax_paged.layout import POOLS, pages_shape, slots_first
-from jax_paged.rope import RopeStyle
 
 from .cases import Batch
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.kv import qkv_norm_rope_write
 from jax_paged.layout import PagesShape, make_shape
+from jax_paged.ops.qkv import qkv_norm_rope_write
 
 # Of one rounding to nearest, relative to the number; f32 has none of its own.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}

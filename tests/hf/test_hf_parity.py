@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged import rope
 from jax_paged.models import default_checkpoint, load_checkpoint
 from jax_paged.models.testing import Stepper
+from jax_paged.ops import rope
 
 ATOL = 2e-4  # f32 sums of the same terms in another order, logits of size about 1 to 10
 NUM_TOKENS = 40

@@ -129,7 +129,7 @@ class Tree:
         self.objects = [
             name
             for name in re.findall(r"\S+\.cc\.o", self.link)
-            if not name.endswith(tuple(f"_{isa}.cc.o" for isa in absent))
+            if not name.endswith(tuple(f"/{isa}.cc.o" for isa in absent))
         ]
         self._install(self.build)
 

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "calls.h"
-#include "cpu/kernels.h"
+#include "cpu/attention/kernels.h"
 
 namespace jax_paged::tsan {
 namespace {

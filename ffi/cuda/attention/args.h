@@ -188,7 +188,7 @@ inline int64_t NumSlots(const WorkspaceShape& shape) {
          splits;
 }
 
-// The workspace in 4-byte words; jax_paged/attention.py computes the same.
+// The workspace in 4-byte words; jax_paged/ops/attention.py computes the same.
 inline int64_t WorkspaceWords(const WorkspaceShape& shape) {
   const int64_t slot_words = kTileRows * (shape.v_head_dim + 2) + 1;
   const int64_t tree_words = shape.max_tree > 0 ? shape.max_seqs * (shape.max_tree + 1) : 0;

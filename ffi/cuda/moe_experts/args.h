@@ -71,7 +71,7 @@ inline int64_t MaxMoeTiles(int64_t num_pairs, int64_t num_experts, int64_t tile_
   return (num_pairs < num_experts ? num_pairs : num_experts) + num_pairs / tile_tokens;
 }
 
-// Words of 4 bytes; jax_paged/moe.py computes the same.
+// Words of 4 bytes; jax_paged/ops/moe.py computes the same.
 inline int64_t MoeWorkspaceWords(int64_t num_tokens, int64_t experts_per_token, int64_t num_experts,
                                  int64_t hidden, int64_t inner, int64_t element_bytes) {
   const int64_t pairs = MoeTurnTokens(num_tokens, experts_per_token) * experts_per_token;

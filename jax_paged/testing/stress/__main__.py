@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from jax_paged import build_info
+from jax_paged.native.load import build_info
 
 PARTS = {"ops": 5, "values": 2, "state": 1, "engine": 1, "files": 1}  # with their shares of time
 # XLA compiles these in a third of the time; what is tested is not compiled by XLA.

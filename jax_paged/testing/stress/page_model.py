@@ -6,8 +6,8 @@ handles the rows of a call one after the other, in loops.
 
 from dataclasses import dataclass, field
 
+from jax_paged.cache.pages import NO_TREE, STALE, Status
 from jax_paged.layout import Layout
-from jax_paged.pages import NO_TREE, STALE, Status
 
 
 @dataclass(frozen=True)

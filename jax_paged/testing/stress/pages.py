@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.kv import copy_pages, move_slots, write_kv
-from jax_paged.kv_range import gather_kv, scatter_kv
 from jax_paged.layout import POOLS, from_slots_first, slots_first
-from jax_paged.reference import QMAX
+from jax_paged.ops.move import copy_pages, move_slots
+from jax_paged.ops.ranges import gather_kv, scatter_kv
+from jax_paged.ops.reference import QMAX
+from jax_paged.ops.write import write_kv
 
 from .. import qkv, writes
 from ..writes import bits

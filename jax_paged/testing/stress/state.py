@@ -21,11 +21,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jax_paged import pages, state
-from jax_paged.kv import write_kv
+from jax_paged.cache import pages, state
+from jax_paged.cache.pages import NO_TREE, Status
+from jax_paged.cache.state import KVState
 from jax_paged.layout import slots_first
-from jax_paged.pages import NO_TREE, Status
-from jax_paged.state import KVState
+from jax_paged.ops.write import write_kv
 
 from ..oracle import ancestors
 from .page_model import Config, Model, Row

@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged._linear import linear
-from jax_paged.moe import moe_experts
+from jax_paged.ops.linear import linear
+from jax_paged.ops.moe import moe_experts
 
 from .. import experts, projections
 from .op import DTYPES, WILD, Op, Row

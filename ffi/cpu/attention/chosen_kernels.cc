@@ -1,0 +1,74 @@
+// Which instruction set's kernels a process uses.
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/attention/kernels.h"
+#include "cpu/linear/kernels.h"
+
+namespace jax_paged::cpu {
+namespace {
+
+struct Isa {
+  const Kernels& kernels;
+  bool runs;
+};
+
+// Worst first.
+std::vector<Isa> BuiltIsas() {
+  std::vector<Isa> isas = {{GenericKernels(), true}};
+#ifndef JAX_PAGED_GENERIC_ONLY
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  isas.push_back({Avx2Kernels(), avx2});
+  isas.push_back({Avx512Kernels(), avx512});
+  isas.push_back({Avx512Bf16Kernels(), avx512 && __builtin_cpu_supports("avx512vbmi") &&
+                                           __builtin_cpu_supports("avx512bf16")});
+#endif
+  return isas;
+}
+
+const Kernels& ChooseKernels() {
+  const char* wanted = std::getenv("JAX_PAGED_CPU_ISA");
+  const Kernels* best = nullptr;
+  std::string possible;
+  for (const Isa& isa : BuiltIsas()) {
+    if (!isa.runs) continue;
+    if (wanted && *wanted && std::string(wanted) == isa.kernels.isa) return isa.kernels;
+    best = &isa.kernels;
+    possible += (possible.empty() ? "" : ", ") + std::string(isa.kernels.isa);
+  }
+  if (wanted && *wanted) {
+    throw std::runtime_error("jax_paged: JAX_PAGED_CPU_ISA expected one of " + possible +
+                             " (what this build and this CPU can run), got '" + wanted + "'");
+  }
+  return *best;
+}
+
+}  // namespace
+
+const Kernels& ChosenKernels() {
+  static const Kernels& chosen = ChooseKernels();
+  return chosen;
+}
+
+const LinearKernelTable& ChosenLinearKernels() {
+  static const LinearKernelTable& chosen = []() -> const LinearKernelTable& {
+#ifndef JAX_PAGED_GENERIC_ONLY
+    const std::string isa = ChosenKernels().isa;
+    if (isa == "avx512bf16") return Avx512Bf16LinearKernels();
+    if (isa == "avx512") return Avx512LinearKernels();
+    if (isa == "avx2") return Avx2LinearKernels();
+#endif
+    return GenericLinearKernels();
+  }();
+  return chosen;
+}
+
+}  // namespace jax_paged::cpu

@@ -1,0 +1,397 @@
+// Decode: a unit of at most 16 packed rows against its K and V, read straight from the pages (of
+// vllm5d pages: each block is first copied to whole rows, which stay in cache; GatherKeys).
+//
+//   block    up to kKeyBlock tokens, so few that their K stays in L1
+//   tile     1, 2, 4 or 8 packed rows (padded with zero queries); the steps below run per tile
+//   logits   kWidth accumulators = tile rows x (kWidth / rows) tokens run over head_dim; one
+//            transposing sum makes them one vector. Scores lie [token][row], so that all lanes
+//            work in softmax too
+//   edit     soft cap, ALiBi: on the scores, where the call has them
+//   weights  running maximum per row; 2^(s * scale - m), masked ones exactly 0
+//   values   rows x 2 or 4 vectors of accumulators run over the tokens, then o = o * alpha + sum
+//
+// While K is used the next block's K is prefetched, and its V while V is used: without that it is
+// three times slower (no hardware prefetcher follows a page table). Bound by reading K and V.
+// Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q.
+
+#ifndef JAX_PAGED_CPU_ATTENTION_DECODE_H_
+#define JAX_PAGED_CPU_ATTENTION_DECODE_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// What a decode unit carries from block to block.
+struct DecodeState {
+  const float* q;
+  float* o;
+  float* scores;
+  int64_t q_stride;
+  int64_t o_stride;
+  int32_t head_dim;
+  int32_t v_head_dim;
+  const LogitScale* scale;
+  const float* key_offset;              // ALiBi: per listed token of the block; without: null
+  float slope[kDecodeMaxRows];          // ALiBi
+  float distance[kDecodeMaxRows];       // ALiBi: of the block's first token from the query
+  const uint64_t* seen;                 // of the block in a tree (SetSeen), null: rows see ranges
+  float top[kDecodeMaxRows];            // largest logit so far, raw
+  float m[kDecodeMaxRows];              // top * scale->scale
+  float l[kDecodeMaxRows / 8][kWidth];  // per tile and lane, lanes of one row to be summed
+};
+
+// The weights of a tile: weights[token * token_stride + row] for tokens [begin, end).
+struct Weights {
+  const float* weights;
+  int64_t token_stride;
+  int begin;
+  int end;
+};
+
+// o[r] = o[r] * alpha[r] + sum over tokens of weight[token][r] * v[token][d ...], for ROWS rows and
+// VECS vectors: pairs, or one (HALF: 8 dimensions). Prefetches the same part of next[token].
+template <typename T, int ROWS, int VECS, bool HALF>
+JAX_PAGED_INLINE void ValueStep(const Weights& w, const T* const* v, const T* const* next,
+                                int64_t d, const float* alpha, float* o, int64_t o_stride) {
+  static_assert(VECS == 1 || VECS % 2 == 0, "one vector or pairs");
+  Vec sum[ROWS * VECS];
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < ROWS * VECS; ++i) sum[i] = Zero();
+  const int64_t token_stride = w.token_stride;
+  const float* weight = w.weights + w.begin * token_stride;
+  const int end = w.end;
+  for (int t = w.begin; t < end; ++t, weight += token_stride) {
+    Vec value[VECS];
+    if constexpr (VECS == 1) {
+      value[0] = LoadPart<HALF>(v[t] + d);
+    } else {
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < VECS; j += 2) {
+        const Pair x = LoadPair(v[t] + d + j * kWidth);
+        value[j] = x.a;
+        value[j + 1] = x.b;
+      }
+    }
+    JAX_PAGED_UNROLL
+    for (int j = 0; j < VECS * kWidth; j += 64 / int{sizeof(T)}) {
+      Prefetch(reinterpret_cast<const char*>(next[t] + d + j));
+    }
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec x = Set1(weight[r]);
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < VECS; ++j) sum[r * VECS + j] = Fma(x, value[j], sum[r * VECS + j]);
+    }
+  }
+  JAX_PAGED_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const Vec keep = Set1(alpha[r]);
+    JAX_PAGED_UNROLL
+    for (int j = 0; j < VECS; ++j) {
+      float* p = o + r * o_stride + d + j * kWidth;
+      Store(p, Fma(Load(p), keep, sum[r * VECS + j]));
+    }
+  }
+}
+
+template <typename T, int ROWS>
+void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_t v_head_dim,
+               const float* alpha, float* o, int64_t o_stride) {
+  constexpr int kVecs = ROWS == 8 ? 2 : 4;
+  int64_t d = 0;
+  for (; d + kVecs * kWidth <= v_head_dim; d += kVecs * kWidth) {
+    ValueStep<T, ROWS, kVecs, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+  }
+  if (kVecs > 2 && d + 2 * kWidth <= v_head_dim) {
+    ValueStep<T, ROWS, 2, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+    d += 2 * kWidth;
+  }
+  if (d + kWidth <= v_head_dim) {
+    ValueStep<T, ROWS, 1, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+    d += kWidth;
+  }
+  if (d < v_head_dim) ValueStep<T, ROWS, 1, /*HALF=*/true>(w, v, next, d, alpha, o, o_stride);
+}
+
+// Turns products [begin, end) of a tile into logits.
+template <int ROWS>
+__attribute__((noinline)) void EditTile(const DecodeState& state, int row0, int begin, int end,
+                                        float* scores) {
+  constexpr int kTokens = kWidth / ROWS;
+  const LogitScale scale = *state.scale;
+  if (!state.key_offset) {
+    for (float* s = scores + begin * ROWS; s < scores + end * ROWS; s += kWidth) {
+      Store(s, CappedLogit(Load(s), scale));
+    }
+    return;
+  }
+  float slopes[kWidth], distances[kWidth];
+  for (int i = 0; i < kWidth; ++i) {
+    slopes[i] = state.slope[row0 + i % ROWS];
+    distances[i] = state.distance[row0 + i % ROWS];
+  }
+  const Vec slope = Load(slopes), first = Load(distances);
+  for (int t = begin; t < end; t += kTokens) {
+    Vec offset = Set1(state.key_offset[t]);
+    if constexpr (ROWS == 1) {
+      offset = Load(state.key_offset + t);
+    } else {
+      JAX_PAGED_UNROLL
+      for (int i = 1; i < kTokens; ++i)
+        offset = KeepFirst(offset, i * ROWS, state.key_offset[t + i]);
+    }
+    float* s = scores + t * ROWS;
+    Store(s, FmaOnce(slope, Add(first, offset), CappedLogit(Load(s), scale)));
+  }
+}
+
+// Adds the values that not all ROWS rows of a tile see, row by row: a masked one must not be
+// touched, not even with weight 0. All rows have seen tokens [all, end). Out of line: few blocks
+// need it.
+template <typename T, int ROWS>
+__attribute__((noinline)) void AddEdges(const float* scores, const int* hidden, const int* visible,
+                                        const uint64_t* seen, int all, int end, const T* const* v,
+                                        const T* const* next, int64_t v_head_dim, float* o,
+                                        int64_t o_stride) {
+  constexpr float kOne = 1.0f;
+  for (int r = 0; r < ROWS; ++r) {
+    uint64_t bits = BitRange(hidden[r], visible[r]) & ~BitRange(all, end);
+    if (seen) bits &= seen[r];
+    while (bits) {
+      int begin, limit;
+      TakeRun(&bits, &begin, &limit);
+      AddValues<T, 1>({scores + r, ROWS, begin, limit}, v, next, v_head_dim, &kOne,
+                      o + r * o_stride, o_stride);
+    }
+  }
+}
+
+// Turns the logits of listed tokens [start, padded) of a tile into weights: 0 for those that a row
+// does not see. Rows all see tokens [all, end). Returns the largest weight of each lane, and in
+// alpha what the rows' o is to be scaled by.
+template <int ROWS>
+JAX_PAGED_INLINE Vec WeighTile(const int* hidden, const int* visible, int all, int end, int start,
+                               int padded, int row0, float* scores, float* alpha,
+                               DecodeState* state) {
+  constexpr int kTokens = kWidth / ROWS;
+  for (int t = start; t < all; ++t) {
+    for (int r = 0; r < ROWS; ++r) {
+      if (t < hidden[r] || t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
+    }
+  }
+  for (int t = end; t < padded; ++t) {
+    for (int r = 0; r < ROWS; ++r) {
+      if (t < hidden[r] || t >= visible[r]) scores[t * ROWS + r] = -kInfinity;
+    }
+  }
+  Vec top = Set1(-kInfinity);
+  for (int t = start; t < padded; t += kTokens) top = MaxSkipNan(top, Load(scores + t * ROWS));
+
+  float lanes[kWidth], shift[kWidth];
+  Store(lanes, top);
+  for (int r = 0; r < ROWS; ++r) {
+    float& row_top = state->top[row0 + r];
+    float& m = state->m[row0 + r];
+    for (int i = r; i < kWidth; i += ROWS) row_top = lanes[i] > row_top ? lanes[i] : row_top;
+    const float new_m = row_top == -kInfinity ? -kInfinity : row_top * state->scale->scale;
+    shift[r] = new_m == -kInfinity ? 0.0f : -new_m;
+    alpha[r] = m == -kInfinity ? -kInfinity : m - new_m;
+    m = new_m;
+    for (int i = r + ROWS; i < kWidth; i += ROWS) {
+      shift[i] = shift[r];
+      alpha[i] = alpha[r];
+    }
+  }
+  const Vec keep = Exp2(Load(alpha));
+  Store(alpha, keep);
+
+  const Vec scale = Set1(state->scale->scale);
+  const Vec minus_m = Load(shift);
+  Vec sum = Zero();
+  for (int t = start; t < padded; t += kTokens) {
+    const Vec weight = Exp2(FmaOnce(Load(scores + t * ROWS), scale, minus_m));
+    Store(scores + t * ROWS, weight);
+    sum = Add(sum, weight);
+  }
+  float* l = state->l[row0 / 8];
+  Store(l, Fma(Load(l), keep, sum));
+  return Exp2(FmaOnce(top, scale, minus_m));
+}
+
+// One block for packed rows [row0, row0 + ROWS). Row r sees the block's listed tokens [hidden[r],
+// visible[r]), both ascending in r; in a tree perhaps fewer.
+template <typename T, int ROWS>
+void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hidden,
+                const int* visible, int row0, DecodeState* state) {
+  constexpr int kTokens = kWidth / ROWS;
+  const float* q = state->q + row0 * state->q_stride;
+  float* scores = state->scores + row0 * kKeyBlock;
+  const int start = hidden[0] / kTokens * kTokens;
+  const int count = visible[ROWS - 1];
+  const int padded = static_cast<int>(RoundUp(count, kTokens));
+  const int64_t k_bytes = state->head_dim * int64_t{sizeof(T)};
+
+  for (int t = start; t < padded; t += kTokens) {
+    const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
+    Store(scores + t * ROWS, s);
+    JAX_PAGED_UNROLL
+    for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
+  }
+  if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
+  // Tokens [all, end) are seen by all rows of the tile.
+  const int all = hidden[ROWS - 1];
+  int end = visible[0] > all ? visible[0] : all;
+  const uint64_t* seen = state->seen ? state->seen + row0 : nullptr;
+  if (seen) {
+    for (int r = 0; r < ROWS; ++r) HideScores(seen[r], start, padded, ROWS, scores + r);
+    end = CommonRun(seen, ROWS, all, end);
+  }
+  float alpha[kWidth];
+  WeighTile<ROWS>(hidden, visible, all, end, start, padded, row0, scores, alpha, state);
+
+  float* o = state->o + row0 * state->o_stride;
+  AddValues<T, ROWS>({scores, ROWS, all, end}, block.v, next.v, state->v_head_dim, alpha, o,
+                     state->o_stride);
+  if (hidden[0] < all || end < count) {
+    AddEdges<T, ROWS>(scores, hidden, visible, seen, all, end, block.v, next.v, state->v_head_dim,
+                      o, state->o_stride);
+  }
+}
+
+// Rows of the tile that starts at row0 of num_rows.
+inline int TileRows(int64_t num_rows, int64_t row0) {
+  const int64_t rest = num_rows - row0;
+  return rest > 4 ? 8 : (rest > 2 ? 4 : static_cast<int>(rest));
+}
+
+// Rows with the padding of the last tile.
+inline int64_t DecodePaddedRows(int64_t num_rows) {
+  int64_t rows = 0;
+  while (rows < num_rows) rows += TileRows(num_rows, rows);
+  return rows;
+}
+
+// Tokens in a block: K of a block is at most 8 KiB, so that two blocks of K and V fit L1.
+inline int DecodeBlockTokens(int64_t token_bytes) {
+  return static_cast<int>(Clamp(8192 / token_bytes / 16 * 16, 16, kKeyBlock));
+}
+
+inline void StartDecode(const AttentionParams& params, const LogitScale& scale, int padded,
+                        const WorkerScratch& scratch, const Partial& part, DecodeState* state) {
+  state->q = scratch.q;
+  state->o = part.o;
+  state->scores = scratch.scores;
+  state->q_stride = scratch.q_stride;
+  state->o_stride = part.stride;
+  state->head_dim = params.head_dim;
+  state->v_head_dim = params.v_head_dim;
+  state->scale = &scale;
+  for (int r = 0; r < padded; ++r) state->top[r] = state->m[r] = -kInfinity;
+  for (auto& lanes : state->l) Store(lanes, Zero());
+  state->seen = nullptr;
+  state->key_offset = nullptr;
+}
+
+// ALiBi of a block that begins at `token`.
+inline void SetDistances(const AlibiRow* alibi, int padded, int64_t token, const float* key_offset,
+                         DecodeState* state) {
+  state->key_offset = key_offset;
+  for (int r = 0; r < padded; ++r) {
+    state->slope[r] = alibi[r].slope;
+    state->distance[r] = static_cast<float>(token - alibi[r].position);
+  }
+}
+
+inline void FinishDecode(const DecodeState& state, int num_rows, const Partial& part) {
+  for (int r = 0; r < num_rows;) {
+    const int tile = TileRows(num_rows, r);
+    for (int i = 0; i < tile && r + i < num_rows; ++i) {
+      part.m[r + i] = state.m[r + i];
+      part.l[r + i] = 0.0f;
+      for (int lane = i; lane < kWidth; lane += tile) part.l[r + i] += state.l[r / 8][lane];
+    }
+    r += tile;
+  }
+}
+
+// The KV tokens of a split, into part.
+template <typename T>
+void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
+                 const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
+                 const Partial& part) {
+  const int64_t begin = span.begin, end = span.end;
+  const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
+  const int padded = static_cast<int>(DecodePaddedRows(num_rows));
+  DecodeState state;
+  StartDecode(params, scale, padded, scratch, part, &state);
+
+  // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
+  int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
+  AlibiRow alibi[kDecodeMaxRows];
+  SetRows(params, row, item, span, num_rows, padded, first, limit, scale.alibi ? alibi : nullptr);
+  float key_offset[kKeyBlock];
+  uint64_t seen[kDecodeMaxRows];
+  int hidden[kDecodeMaxRows] = {};
+  const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
+  const bool staged = IsStaged(params);
+  const int64_t element_bytes = ByteWidth(params.kv_dtype);
+  KeyBlock<T> blocks[2];
+  int current = 0;
+  GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
+             scratch, /*half=*/0, &blocks[0]);
+  for (int t = 0; t < blocks[0].count; ++t) {
+    PrefetchRow(blocks[0].k[t], params.head_dim * element_bytes);
+    PrefetchRow(blocks[0].v[t], params.v_head_dim * element_bytes);
+  }
+  for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
+    const KeyBlock<T>& stored = blocks[current];
+    const KeyBlock<T>* next = &stored;  // what to prefetch
+    if (token + block_tokens < end) {
+      KeyBlock<T>* const following = &blocks[current ^ 1];
+      GatherKeys(params, item.row, item.kv_head, token + block_tokens,
+                 Clamp(token + 2 * block_tokens, begin, end), scratch, current ^ 1, following);
+      if (following->count > 0) next = following;
+    }
+    const KeyBlock<T>* source = &stored;
+    KeyBlock<T> floats;
+    if constexpr (kSameType<T, float>) {
+      if (staged) {
+        StageKeys(params, row, item, span, stored, *next, Clamp(token + block_tokens, begin, end),
+                  scratch, &floats);
+        source = next = &floats;
+      }
+    }
+    const KeyBlock<T>& block = *source;
+    int visible[kDecodeMaxRows];
+    CountBefore(block.count_before, block.begin, limit, padded, visible);
+    if (row.window > 0) {
+      CountBefore(block.count_before, block.begin, first, padded, hidden);
+    }
+    state.seen = nullptr;
+    if (HidesKeys(row, span, token + block_tokens)) {
+      SetSeen(params, row, item, span, num_rows, padded, block.count_before, block.begin, seen);
+      state.seen = seen;
+    }
+    if (scale.alibi) {
+      ListOffsets(params, row, item.row, block, key_offset);
+      SetDistances(alibi, padded, token, key_offset, &state);
+    }
+    for (int r = 0; r < num_rows;) {
+      const int tile = TileRows(num_rows, r);
+      if (visible[r + tile - 1] <= hidden[r]) {  // nothing to see
+      } else if (tile == 8) {
+        DecodeTile<T, 8>(block, *next, hidden + r, visible + r, r, &state);
+      } else if (tile == 4) {
+        DecodeTile<T, 4>(block, *next, hidden + r, visible + r, r, &state);
+      } else if (tile == 2) {
+        DecodeTile<T, 2>(block, *next, hidden + r, visible + r, r, &state);
+      } else {
+        DecodeTile<T, 1>(block, *next, hidden + r, visible + r, r, &state);
+      }
+      r += tile;
+    }
+  }
+  FinishDecode(state, num_rows, part);
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_ATTENTION_DECODE_H_

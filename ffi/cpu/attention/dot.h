@@ -1,0 +1,146 @@
+// The tile of dot products that logits of decode and dense projections are made of. Included by
+// inst/<isa>.cc of both folders inside their target regions (isa.h), after
+// common.h.
+//
+// kWidth accumulators = ROWS rows (queries) x (kWidth / ROWS) keys run over head_dim; one
+// transposing sum makes them one vector. With AVX-512 and 8 rows: 16 sums, 2 to 4 registers of
+// keys, 1 of a row.
+
+#ifndef JAX_PAGED_CPU_ATTENTION_DOT_H_
+#define JAX_PAGED_CPU_ATTENTION_DOT_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// Adds N vectors of dimensions, of ROWS queries x TOKENS keys, to the sums. What is used most often
+// stays in registers: keys or queries.
+template <typename T, int ROWS, int TOKENS, int N, typename Keys>
+JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& keys, Vec* sum) {
+  if constexpr (TOKENS <= 2) {
+    Vec key[TOKENS * N];
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < TOKENS; ++t) keys.Get(t, key + t * N);
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < N; ++j) {
+        Vec query = Load(q + r * q_stride + j * kWidth);
+        if (TOKENS > 1) Pin(query);
+        JAX_PAGED_UNROLL
+        for (int t = 0; t < TOKENS; ++t) {
+          Vec& s = sum[t * ROWS + r];
+          s = MultiplyAdd<T>(query, key[t * N + j], s);
+        }
+      }
+    }
+  } else {
+    Vec query[ROWS * N];
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < N; ++j) {
+        query[r * N + j] = Load(q + r * q_stride + j * kWidth);
+        Pin(query[r * N + j]);
+      }
+    }
+    JAX_PAGED_UNROLL
+    for (int t = 0; t < TOKENS; ++t) {
+      Vec key[N];
+      keys.Get(t, key);
+      JAX_PAGED_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        Vec& s = sum[t * ROWS + r];
+        JAX_PAGED_UNROLL
+        for (int j = 0; j < N; ++j) s = MultiplyAdd<T>(query[r * N + j], key[j], s);
+      }
+    }
+  }
+}
+
+// Sources of keys for ScoreStep: dimensions from d on of token t.
+template <typename T>
+struct KeyPairs {
+  const T* const* k;
+  int64_t d;
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const {
+    const Pair x = LoadPair(k[t] + d);
+    key[0] = x.a;
+    key[1] = x.b;
+  }
+};
+template <typename T, bool HALF>
+struct KeyVectors {
+  const T* const* k;
+  int64_t d;
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadPart<HALF>(k[t] + d); }
+};
+template <typename T>
+struct KeyWords {
+  const T* const* k;
+  int64_t d;
+  int64_t n;  // dimensions left
+  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
+};
+
+// sum[token * ROWS + row] of ROWS x TOKENS products, one vector each. If it PREFETCHES, then what
+// lies `ahead` bytes behind the keys. (Not in a function of its own: gcc takes one that only
+// prefetches for one that does nothing.)
+template <typename T, int ROWS, int TOKENS, bool PREFETCHES>
+JAX_PAGED_INLINE void ScoreSums(const float* q, int64_t q_stride, const T* const* k,
+                                int64_t head_dim, int64_t ahead, Vec* sum) {
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < ROWS * TOKENS; ++i) sum[i] = Zero();
+  int64_t d = 0;
+  for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+    if constexpr (PREFETCHES) {
+      JAX_PAGED_UNROLL
+      for (int t = 0; t < TOKENS; ++t) {
+        const char* const from = reinterpret_cast<const char*>(k[t] + d) + ahead;
+        JAX_PAGED_UNROLL
+        for (int64_t i = 0; i < 2 * kWidth * int64_t{sizeof(T)}; i += 64) Prefetch(from + i);
+      }
+    }
+    if constexpr (kUsesDot<T>) {
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, 2 * kWidth}, sum);
+    } else {
+      ScoreStep<T, ROWS, TOKENS, 2>(q + d, q_stride, KeyPairs<T>{k, d}, sum);
+    }
+  }
+  if constexpr (kUsesDot<T>) {
+    if (d < head_dim) {
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d / 2, q_stride, KeyWords<T>{k, d, head_dim - d}, sum);
+    }
+  } else {
+    if (d + kWidth <= head_dim) {
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/false>{k, d}, sum);
+      d += kWidth;
+    }
+    if (d < head_dim) {
+      ScoreStep<T, ROWS, TOKENS, 1>(q + d, q_stride, KeyVectors<T, /*HALF=*/true>{k, d}, sum);
+    }
+  }
+}
+
+// ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
+template <typename T, int ROWS>
+JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
+                               int64_t head_dim) {
+  Vec sum[kWidth];
+  ScoreSums<T, ROWS, kWidth / ROWS, /*PREFETCHES=*/false>(q, q_stride, k, head_dim, /*ahead=*/0,
+                                                          sum);
+  return SumEach(sum);
+}
+
+// The same bits, of keys that lie one behind the other in memory and are not in a cache: several
+// queries take so long per key that the tile's keys come in one by one, from 16 keys ahead.
+template <typename T, int ROWS>
+JAX_PAGED_INLINE Vec StreamTile(const float* q, int64_t q_stride, const T* const* k,
+                                int64_t head_dim, int64_t key_bytes) {
+  Vec sum[kWidth];
+  ScoreSums<T, ROWS, kWidth / ROWS, /*PREFETCHES=*/true>(q, q_stride, k, head_dim, 16 * key_bytes,
+                                                         sum);
+  return SumEach(sum);
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_ATTENTION_DOT_H_

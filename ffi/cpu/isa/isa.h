@@ -1,0 +1,32 @@
+// Shared by the instruction-set files (inst/<isa>.cc, vec_<isa>.h and the kernel text they
+// include).
+//
+// Each inst/<isa>.cc compiles the same kernel text in a namespace of its own, between
+// JAX_PAGED_BEGIN_TARGET and JAX_PAGED_END_TARGET, which let the compiler use the instruction set
+// for the functions between them and for nothing else. Rules that keep such code from leaking into
+// functions shared with the rest of the program (where it would crash an older CPU):
+//   - standard and common headers are included before JAX_PAGED_BEGIN_TARGET;
+//   - kernel text instantiates no template from outside its namespace, std:: included, and has no
+//     lambdas (they would be compiled without the instruction set).
+
+#ifndef JAX_PAGED_CPU_ISA_ISA_H_
+#define JAX_PAGED_CPU_ISA_ISA_H_
+
+#if defined(__clang__)
+#define JAX_PAGED_PRAGMA(text) _Pragma(#text)
+#define JAX_PAGED_BEGIN_TARGET(target_list) \
+  JAX_PAGED_PRAGMA(clang attribute push(__attribute__((target(target_list))), apply_to = function))
+#define JAX_PAGED_END_TARGET JAX_PAGED_PRAGMA(clang attribute pop)
+#define JAX_PAGED_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define JAX_PAGED_PRAGMA(text) _Pragma(#text)
+#define JAX_PAGED_BEGIN_TARGET(target_list) \
+  JAX_PAGED_PRAGMA(GCC push_options)        \
+  JAX_PAGED_PRAGMA(GCC target(target_list))
+#define JAX_PAGED_END_TARGET JAX_PAGED_PRAGMA(GCC pop_options)
+#define JAX_PAGED_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+#define JAX_PAGED_INLINE inline __attribute__((always_inline))
+
+#endif  // JAX_PAGED_CPU_ISA_ISA_H_

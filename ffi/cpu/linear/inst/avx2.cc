@@ -1,0 +1,40 @@
+// Projection kernels for x86 with AVX2, FMA and F16C.
+// Rules for this file: isa.h.
+
+#include <immintrin.h>
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "common/tree.h"
+#include "cpu/attention/kernels.h"
+#include "cpu/isa/isa.h"
+#include "cpu/linear/kernels.h"
+
+#define JAX_PAGED_ISA avx2
+
+JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
+// clang-format off: in this order
+#include "cpu/isa/vec_avx2.h"
+#include "cpu/attention/common.h"
+#include "cpu/attention/dot.h"
+#include "cpu/linear/kernel.h"
+// clang-format on
+namespace jax_paged::cpu::avx2 {
+constexpr LinearKernelTable kLinear = {
+    {{kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>}},
+    kCodeWeights<Int8>,
+    kCodeWeights<Float8E4M3>};
+}
+JAX_PAGED_END_TARGET
+
+namespace jax_paged::cpu {
+
+const LinearKernelTable& Avx2LinearKernels() { return avx2::kLinear; }
+
+}  // namespace jax_paged::cpu

@@ -1,0 +1,37 @@
+// Projection kernels in plain C++, for any architecture.
+// Rules for this file: isa.h.
+
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/page_view.h"
+#include "common/params.h"
+#include "common/schedule.h"
+#include "common/tree.h"
+#include "cpu/attention/kernels.h"
+#include "cpu/isa/isa.h"
+#include "cpu/linear/kernels.h"
+
+#define JAX_PAGED_ISA generic
+
+// clang-format off: in this order
+#include "cpu/isa/vec_generic.h"
+#include "cpu/attention/common.h"
+#include "cpu/attention/dot.h"
+#include "cpu/linear/kernel.h"
+// clang-format on
+namespace jax_paged::cpu::generic {
+constexpr LinearKernelTable kLinear = {
+    {{kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>}},
+    kCodeWeights<Int8>,
+    kCodeWeights<Float8E4M3>};
+}
+
+namespace jax_paged::cpu {
+
+const LinearKernelTable& GenericLinearKernels() { return generic::kLinear; }
+
+}  // namespace jax_paged::cpu

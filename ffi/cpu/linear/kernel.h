@@ -1,0 +1,209 @@
+// out = x w^T, the dense projection of a few or of many rows. Included by inst/<isa>.cc inside
+// its target region (isa.h), after dot.h.
+//
+//   tile     1, 2, 4 or 8 rows of x times kWidth / rows rows of w, summed over a depth chunk in
+//            registers (ScoreTile: the same step as the logits of decode)
+//   block    some rows of w, so few that a chunk of them stays in L2; all tiles of x pass over it,
+//            so w is read from memory once
+//   chunk    of the depth, so much that a tile's rows of x stay in L1; tiles of 8 rows take one
+//            chunk after the other
+//   panel    8-bit weights become floats (or bf16 words) in registers where one tile uses them;
+//            with more tiles once for all of them, a block and chunk at a time in a panel that L2
+//            holds. The caller multiplies the sums by the scales
+//
+// Bound by reading w up to some eight rows, by multiply-adds beyond: per 16 of them 10 vector
+// loads.
+
+#ifndef JAX_PAGED_CPU_LINEAR_KERNEL_H_
+#define JAX_PAGED_CPU_LINEAR_KERNEL_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// The chunks of a depth: equal parts, with 8 rows of x 20 KiB at most.
+template <typename T>
+int64_t ChunkDepth(int64_t depth) {
+  return LinearChunkDepth(depth, kUsesDot<T> ? kLinearDepth : kLinearDepth / 2);
+}
+
+// Rows of x as the tiles want them: [PadLinearRows(num_rows), x_stride] floats (or bf16 words).
+template <typename T>
+void LoadLinearRows(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
+                    float* rows, int64_t x_stride) {
+  for (int64_t r = begin; r < end; ++r) {
+    const T* from = r < num_rows ? static_cast<const T*>(x) + r * depth : nullptr;
+    LoadQuery(from, depth, 1.0f, rows + r * x_stride, x_stride);
+  }
+}
+
+// The same for 8-bit w: [PadLinearRows(num_rows), x_stride] floats in the order of x.
+template <typename T>
+void LoadPlainRows(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
+                   float* rows, int64_t x_stride) {
+  for (int64_t r = begin; r < end; ++r) {
+    const T* from = static_cast<const T*>(x) + r * depth;
+    float* to = rows + r * x_stride;
+    int64_t d = 0;
+    for (; r < num_rows && d < depth; d += kWidth) Store(to + d, LoadTail(from + d, depth - d));
+    for (; d < x_stride; d += kWidth) Store(to + d, Zero());
+  }
+}
+
+// A panel of `depth` (a multiple of kHalf) of `count` rows of w, whose rows end with zeros.
+template <typename T>
+void StagePanel(const T* w, int64_t w_stride, int64_t depth, int64_t count, float* panel,
+                int64_t panel_stride) {
+  for (int64_t n = 0; n < count; ++n) {
+    const T* from = w + n * w_stride;
+    float* to = panel + n * panel_stride;
+    if constexpr (kUsesDot<T>) {
+      for (int64_t d = 0; d < depth; d += 2 * kWidth, to += kWidth) {
+        Store(to, LoadWords(from + d, depth - d));
+      }
+    } else {
+      for (int64_t d = 0; d < depth; d += kWidth) Store(to + d, LoadTail(from + d, depth - d));
+    }
+  }
+}
+
+// sums[n * ROWS + r] (+)= x[r] . w[n] over the depth [begin, end), a chunk at a time, for n <
+// count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`.
+template <typename T, int ROWS, bool STREAMS>
+void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t begin,
+                 int64_t end, int64_t chunk, int64_t count, float* sums) {
+  constexpr int kColumns = kWidth / ROWS;
+  for (int64_t n = 0; n < count; n += kColumns) {
+    float* to = sums + n * ROWS;
+    for (int64_t d = begin; d < end; d += chunk) {
+      const T* rows[kColumns];
+      JAX_PAGED_UNROLL
+      for (int t = 0; t < kColumns; ++t) {
+        rows[t] = w + (n + t < count ? n + t : count - 1) * w_stride + (d - begin);
+      }
+      const float* from = x + (kUsesDot<T> ? d / 2 : d);
+      const int64_t here = end - d < chunk ? end - d : chunk;
+      Vec sum;
+      if constexpr (STREAMS) {
+        sum = StreamTile<T, ROWS>(from, x_stride, rows, here, w_stride * int64_t{sizeof(T)});
+      } else {
+        sum = ScoreTile<T, ROWS>(from, x_stride, rows, here);
+      }
+      Store(to, d > 0 ? Add(Load(to), sum) : sum);
+    }
+  }
+}
+
+// The same bits for one row of x, of w that is in no cache: the rows of w one after the other, each
+// over the whole depth, so that memory is read in a single stream.
+template <typename T>
+void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
+                  int64_t chunk, int64_t count, float* sums) {
+  constexpr int kChunks = 8;  // at a time, so that their sums stay in L1
+  constexpr int64_t kAhead = 8192;
+  for (int64_t n = 0; n < count; n += kWidth) {
+    for (int64_t from = begin; from < end; from += kChunks * chunk) {
+      const int64_t limit = end - from < kChunks * chunk ? end : from + kChunks * chunk;
+      Vec sum[kChunks][kWidth];
+      for (int t = 0; t < kWidth; ++t) {
+        const T* const row = w + (n + t < count ? n + t : count - 1) * w_stride;
+        Vec* to = &sum[0][t];
+        for (int64_t d = from; d < limit; d += chunk, to += kWidth) {
+          const T* const part = row + (d - begin);
+          ScoreSums<T, 1, 1, /*PREFETCHES=*/true>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0,
+                                                  &part, limit - d < chunk ? limit - d : chunk,
+                                                  kAhead, to);
+        }
+      }
+      const Vec* of_chunk = sum[0];
+      for (int64_t d = from; d < limit; d += chunk, of_chunk += kWidth) {
+        const Vec here = SumEach(of_chunk);
+        Store(sums + n, d > 0 ? Add(Load(sums + n), here) : here);
+      }
+    }
+  }
+}
+
+// The products of the rows of a tile of x with a chunk of rows of w.
+template <typename T, bool STREAMS>
+void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
+                int64_t begin, int64_t end, int64_t chunk, int64_t count, float* sums) {
+  if (tile == 8) {
+    LinearTiles<T, 8, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+  } else if (tile == 4) {
+    LinearTiles<T, 4, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+  } else if (tile == 2) {
+    LinearTiles<T, 2, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+  } else if constexpr (STREAMS) {
+    LinearStream<T>(x, w, w_stride, begin, end, chunk, count, sums);
+  } else {
+    LinearTiles<T, 1, false>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+  }
+}
+
+// The products of all rows of x with a chunk of rows of w. Where w is COLD the first tile of x
+// brings it in.
+template <typename T, bool COLD>
+void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t w_stride,
+                 int64_t begin, int64_t end, int64_t chunk, int64_t count, float* sums) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t r = 0; r < num_rows;) {
+    const int tile = LinearTileRows(num_rows, r);
+    const float* const from = x + r * x_stride;
+    float* const to = sums + r * padded;
+    if (r == 0) {
+      LinearTile<T, COLD>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, to);
+    } else {
+      LinearTile<T, false>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, to);
+    }
+    r += tile;
+  }
+}
+
+// The products of all rows of x with rows of w, into sums: for each tile of x that begins at row r,
+// [count rounded up to kLinearColumns, rows of the tile] at r * that count. The order of additions
+// is the same for any number of rows. `panel` (LinearPanelFloats) is for w of another type than P,
+// which panels of it have.
+template <typename T, typename P = T>
+void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
+                int64_t depth, int64_t count, float* panel, float* sums) {
+  const T* w = static_cast<const T*>(weights);
+  static_assert(kUsesDot<T> == kUsesDot<P>, "the order of additions is that of the chunks");
+  const bool stages = !kSameType<T, P> && num_rows > 8;
+  const int64_t chunk = ChunkDepth<T>(depth);
+  const int64_t step = num_rows <= 4 ? depth : chunk;
+  for (int64_t begin = 0; begin < depth; begin += step) {
+    const int64_t end = depth - begin < step ? depth : begin + step;
+    if (!stages) {
+      LinearChunk<T, true>(x, x_stride, num_rows, w + begin, depth, begin, end, chunk, count, sums);
+    } else if constexpr (!kSameType<T, P>) {
+      StagePanel<T>(w + begin, depth, end - begin, count, panel, chunk);
+      const P* staged = reinterpret_cast<const P*>(panel);
+      const int64_t stride = chunk * int64_t{sizeof(float) / sizeof(P)};
+      LinearChunk<P, false>(x, x_stride, num_rows, staged, stride, begin, end, chunk, count, sums);
+    }
+  }
+}
+
+// gate = silu(gate) * up, silu(x) = x / (1 + e^-x), for `count` sums (a multiple of kWidth).
+inline void GateSums(const float* up, int64_t count, float* gate) {
+  const Vec log2e = Set1(1.44269504f);
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const Vec x = Load(gate + i);
+    // Where 2^126 and more would stand, x over it is 0 as good as.
+    const Vec exponent = MaxSkipNan(Set1(-126.0f), Mul(x, log2e));
+    const Vec denominator = Add(Set1(1.0f), Exp2(Mul(exponent, Set1(-1.0f))));
+    Store(gate + i, Mul(Div(x, denominator), Load(up + i)));
+  }
+}
+
+// The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
+template <typename T>
+constexpr LinearKernels kSameWeights = {LoadLinearRows<T>, LinearSums<T>, GateSums};
+template <typename C>
+constexpr LinearKernelsOf kCodeWeights = {
+    {{LoadPlainRows<BFloat16>, LinearSums<C, float>, GateSums},
+     {LoadPlainRows<Float16>, LinearSums<C, float>, GateSums},
+     {LoadPlainRows<float>, LinearSums<C, float>, GateSums}}};
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_LINEAR_KERNEL_H_

@@ -1,0 +1,141 @@
+// The interface between the handlers of linear and moe_experts and the kernels of one instruction
+// set.
+
+#ifndef JAX_PAGED_CPU_LINEAR_KERNELS_H_
+#define JAX_PAGED_CPU_LINEAR_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/schedule.h"
+#include "cpu/attention/kernels.h"
+
+namespace jax_paged::cpu {
+
+inline constexpr int64_t kLinearDepth = 1280;  // of a chunk, at most
+inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
+
+// Bytes of a row of w as the tiles of x find it: where there are several, 8-bit weights are staged
+// as floats.
+inline int64_t LinearRowBytes(Dtype w_dtype, int64_t depth, int64_t num_rows) {
+  const bool staged = IsEightBit(w_dtype) && num_rows > 8;
+  return depth * (staged ? int64_t{sizeof(float)} : ByteWidth(w_dtype));
+}
+
+// Columns of w, rows of row_bytes, that one worker takes at once: 128 KiB stay in L2.
+inline int64_t LinearBlockColumns(int64_t row_bytes) {
+  constexpr int64_t kBlockBytes = 128 << 10;
+  return Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
+}
+
+// Floats that `count` columns of a chunk of the depth are staged in.
+inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
+  return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
+}
+
+// The chunks of a depth: equal parts of at most `most`.
+inline int64_t LinearChunkDepth(int64_t depth, int64_t most) {
+  return RoundUp(CeilDiv(depth, CeilDiv(depth, most)), kPadFloats);
+}
+
+// Floats from a row of x to the next: so many that, modulo the 4 KiB after which L1's sets come
+// again, a chunk of one row begins where that of the row before ends, and all sets are used alike.
+inline int64_t LinearStride(int64_t depth) {
+  constexpr int64_t kPeriod = 4096 / sizeof(float);
+  const int64_t stride = RoundUp(depth, kPadFloats);
+  const int64_t chunk = LinearChunkDepth(depth, kLinearDepth / 2);
+  return stride + (chunk + RoundUp(stride, kPeriod) - stride) % kPeriod;
+}
+
+// Rows of the tile that starts at row0 of num_rows; the last one may reach beyond.
+inline int LinearTileRows(int64_t num_rows, int64_t row0) {
+  const int64_t rest = num_rows - row0;
+  return rest > 4 ? 8 : (rest > 2 ? 4 : static_cast<int>(rest));
+}
+inline int64_t PadLinearRows(int64_t num_rows) {
+  int64_t rows = num_rows / 8 * 8;
+  while (rows < num_rows) rows += LinearTileRows(num_rows, rows);
+  return rows;
+}
+
+// For one dtype of x and one of w; linear/kernel.h explains the arguments.
+struct LinearKernels {
+  void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
+                    float* rows, int64_t x_stride);
+  void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
+               int64_t count, float* panel, float* sums);
+  void (*gate)(const float* up, int64_t count, float* gate);
+};
+
+// sums *= scale[n], for `count` columns n of num_rows rows.
+inline void ScaleLinearSums(const float* scale, int64_t num_rows, int64_t count, float* sums) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t begin = 0; begin < num_rows;) {
+    const int tile = LinearTileRows(num_rows, begin);
+    float* const to = sums + begin * padded;
+    for (int64_t n = 0; n < count; ++n) {
+      for (int r = 0; r < tile; ++r) to[n * tile + r] *= scale[n];
+    }
+    begin += tile;
+  }
+}
+
+// Rows of `sums` (linear/kernel.h) to out[num_rows, out_stride], rounded once.
+template <typename T>
+void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, int64_t out_stride,
+                     T* out) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t begin = 0; begin < num_rows;) {
+    const int tile = LinearTileRows(num_rows, begin);
+    const float* const from = sums + begin * padded;
+    for (int r = 0; r < tile && begin + r < num_rows; ++r) {
+      T* const to = out + (begin + r) * out_stride;
+      for (int64_t n = 0; n < count; ++n) FromFloat(from[n * tile + r], to + n);
+    }
+    begin += tile;
+  }
+}
+inline void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, int64_t out_stride,
+                            Dtype dtype, void* out) {
+  switch (dtype) {
+    case Dtype::kBFloat16:
+      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<BFloat16*>(out));
+    case Dtype::kFloat16:
+      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<Float16*>(out));
+    case Dtype::kFloat32:
+      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<float*>(out));
+    default:  // 8-bit: not a dtype of outputs
+      return;
+  }
+}
+
+// By the dtype of x.
+struct LinearKernelsOf {
+  LinearKernels of[kNumDtypes];
+};
+
+struct LinearKernelTable {
+  LinearKernelsOf same;  // where w has x's dtype
+  LinearKernelsOf int8;
+  LinearKernelsOf fp8;  // E4M3
+
+  const LinearKernels& Of(Dtype x, Dtype w) const {
+    const LinearKernelsOf& kernels =
+        w == Dtype::kInt8 ? int8 : (w == Dtype::kFloat8E4M3 ? fp8 : same);
+    return kernels.of[static_cast<int>(x)];
+  }
+};
+
+const LinearKernelTable& GenericLinearKernels();
+#ifndef JAX_PAGED_GENERIC_ONLY
+const LinearKernelTable& Avx2LinearKernels();
+const LinearKernelTable& Avx512LinearKernels();
+const LinearKernelTable& Avx512Bf16LinearKernels();
+#endif
+
+// Those of the instruction set in use (ChosenKernels).
+const LinearKernelTable& ChosenLinearKernels();
+
+}  // namespace jax_paged::cpu
+
+#endif  // JAX_PAGED_CPU_LINEAR_KERNELS_H_

@@ -1,0 +1,228 @@
+// The handler of jax_paged.moe_experts.v1 on CPU: out[t] = sum over j of weights[t, j] times the
+// gated MLP of expert experts[t, j] on x[t].
+//
+//   pair    (token, chosen expert); pairs are sorted by expert, then by token, so an expert's rows
+//           of x lie together and each of its weights is read once for all of them. Experts that
+//           no token chose are never touched
+//   group   the pairs of one expert, padded to whole tiles of rows (linear/kernel.h)
+// Steps, each shared by all workers: gather x; gate and up -> silu(gate) * up; down; then each
+// token adds its experts in the order of j. Bits depend on nothing but the inputs.
+//
+// A call of many tokens runs in turns of at most kMaxPairs pairs, which bounds its memory.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "common/moe_checks.h"
+#include "common/schedule.h"
+#include "cpu/handlers.h"
+#include "cpu/linear/kernels.h"
+#include "cpu/parallel_for.h"
+#include "cpu/scratch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jax_paged::cpu {
+namespace {
+
+constexpr int64_t kMaxPairs = 4096;
+constexpr int64_t kRowsPerItem = 16;  // that are gathered or added by one worker
+
+struct Group {
+  int32_t expert;
+  int64_t first_row;  // of its pairs, among the padded rows
+  int64_t num_rows;
+};
+
+// The pairs of one turn, sorted.
+struct Pairs {
+  std::vector<Group> groups;
+  std::vector<int64_t> token_of;  // by padded row: token of the turn, or -1
+  std::vector<int64_t> row_of;    // by pair in token order: its padded row, or -1 (no such expert)
+};
+
+Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens) {
+  const int64_t k = call.experts_per_token;
+  const int32_t* const experts = call.experts + first_token * k;
+  std::vector<int64_t> counts(static_cast<size_t>(call.num_experts), 0);
+  const auto is_expert = [&](int32_t id) { return id >= 0 && id < call.num_experts; };
+  for (int64_t i = 0; i < num_tokens * k; ++i) {
+    if (is_expert(experts[i])) ++counts[static_cast<size_t>(experts[i])];
+  }
+  Pairs pairs;
+  std::vector<int64_t> next(counts.size());
+  int64_t rows = 0;
+  for (size_t e = 0; e < counts.size(); ++e) {
+    if (counts[e] == 0) continue;
+    pairs.groups.push_back({static_cast<int32_t>(e), rows, counts[e]});
+    next[e] = rows;
+    rows += PadLinearRows(counts[e]);
+  }
+  pairs.token_of.assign(static_cast<size_t>(rows), -1);
+  pairs.row_of.assign(static_cast<size_t>(num_tokens * k), -1);
+  for (int64_t i = 0; i < num_tokens * k; ++i) {
+    if (!is_expert(experts[i])) continue;
+    const int64_t row = next[static_cast<size_t>(experts[i])]++;
+    pairs.token_of[static_cast<size_t>(row)] = i / k;
+    pairs.row_of[static_cast<size_t>(i)] = row;
+  }
+  return pairs;
+}
+
+void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
+             int64_t num_tokens) {
+  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
+  const Pairs pairs = SortPairs(call, first_token, num_tokens);
+  const int64_t num_rows = static_cast<int64_t>(pairs.token_of.size());
+  const int64_t num_groups = static_cast<int64_t>(pairs.groups.size());
+  const int64_t bytes = ByteWidth(call.dtype), w_bytes = ByteWidth(call.w_dtype);
+  const int64_t workers = Clamp(pool.num_threads(), 1, 1024);
+  const int64_t x_stride = LinearStride(call.hidden);
+  const int64_t h_stride = LinearStride(call.inner);
+  int64_t most_rows = 0;
+  for (const Group& group : pairs.groups) {
+    const int64_t padded = PadLinearRows(group.num_rows);
+    if (padded > most_rows) most_rows = padded;
+  }
+  const auto row_bytes = [&](int64_t depth) {
+    return LinearRowBytes(call.w_dtype, depth, most_rows);
+  };
+  const int64_t gate_block = LinearBlockColumns(2 * row_bytes(call.hidden));
+  const int64_t down_block = LinearBlockColumns(row_bytes(call.inner));
+  const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
+  const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
+  const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
+  const int64_t down_panel = LinearPanelFloats(call.inner, down_block);
+  const int64_t panel_floats = call.gate_up_scale ? std::max(gate_panel, down_panel) : 0;
+  // For gate, up and down; or for the sum of one token. Then the panel of the worker.
+  const int64_t own_floats =
+      RoundUp(std::max(2 * gate_floats + down_floats, call.hidden), kPadFloats);
+  const int64_t sums_floats = own_floats + panel_floats;
+
+  const int64_t floats = num_rows * (x_stride + 2 * h_stride + call.hidden) + workers * sums_floats;
+  const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
+  float* const x_rows = reinterpret_cast<float*>(scratch.data());  // [num_rows, x_stride]
+  float* const h_rows = x_rows + num_rows * x_stride;              // [num_rows, h_stride]
+  float* const h = h_rows + num_rows * h_stride;  // [num_rows, inner] in the dtype of the call
+  float* const y = h + num_rows * h_stride;       // [num_rows, hidden]
+  float* const sums = y + num_rows * call.hidden;
+  const auto load = [&](const char* source, int64_t depth, int64_t row, float* to, int64_t stride) {
+    kernels.load_rows(source, 0, 1, source ? 1 : 0, depth, to + row * stride, stride);
+  };
+
+  ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
+    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_rows);
+    for (int64_t row = item * kRowsPerItem; row < end; ++row) {
+      const int64_t token = pairs.token_of[static_cast<size_t>(row)];
+      const char* const source =
+          token < 0 ? nullptr : call.x + (first_token + token) * call.hidden * bytes;
+      load(source, call.hidden, row, x_rows, x_stride);
+    }
+  });
+
+  const int64_t gate_blocks = CeilDiv(call.inner, gate_block);
+  ParallelFor(pool, num_groups * gate_blocks, workers, [&](int64_t item, int64_t worker) {
+    const Group& group = pairs.groups[static_cast<size_t>(item / gate_blocks)];
+    const int64_t begin = item % gate_blocks * gate_block;
+    const int64_t count = Clamp(call.inner - begin, 0, gate_block);
+    float* const gate = sums + worker * sums_floats;
+    float* const up = gate + gate_floats;
+    float* const panel = gate + own_floats;
+    const float* const x = x_rows + group.first_row * x_stride;
+    const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
+    const char* const w = call.gate_up + first * call.hidden * w_bytes;
+    kernels.sums(x, x_stride, group.num_rows, w, call.hidden, count, panel, gate);
+    kernels.sums(x, x_stride, group.num_rows, w + call.inner * call.hidden * w_bytes, call.hidden,
+                 count, panel, up);
+    if (call.gate_up_scale) {
+      const float* const scale = call.gate_up_scale + first;
+      ScaleLinearSums(scale, group.num_rows, count, gate);
+      ScaleLinearSums(scale + call.inner, group.num_rows, count, up);
+    }
+    kernels.gate(up, PadLinearRows(group.num_rows) * RoundUp(count, kLinearColumns), gate);
+    StoreLinearSums(gate, group.num_rows, count, call.inner, call.dtype,
+                    reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
+  });
+
+  ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
+    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_rows);
+    for (int64_t row = item * kRowsPerItem; row < end; ++row) {
+      const bool is_pair = pairs.token_of[static_cast<size_t>(row)] >= 0;
+      const char* const source = reinterpret_cast<const char*>(h) + row * call.inner * bytes;
+      load(is_pair ? source : nullptr, call.inner, row, h_rows, h_stride);
+    }
+  });
+
+  const int64_t down_blocks = CeilDiv(call.hidden, down_block);
+  ParallelFor(pool, num_groups * down_blocks, workers, [&](int64_t item, int64_t worker) {
+    const Group& group = pairs.groups[static_cast<size_t>(item / down_blocks)];
+    const int64_t begin = item % down_blocks * down_block;
+    const int64_t count = Clamp(call.hidden - begin, 0, down_block);
+    float* const mine = sums + worker * sums_floats + 2 * gate_floats;
+    const int64_t first = group.expert * call.hidden + begin;  // row of down
+    kernels.sums(h_rows + group.first_row * h_stride, h_stride, group.num_rows,
+                 call.down + first * call.inner * w_bytes, call.inner, count,
+                 sums + worker * sums_floats + own_floats, mine);
+    if (call.down_scale) ScaleLinearSums(call.down_scale + first, group.num_rows, count, mine);
+    StoreLinearSums(mine, group.num_rows, count, call.hidden,
+                    y + group.first_row * call.hidden + begin);
+  });
+
+  ParallelFor(pool, CeilDiv(num_tokens, kRowsPerItem), workers, [&](int64_t item, int64_t worker) {
+    float* const sum = sums + worker * sums_floats;
+    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_tokens);
+    for (int64_t token = item * kRowsPerItem; token < end; ++token) {
+      std::memset(sum, 0, static_cast<size_t>(call.hidden) * sizeof(float));
+      for (int64_t j = 0; j < call.experts_per_token; ++j) {
+        const int64_t pair = token * call.experts_per_token + j;
+        const int64_t row = pairs.row_of[static_cast<size_t>(pair)];
+        if (row < 0) continue;
+        const float weight = call.weights[first_token * call.experts_per_token + pair];
+        const float* const from = y + row * call.hidden;
+        for (int64_t d = 0; d < call.hidden; ++d) sum[d] += weight * from[d];
+      }
+      char* const to = call.out + (first_token + token) * call.hidden * bytes;
+      StoreLinearSums(sum, 1, call.hidden, call.hidden, call.dtype, to);
+    }
+  });
+}
+
+ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
+                      ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
+                      ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> gate_up_scale,
+                      ffi::Buffer<ffi::F32> down_scale, ffi::Result<ffi::AnyBuffer> out) {
+  MoeParams call = {};
+  const std::string error =
+      ReadMoe({x, gate_up, down, experts, weights, gate_up_scale, down_scale, *out}, &call);
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
+  try {
+    for (int64_t token = 0; token < call.num_tokens; token += turn) {
+      RunTurn(pool, call, token, Clamp(call.num_tokens - token, 0, turn));
+    }
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kMoeOp) + ": out of memory");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeExpertsHandler, MoeExperts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::AnyBuffer>()         // gate_up
+                                  .Arg<ffi::AnyBuffer>()         // down
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // experts
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // weights
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // gate_up_scale, [0] = none
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // down_scale, [0] = none
+                                  .Ret<ffi::AnyBuffer>());       // out
+
+}  // namespace jax_paged::cpu

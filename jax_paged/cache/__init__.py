@@ -1,0 +1,1 @@
+"""The KV cache: which row holds which pages, and the pages of all layers with it."""

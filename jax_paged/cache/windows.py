@@ -1,0 +1,181 @@
+"""Rows whose old tokens slide away: set_window, exported by `pages`, and what `reserve` frees.
+
+A row with a window keeps its first num_pinned tokens, and of the others those that its next query
+still sees. `reserve` lets go of the pages in between and closes the gap: later pages move to lower
+columns of the page table, and `slot_offset`, always a multiple of page_size, says by how many
+tokens. So of the row's stored slots, counted through its columns, slot s holds token s if
+s < num_pinned, else token s + slot_offset. The slots from num_pinned to the end of its page then
+stand for tokens that are gone, which no query sees any more.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_paged.cache.table import (
+    STALE,
+    Integers,
+    PageTable,
+    Windows,
+    all_ok,
+    check_rows,
+    check_table,
+    first_status,
+    look_up,
+    per_row,
+    push,
+    replace,
+)
+from jax_paged.checks import expect
+from jax_paged.checks.status import Status
+from jax_paged.ops.batch import pages_for
+
+
+def set_window(
+    table: PageTable, rows: Integers, window: Integers, num_pinned: Integers
+) -> tuple[PageTable, jax.Array]:
+    """Gives live rows a sliding window: from now on a query of row i sees window[i] tokens at most.
+
+    With n = num_pinned[i], the query at position p sees the tokens up to p that are below n or
+    above p − (window[i] − n): the window counts the pinned tokens. Tokens are gone, and their pages
+    free, when a `reserve` finds that the first token to be appended does not see them. Hence a
+    chunk longer than the window has a whole window for each of its tokens.
+
+    The tokens with which a row was forked count as pinned: n is never below their number. The row
+    then holds at most the pages of its pinned tokens, of a window and of a chunk, but its length
+    grows on: pages_per_seq bounds the former. For a long prompt reserve 0 tokens, set the window,
+    and bring the prompt in chunks.
+
+    Args:
+      rows: integers [N].
+      window: integers [N] or a scalar, tokens that a query sees, itself included.
+      num_pinned: integers [N] or a scalar, first tokens of the row that stay; 0 ≤ n < window[i].
+
+    Returns:
+      (table, status i32[N]). STALE_ROW: the row is not live. BAD_ROW also for a row that has a
+      window already, and where num_pinned or the forked length is not below the window.
+
+    Raises:
+      ValueError: a shape or dtype is wrong, or the table was made without windows=True.
+
+    The verb is TVM's EnableSlidingWindowForSeq, its sinks the pinned tokens.
+
+    >>> from jax_paged import pages
+    >>> table = pages.PageTable.create(8, 1, pages_per_seq=4, page_size=2, windows=True)
+    >>> table, _ = pages.reserve(table, [0], 7)
+    >>> table, _ = pages.set_window(table, [0], 4, 1)
+    >>> table, _, _ = pages.step_batch(table, [0], 7, num_tokens=7)
+    >>> print(table.page_table)
+    [[0 1 2 3]]
+    >>> table, _ = pages.reserve(table, [0], 1)  # token 7 will see 0, 5, 6 and 7
+    >>> print(table.page_table, table.windows.slot_offset, table.num_free)
+    [[ 0  2  3 -1]] [2] 5
+    """
+    check_table(table)
+    expect(table.windows is not None, "table", "one made with windows=True", "one without windows")
+    ids = check_rows("rows", rows)
+    sizes, pinned = per_row("window", window, ids), per_row("num_pinned", num_pinned, ids)
+    return _set_window(table, table.windows, ids, sizes, pinned)
+
+
+@jax.jit
+def _set_window(table, windows, rows, window, num_pinned):
+    takes_part, bad, safe = look_up(rows, table.max_seqs)
+    all_pinned = jnp.maximum(num_pinned, windows.num_pinned[safe])
+    wrong = (num_pinned < 0) | (all_pinned >= window) | (windows.window[safe] > 0)
+    status = first_status(
+        (rows == STALE, Status.STALE_ROW),
+        (bad, Status.BAD_ROW),
+        (takes_part & ~table.is_live[safe], Status.STALE_ROW),
+        (takes_part & wrong, Status.BAD_ROW),
+    )
+    index = jnp.where(takes_part & all_ok(status), rows, table.max_seqs)
+    windows = dataclasses.replace(
+        windows,
+        window=windows.window.at[index].set(window, mode="drop"),
+        num_pinned=windows.num_pinned.at[index].set(all_pinned, mode="drop"),
+    )
+    return replace(table, num_free=table.num_free, windows=windows), status
+
+
+class Slides(NamedTuple):
+    """What rows are about to let go: `count` pages from column `first` on."""
+
+    first: jax.Array  # i32[N], pages of pinned tokens
+    count: jax.Array  # i32[N], 0 where nothing slides
+    num_freed: jax.Array  # i32[N], those of them that nobody else holds
+
+
+def find_slides(table: PageTable, windows: Windows, rows: jax.Array) -> Slides:
+    """The pages of rows (safe ids) left of the window of the next token, or of a tree's roots."""
+    next_token = table.seq_lens[rows] - table.tree_sizes[rows]
+    first = _pinned_pages(table, windows, rows)
+    # Not below -2**31: the window is at most 2**31 - 1.
+    begin = next_token - (windows.window[rows] - windows.num_pinned[rows]) + 1
+    slid = begin - (first * table.page_size + windows.slot_offset[rows])
+    count = jnp.where(windows.window[rows] > 0, jnp.maximum(slid, 0) // table.page_size, 0)
+    column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)[None]
+    goes = (column >= first[:, None]) & (column < (first + count)[:, None])
+    alone = goes & (table.ref_counts[jnp.maximum(table.page_table[rows], 0)] == 1)
+    return Slides(first, count, jnp.sum(alone, axis=1, dtype=jnp.int32))
+
+
+def slide(
+    table: PageTable, windows: Windows, rows: jax.Array, index: jax.Array, slides: Slides
+) -> PageTable:
+    """Lets go of pages and closes the gap; `index` is rows, or max_seqs to leave a row alone."""
+    pages = table.page_table[rows]
+    column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)[None]
+    first, count = slides.first[:, None], slides.count[:, None]
+    goes = (index < table.max_seqs)[:, None] & (column >= first) & (column < first + count)
+    ref_counts, free_stack, num_free = push(
+        table.ref_counts, table.free_stack, table.num_free, jnp.where(goes, pages, table.num_pages)
+    )
+    source = jnp.where(column < first, column, column + count)
+    moved = jnp.take_along_axis(pages, jnp.minimum(source, table.pages_per_seq - 1), axis=1)
+    kept = jnp.where(source < table.pages_per_seq, moved, -1)
+    offset = windows.slot_offset.at[index].add(slides.count * table.page_size, mode="drop")
+    return replace(
+        table,
+        page_table=table.page_table.at[index].set(kept, mode="drop"),
+        pages_held=table.pages_held.at[index].add(-slides.count, mode="drop"),
+        ref_counts=ref_counts,
+        free_stack=free_stack,
+        num_free=num_free,
+        windows=dataclasses.replace(windows, slot_offset=offset),
+    )
+
+
+def loses_window(table: PageTable, rows: jax.Array, length: jax.Array) -> jax.Array:
+    """bool[N]: the token behind `length` tokens of the row would see tokens that are gone."""
+    windows = table.windows
+    if windows is None:
+        return jnp.zeros(rows.shape, jnp.bool_)
+    edge = _pinned_pages(table, windows, rows) * table.page_size + windows.slot_offset[rows]
+    begin = length - (windows.window[rows] - windows.num_pinned[rows]) + 1
+    return (windows.slot_offset[rows] > 0) & (begin < edge)
+
+
+def column_of(
+    table: PageTable, rows: jax.Array, page_number: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Where the page of tokens page_number * page_size and on of a row is, and whether it is gone.
+
+    A page with pinned tokens keeps all that it has.
+    """
+    windows = table.windows
+    if windows is None:
+        return page_number, jnp.zeros(rows.shape, jnp.bool_)
+    first = _pinned_pages(table, windows, rows)
+    num_gone = windows.slot_offset[rows] // table.page_size
+    behind = page_number >= first
+    gone = behind & (page_number < first + num_gone)
+    return jnp.where(behind, page_number - num_gone, page_number), gone
+
+
+def _pinned_pages(table: PageTable, windows: Windows, rows: jax.Array) -> jax.Array:
+    """Columns of each row that hold pinned tokens, as far as it has got."""
+    pinned = jnp.minimum(windows.num_pinned[rows], table.seq_lens[rows])
+    return pages_for(pinned, table.page_size)

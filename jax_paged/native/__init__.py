@@ -1,0 +1,1 @@
+"""The way to native code: modules, FFI calls, and their split over devices."""

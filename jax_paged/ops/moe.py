@@ -1,0 +1,211 @@
+"""Mixture of experts: the chosen experts' gated MLPs for each token.
+
+Only experts that some token chose are read, each about once for all of its tokens: one mechanism
+for decode and prefill.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Bool, Float, Int, Int8
+
+from jax_paged.checks import (
+    WEIGHT_DTYPES,
+    Implementation,
+    as_index,
+    check_choice,
+    check_float,
+    check_shape,
+    check_weight,
+    expect,
+)
+from jax_paged.native.call import ffi_call
+from jax_paged.native.sharding import HeadAxes, refuse_split
+from jax_paged.ops.linear import contract
+
+TARGET = "jax_paged.moe_experts.v1"
+_LARGEST_BLOCK = 64
+_OPERANDS = ("x", "gate_up", "down", "experts", "weights", "gate_up_scale", "down_scale")
+
+
+def moe_experts(
+    x: Float[Array, "tokens hidden"],
+    gate_up: Float[Array, "experts two_inner hidden"] | Int8[Array, "experts two_inner hidden"],
+    down: Float[Array, "experts hidden inner"] | Int8[Array, "experts hidden inner"],
+    experts: Int[Array, "tokens k"],
+    weights: Float[Array, "tokens k"],
+    *,
+    gate_up_scale: Float[Array, "experts two_inner"] | None = None,
+    down_scale: Float[Array, "experts hidden"] | None = None,
+    live: Bool[Array, "tokens"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "tokens hidden"]:
+    """Adds up each token's experts.
+
+    out[t] = Σ_j weights[t, j] · down[e] · (silu(gate[e] · x[t]) ⊙ up[e] · x[t]), e = experts[t, j]
+
+    Args:
+      x: [tokens, hidden], bf16, f16 or f32.
+      gate_up: [num_experts, 2 · inner, hidden], gate rows first; dtype of x, or int8 or f8e4m3fn.
+      down: [num_experts, hidden, inner]; dtype of gate_up.
+      experts: integers [tokens, k]. One outside [0, num_experts) adds nothing and reads nothing.
+      weights: [tokens, k], cast to f32.
+      gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
+        8-bit experts are multiplied by, as `quantize_weight` gives them; only of 8-bit experts.
+      live: tokens that count; the others get 0 and no expert is read for them. None = all.
+      implementation: None = native on CPU and CUDA, reference elsewhere and in a program over
+        several devices, which may split tokens or inner sizes; "native"; "reference".
+
+    Returns:
+      [tokens, hidden] in x's dtype. Products are summed in f32, the gated product is rounded to x's
+      dtype, a token's experts are summed in f32 in the order of j.
+
+    Raises:
+      ValueError: an argument's shape or dtype is wrong; a program over several devices splits the
+        experts by expert, which XLA would gather whole (this comes inside XLA's own error).
+      NotImplementedError: the native kernel does not take these sizes (multiples of 8).
+      On CUDA the call fails with more than 8192 experts.
+
+    Differentiable by implementation="reference". vmap runs one call after another.
+
+    >>> import jax.numpy as jnp
+    >>> x, gate_up, down = jnp.ones((1, 8)), jnp.ones((2, 16, 8)), jnp.ones((2, 8, 8))
+    >>> out = moe_experts(x, gate_up, down, jnp.array([[1]]), jnp.array([[0.5]]))
+    >>> print(out.shape, round(float(out[0, 0])))  # 0.5 · 8 · (silu(8) · 8)
+    (1, 8) 256
+    """
+    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_float("x", x)
+    check_shape("x", x, "tokens hidden", (None, None))
+    sizes = (None, x.shape[1], None)
+    check_weight("down", down, down_scale, x.dtype, "experts hidden inner", sizes)
+    num_experts, hidden, inner = down.shape
+    sizes = (num_experts, 2 * inner, hidden)
+    check_weight("gate_up", gate_up, gate_up_scale, x.dtype, "experts 2·inner hidden", sizes)
+    expect(gate_up.dtype == down.dtype, "down", f"dtype {gate_up.dtype.name}", down.dtype.name)
+    experts = as_index("experts", experts)
+    check_shape("experts", experts, "tokens k", (x.shape[0], None))
+    check_shape("weights", weights, "tokens k", tuple(experts.shape))
+    if implementation != "reference" and (hidden % 8 or inner % 8):
+        raise NotImplementedError(
+            f"gate_up: expected hidden and inner sizes that are multiples of 8, got {hidden} and "
+            f"{inner}; implementation='reference' takes any"
+        )
+    if live is not None:
+        expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
+        check_shape("live", live, "tokens", (x.shape[0],))
+    scales = (gate_up_scale, down_scale)
+    return _moe_experts(implementation, x, gate_up, down, experts, weights, *scales, live)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _moe_experts(implementation, x, gate_up, down, experts, weights, *rest):
+    *scales, live = rest
+    if 0 in experts.shape:
+        return jnp.zeros_like(x)
+    if live is not None:
+        experts = jnp.where(live[:, None], experts, jnp.int32(-1))
+    scales = (jnp.zeros(0, jnp.float32) if scale is None else scale for scale in scales)
+    operands = (x, gate_up, down, experts, weights.astype(jnp.float32), *scales)
+    return _batched(implementation)(*operands)
+
+
+@functools.cache
+def _batched(implementation: Implementation):
+    @sequential_vmap
+    def call(*operands):
+        if implementation is None and jax.device_count() > 1:
+            operands = _with_whole_experts(*operands)
+        x, _, down, experts, *_ = operands
+        (out,) = ffi_call(
+            TARGET,
+            operands,
+            {},
+            heads=HeadAxes(dict.fromkeys(_OPERANDS), results=(None,)),
+            cuda_workspace_words=_cuda_workspace_words(
+                *experts.shape, *down.shape, itemsize=x.dtype.itemsize
+            ),
+            implementation=implementation,
+            reference=lambda *operands: (_reference(*operands),),
+        )
+        return out
+
+    return _reference if implementation == "reference" else call
+
+
+def _cuda_workspace_words(
+    tokens: int, k: int, num_experts: int, hidden: int, inner: int, itemsize: int
+) -> int:
+    """What the CUDA kernels work in: MoeWorkspaceWords of ffi/cuda/moe_experts/args.h.
+
+    Of as many tokens as one turn takes: the plan, the gated products in x's dtype, and each pair's
+    result in f32.
+    """
+    turn_pairs, least_tile = 16384, 8
+    pairs = max(1, min(tokens, turn_pairs // k)) * k
+    plan = 4 + 4 * (min(pairs, num_experts) + pairs // least_tile) + -(-pairs // 4) * 4
+    return plan + pairs * inner * itemsize // 4 + pairs * hidden
+
+
+def _with_whole_experts(x, gate_up, down, *rest):
+    """The operands, of which XLA would gather experts that are split by expert."""
+    gate_up, down = (
+        refuse_split(weight, TARGET, name, 0, "all experts")
+        for name, weight in (("gate_up", gate_up), ("down", down))
+    )
+    return x, gate_up, down, *rest
+
+
+def _block_size(num_pairs: int, num_experts: int) -> int:
+    """Pairs per block: 1 while experts hardly repeat, else near the mean per expert."""
+    size = 1
+    while size < _LARGEST_BLOCK and size * num_experts < num_pairs:
+        size *= 2
+    return size
+
+
+def _gated_mlp(x, gate_up, down, scales):
+    gate, up = jnp.split(contract(jnp.float32, x, gate_up, scales[0]), 2, axis=-1)
+    return contract(jnp.float32, (jax.nn.silu(gate) * up).astype(x.dtype), down, scales[1])
+
+
+def _reference(
+    x, gate_up, down, experts, weights, gate_up_scale, down_scale, *, block_size: int | None = None
+):
+    """A loop over blocks of at most block_size pairs (token, expert) of one expert.
+
+    The pairs are sorted by expert; each block slices its expert's weights and runs its MLP.
+    """
+    tokens, hidden = x.shape
+    num_experts, k, scaled = gate_up.shape[0], experts.shape[1], gate_up.dtype in WEIGHT_DTYPES
+    num_pairs = tokens * k
+    size = _block_size(num_pairs, num_experts) if block_size is None else block_size
+    is_expert = (experts >= 0) & (experts < num_experts)
+    experts = jnp.where(is_expert, experts, jnp.int32(num_experts))  # sorts last
+    flat = experts.reshape(num_pairs)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    expert_ids = jnp.arange(num_experts, dtype=jnp.int32)
+    counts = jnp.sum(flat[:, None] == expert_ids[None, :], axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    blocks = (counts + (size - 1)) // size
+    last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
+    sorted_tokens = jnp.pad(order // k, (0, size))
+
+    def run_block(block, sorted_out):
+        expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
+        begin = starts[expert] + (block - last_blocks[expert] + blocks[expert]) * size
+        rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
+        scales = (gate_up_scale[expert], down_scale[expert]) if scaled else (None, None)
+        out = _gated_mlp(rows, gate_up[expert], down[expert], scales)
+        # A short block also writes rows beyond its own; the next expert's block overwrites them.
+        return jax.lax.dynamic_update_slice(sorted_out, out, (begin, jnp.int32(0)))
+
+    sorted_out = jax.lax.fori_loop(
+        jnp.int32(0), last_blocks[-1], run_block, jnp.zeros((num_pairs + size, hidden), jnp.float32)
+    )
+    rank = jnp.zeros(num_pairs, jnp.int32).at[order].set(jnp.arange(num_pairs, dtype=jnp.int32))
+    out = sorted_out[rank].reshape(tokens, k, hidden)
+    out = jnp.where(is_expert[:, :, None], out * weights[:, :, None], jnp.float32(0)).sum(axis=1)
+    return out.astype(x.dtype)

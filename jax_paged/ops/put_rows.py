@@ -1,0 +1,69 @@
+"""Rows of an array set in place, of any dtype: what moves whole pages and tokens of a pool.
+
+XLA:CPU knows no scatter of bf16 and 8-bit floats: it would convert the whole pool to a wider dtype
+and back, whatever the number of rows. There a native op copies bytes.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jax_paged.native import load
+from jax_paged.native.call import ffi_call
+from jax_paged.native.sharding import HeadAxes
+
+TARGET = "jax_paged.put_rows.v1"
+
+
+@jax.custom_jvp
+def put_rows(pool: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """pool[rows[i]] ← values[i], the pool's leading axes counted as one: those values[i] has not.
+
+    rows is i32; one out of range is skipped, none may be named twice. In place where the pool is
+    donated. Without native code, on other platforms than CPU and in programs over several
+    devices it is XLA's scatter, which knows any split of the other axes.
+    """
+    return _put_rows(pool, rows, values)
+
+
+@put_rows.defjvp
+def _jvp(primals, tangents):
+    return jax.jvp(_scatter, primals, tangents)
+
+
+@custom_vmap
+def _put_rows(pool, rows, values):
+    (out,) = ffi_call(
+        TARGET,
+        (pool, rows, values),
+        {},
+        heads=HeadAxes({"pool": None, "rows": None, "values": None}, results=(None,)),
+        aliases={0: 0},
+        implementation=None if TARGET in load.targets("_cpu") else "reference",
+        reference=lambda *operands: (_scatter(*operands),),
+    )
+    return out
+
+
+@_put_rows.def_vmap
+def _vmap(axis_size, in_batched, *operands):
+    axes = tuple(0 if is_batched else None for is_batched in in_batched)
+    return jax.vmap(_scatter, axes, axis_size=axis_size)(*operands), True
+
+
+def flat_rows(pool: jax.Array, leading: int) -> jax.Array:
+    """The pool with so many leading axes as one."""
+    return pool.reshape(math.prod(pool.shape[:leading]), *pool.shape[leading:])
+
+
+def in_each_layer(num_layers: int, num_rows: int, index: jax.Array) -> jax.Array:
+    """[num_layers, …], which of the flat rows row `index` of each layer is."""
+    return jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_rows + index[None]
+
+
+def _scatter(pool, rows, values):
+    flat = flat_rows(pool, pool.ndim - values.ndim + 1)
+    rows = jnp.where(rows < 0, flat.shape[0], rows)
+    return flat.at[rows].set(values, mode="drop").reshape(pool.shape)

@@ -1,0 +1,291 @@
+"""From the projections of a layer to its pages: norm, rotary embedding and the write in one call.
+
+The pages are donated, as `write_kv` does.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_paged.checks import (
+    ROPE_STYLES,
+    Implementation,
+    RopeStyle,
+    as_index,
+    check_choice,
+    check_float,
+    check_layer,
+    check_native,
+    check_pages,
+    check_shape,
+    expect,
+    is_eight_bit,
+    is_per_token,
+)
+from jax_paged.layout import POOLS, Layout, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.native.call import ffi_call
+from jax_paged.native.sharding import HeadAxes
+from jax_paged.ops import reference
+from jax_paged.ops.write import check_written_scales, refusing_transforms, write_checked
+
+TARGET = "jax_paged.qkv_norm_rope_write.v1"
+
+
+@dataclasses.dataclass(frozen=True)
+class QkvSpec:
+    """The static part of a qkv_norm_rope_write call."""
+
+    num_q_heads: int
+    eps: float
+    style: RopeStyle
+    layout: Layout
+    implementation: Implementation
+
+
+def qkv_norm_rope_write(
+    qkv: Float[Array, "tokens width"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    positions: Int[Array, "tokens"],
+    slot_mapping: Int[Array, "tokens"],
+    cos: Float[Array, "max_positions half"],
+    sin: Float[Array, "max_positions half"],
+    *,
+    q_norm: Float[Array, "head_dim"] | None = None,
+    k_norm: Float[Array, "head_dim"] | None = None,
+    eps: float = 1e-6,
+    num_q_heads: int,
+    rotary_dim: int | None = None,
+    style: RopeStyle = "half",
+    layer: Int[Array, ""] | int | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+) -> tuple[jax.Array, ...]:
+    """What stands between the q, k, v projection and attention, in one pass over `qkv`.
+
+    Splits each token's row into heads of q, k and v; normalises those of q and k,
+    x / √(mean(x²) + eps) · weight; turns them by the token's position (RoPE); writes K and V into
+    the token's page slot and returns q. All in f32, rounded once.
+
+    Args:
+      qkv: [tokens, (num_q_heads + num_kv_heads) · head_dim + num_kv_heads · v_head_dim], bf16, f16
+        or f32: the heads of q, then of k, then of v.
+      k_pages, v_pages: as for `write_kv`, of qkv's dtype or 8-bit. Donated: updated in place.
+      positions: row of cos and sin for each token. Outside [0, max_positions): the token's q is 0
+        and its K and V are not written.
+      slot_mapping: as for `write_kv`: negative or out of range, K and V are skipped (q is not); of
+        several tokens for one slot the last one that is written wins, whole.
+      cos, sin: f32[max_positions, rotary_dim / 2], one row per position; or one row per token
+        (`rope_tables(positions, …)`), with positions = 0, 1, 2, ….
+      q_norm, k_norm: RMSNorm weights of q and k heads, any float dtype. None: not normalised.
+      eps: of the norms; static.
+      num_q_heads: static.
+      rotary_dim: how many dimensions of a head turn, even; the others stay. None: head_dim.
+      style: "half" turns dimension i with i + rotary_dim / 2 (NeoX, Llama, Qwen), "interleaved"
+        2 i with 2 i + 1 (GPT-J).
+      layer: which layer of stacked pages; may be traced. With a traced one out of range nothing is
+        written; one that the host knows is a ValueError.
+      k_scale, v_scale: of 8-bit pages, as for `write_kv`: given, or pools of scales per token and
+        head, which are computed and written. Those pools are donated.
+      implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
+
+    Returns:
+      (q [tokens, num_q_heads, head_dim] in qkv's dtype, k_pages, v_pages), and with scales per
+      token also (k_scale, v_scale).
+
+    Raises:
+      ValueError: an argument's shape, dtype or static value is wrong.
+      NotImplementedError: under vmap and differentiation, or for a head_dim or rotary_dim that the
+        native kernels lack (implementation="reference" offers all).
+
+    With 8-bit pages the write is native, as in `write_kv`, and what comes before it is XLA's.
+
+    >>> import jax.numpy as jnp
+    >>> k_pages, v_pages = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 4, 8))
+    >>> cos, sin = jnp.zeros((9, 4)), jnp.ones((9, 4))  # a quarter turn: (a, b) → (−b, a)
+    >>> q, k_pages, v_pages = qkv_norm_rope_write(
+    ...     jnp.arange(24.0)[None], k_pages, v_pages, jnp.array([7]), jnp.array([5]), cos, sin,
+    ...     num_q_heads=1)
+    >>> print(q[0, 0])
+    [-4. -5. -6. -7.  0.  1.  2.  3.]
+    >>> print(v_pages[1, 0, 1])
+    [16. 17. 18. 19. 20. 21. 22. 23.]
+    """
+    spec = QkvSpec(num_q_heads, eps, style, layout, implementation)
+    positions, slot_mapping, index, *given = check_qkv(
+        qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, rotary_dim,
+        layer, k_scale, v_scale, spec,
+    )  # fmt: skip
+    operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, index)
+    if is_eight_bit(k_pages):
+        scales, pools = given, None
+        if is_per_token(given[0], k_pages):
+            scales, pools = None, given
+        return _qkv_eight_bit(spec, k_pages, v_pages, pools, scales, operands[:1] + operands[3:])
+    return _qkv(spec, *operands)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
+def _qkv_eight_bit(spec: QkvSpec, k_pages, v_pages, scale_pools, scales, operands):
+    qkv, positions, slot_mapping, cos, sin, q_norm, k_norm, layer = operands
+    q, k, v, slots = reference.qkv_heads(
+        qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm=q_norm, k_norm=k_norm,
+        eps=spec.eps, num_q_heads=spec.num_q_heads, style=spec.style, layout=spec.layout,
+    )  # fmt: skip
+    written = (k_pages, v_pages, scale_pools, scales, k, v, slots, layer)
+    return q, *write_checked(spec.layout, spec.implementation, *written)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def _qkv(spec: QkvSpec, qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *rest):
+    *norms, layer = rest
+    same = all(norm is None or norm.dtype == qkv.dtype for norm in norms)
+    dtype = qkv.dtype if same else jnp.float32
+    weights = (np.zeros(0, dtype) if norm is None else norm.astype(dtype) for norm in norms)
+    operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *weights, layer)
+    if spec.implementation == "reference":
+        return _qkv_reference(spec, *operands)
+    return _qkv_native(spec)(*operands)
+
+
+def _qkv_head_axes(spec: QkvSpec, k_pages, v_pages) -> HeadAxes:
+    k_shape, v_shape = (
+        pages_shape(x, spec.layout, pool) for x, pool in zip((k_pages, v_pages), POOLS, strict=True)
+    )
+    kinds = (
+        spec.num_q_heads * k_shape.head_dim,
+        k_shape.num_kv_heads * k_shape.head_dim,
+        v_shape.num_kv_heads * v_shape.head_dim,
+    )  # columns of qkv
+
+    def take_own(operands, index, count):
+        qkv, *rest = operands
+        begins = (0, kinds[0], kinds[0] + kinds[1])
+        own = [
+            jax.lax.dynamic_slice_in_dim(qkv, begin + index * (width // count), width // count, 1)
+            for begin, width in zip(begins, kinds, strict=True)
+        ]
+        return jnp.concatenate(own, axis=1), *rest
+
+    of_pools = (
+        kv_heads_axis(k_pages, spec.layout, "k"), kv_heads_axis(v_pages, spec.layout, "v")
+    )  # fmt: skip
+    of_operands = {"qkv": None, "k_pages": of_pools[0], "v_pages": of_pools[1]} | dict.fromkeys(
+        ("positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm", "layer")
+    )
+    return HeadAxes(of_operands, (1, *of_pools), take_own)
+
+
+def _local_spec(spec: QkvSpec, qkv, k_pages, v_pages) -> QkvSpec:
+    """The spec for these operands, which may be those of one device of several."""
+    k_shape = pages_shape(k_pages, spec.layout, "k")
+    v_shape = pages_shape(v_pages, spec.layout, "v")
+    rest = k_shape.num_kv_heads * (k_shape.head_dim + v_shape.head_dim)
+    return dataclasses.replace(spec, num_q_heads=(qkv.shape[1] - rest) // k_shape.head_dim)
+
+
+def _qkv_reference(spec: QkvSpec, *operands):
+    *operands, q_norm, k_norm, layer = operands
+    spec = _local_spec(spec, *operands[:3])
+    return reference.qkv_norm_rope_write(
+        *operands,
+        q_norm=q_norm if q_norm.size else None,
+        k_norm=k_norm if k_norm.size else None,
+        eps=spec.eps,
+        num_q_heads=spec.num_q_heads,
+        style=spec.style,
+        layer=layer if is_stacked(operands[1], spec.layout) else None,
+        layout=spec.layout,
+    )
+
+
+@functools.cache
+def _qkv_native(spec: QkvSpec):
+    """The native op for one set of static options."""
+
+    def call(*operands):
+        attributes = {"eps": np.float32(spec.eps), "style": spec.style, "layout": spec.layout}
+        return tuple(
+            ffi_call(
+                TARGET,
+                operands,
+                attributes,
+                heads=_qkv_head_axes(spec, *operands[1:3]),
+                aliases={1: 1, 2: 2},
+                implementation=spec.implementation,
+                reference=functools.partial(_qkv_reference, spec),
+            )
+        )
+
+    return refusing_transforms("qkv_norm_rope_write", call)
+
+
+def check_qkv(
+    qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, rotary_dim, layer,
+    k_scale, v_scale, spec,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Checks a qkv_norm_rope_write call.
+
+    Returns positions, slot_mapping and layer as i32, and the scales as f32 or None.
+    """
+    check_choice("implementation", spec.implementation, (None, "native", "reference"))
+    check_choice("style", spec.style, ROPE_STYLES)
+    k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
+    head_dim = k_shape.head_dim
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    for name, value in (("num_q_heads", spec.num_q_heads), ("rotary_dim", rotary_dim)):
+        whole = isinstance(value, int) and value is not True
+        expect(whole and value >= 1, name, "an int >= 1", value)
+    expect(
+        rotary_dim % 2 == 0 and rotary_dim <= head_dim,
+        "rotary_dim",
+        f"an even number up to head_dim={head_dim}",
+        rotary_dim,
+    )
+    known = isinstance(spec.eps, (int, float)) and math.isfinite(spec.eps)
+    expect(known and spec.eps >= 0, "eps", "a finite number >= 0", spec.eps)
+    check_float("qkv", qkv)
+    width = (spec.num_q_heads + k_shape.num_kv_heads) * head_dim
+    width += v_shape.num_kv_heads * v_shape.head_dim
+    check_shape(
+        "qkv", qkv, "tokens (num_q_heads+num_kv_heads)·head_dim+num_kv_heads·v_head_dim",
+        (None, width),
+    )  # fmt: skip
+    if not is_eight_bit(k_pages):
+        check_float("k_pages", k_pages, qkv.dtype)
+    positions = as_index("positions", positions)
+    slot_mapping = as_index("slot_mapping", slot_mapping)
+    for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
+        check_shape(name, x, "tokens", (qkv.shape[0],))
+    for name, x in (("cos", cos), ("sin", sin)):
+        check_float(name, x, jnp.dtype("float32"))
+        check_shape(name, x, "max_positions rotary_dim/2", (None, rotary_dim // 2))
+    check_shape("sin", sin, "max_positions rotary_dim/2", cos.shape)
+    expect(cos.shape[0] >= 1, "cos", "max_positions >= 1", 0)
+    for name, x in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if x is not None:
+            check_float(name, x)
+            check_shape(name, x, "head_dim", (head_dim,))
+    for name, shape in (("k_pages", k_shape), ("v_pages", v_shape)):
+        check_native(name, shape.head_dim, spec.implementation)
+    if spec.implementation != "reference" and spec.style == "half" and rotary_dim % 4:
+        raise NotImplementedError(
+            "rotary_dim: native kernels take a multiple of 4 with style='half', "
+            f"got {rotary_dim}; implementation='reference' takes any even number"
+        )
+    if spec.implementation != "reference" and spec.layout == "vllm5d":
+        raise NotImplementedError(
+            "layout: native kernels take 'HND' or 'NHD', got 'vllm5d'; write_kv takes it, and "
+            "implementation='reference'"
+        )
+    layer = check_layer(layer, k_shape.num_layers)
+    scales = check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
+    return positions, slot_mapping, layer, *scales

@@ -1,0 +1,242 @@
+"""Writes to the pages: new tokens into their slots.
+
+These ops donate the pages they are given and update them in place. Called eagerly, the arrays
+passed in are gone afterwards: use the returned ones. Inside a jitted function the update is in
+place when that function itself donates the pages; else XLA copies the pool once.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float, Int
+
+from jax_paged.checks import (
+    Implementation,
+    as_index,
+    check_choice,
+    check_float,
+    check_kv_scale,
+    check_layer,
+    check_pages,
+    check_shape,
+    expect,
+    is_per_token,
+    other_layout,
+    shape_text,
+)
+from jax_paged.layout import Layout, is_stacked, kv_heads_axis
+from jax_paged.native.call import ffi_call
+from jax_paged.native.sharding import HeadAxes
+from jax_paged.ops import reference
+
+TARGET = "jax_paged.write_kv.v1"
+_KV_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e5m2": "float8_e5m2",
+    "int8": "int8",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "float32": "float32",
+}
+
+
+def write_kv(
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    k: Float[Array, "tokens num_kv_heads head_dim"],
+    v: Float[Array, "tokens num_kv_heads v_head_dim"],
+    slot_mapping: Int[Array, "tokens"],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
+    layout: Layout = "HND",
+    implementation: Implementation = None,
+) -> tuple[jax.Array, ...]:
+    """Writes each token's K and V into its page slot; returns the updated pages.
+
+    Args:
+      k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or [num_pages,
+        page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
+        `jax_paged.layout`), optionally with a leading num_layers axis; bf16,
+        f16, f32, f8e4m3fn, f8e5m2 or int8 (not vllm5d). Donated: updated in place.
+      k, v: [tokens, num_kv_heads, head_dim], bf16, f16 or f32; cast to the pages' dtype, round to
+        nearest even. Into 8-bit pages goes k / k_scale, clamped to ±448 (e4m3), ±57344 (e5m2) or
+        ±127 (int8); NaN stays NaN (in int8: 0).
+      slot_mapping: page · page_size + offset of each token. Negative or out of range: the token is
+        skipped. Of several tokens for one slot the last one wins, whole.
+      layer: which layer of stacked pages; may be traced. With a traced one out of range nothing is
+        written; one that the host knows is a ValueError.
+      k_scale, v_scale: of 8-bit pages: stored × scale = real; None: 1. A scalar or [num_kv_heads],
+        for stacked pages also with a leading num_layers axis: a scale to use. Or [num_pages,
+        num_kv_heads, page_size], stacked with num_layers in front: pools of scales, one per token
+        and head; they are computed, max |k| / the largest stored value, and written. Then both are
+        such pools, and donated.
+      implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
+
+    Returns:
+      (k_pages, v_pages), and with scales per token also (k_scale, v_scale). Every later reader must
+      use these, not the arrays passed in.
+
+    Raises:
+      ValueError: an argument's shape, dtype or static value is wrong.
+      NotImplementedError: under vmap and differentiation (implementation="reference" offers both).
+
+    The contract is that of vLLM's reshape_and_cache (slot −1 skips).
+
+    >>> import jax.numpy as jnp
+    >>> k_pages, v_pages = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 4, 8))
+    >>> k = jnp.ones((2, 1, 8))
+    >>> k_pages, v_pages = write_kv(k_pages, v_pages, k, 2 * k, jnp.array([5, -1]))
+    >>> print(k_pages[1, 0, :, 0], float(v_pages.sum()))
+    [0. 1. 0. 0.] 16.0
+    """
+    slot_mapping, index, k_scale, v_scale = check_write(
+        k_pages, v_pages, k, v, slot_mapping, layer, k_scale, v_scale, layout, implementation
+    )
+    scales, pools = (k_scale, v_scale), None
+    if is_per_token(k_scale, k_pages):
+        scales, pools = None, scales
+    operands = (k_pages, v_pages, pools, scales, k, v, slot_mapping, index)
+    return write_checked(layout, implementation, *operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3, 4))
+def write_checked(
+    layout, implementation, k_pages, v_pages, scale_pools, scales, k, v, slot_mapping, layer
+):
+    """Quantises k and v where the pages are 8-bit, and writes them and their scales."""
+    k_scale, v_scale = scales if scale_pools is None else scale_pools
+    k, v, k_tokens, v_tokens = reference.quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale)
+    operands = (k_pages, v_pages, k, v, slot_mapping, layer)
+    if implementation == "reference":
+        written = reference_write(layout, *operands)
+    else:
+        written = native_write(layout, implementation)(*operands)
+    if scale_pools is None:
+        return written
+    layer = layer if k_pages.ndim == 5 else None
+    scales = reference.write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer)
+    return (*written, *scales)
+
+
+def reference_write(layout, k_pages, v_pages, k, v, slot_mapping, layer):
+    layer = layer if is_stacked(k_pages, layout) else None
+    return reference.scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout)
+
+
+def kv_dtype(name: str, model_dtype: Any = None) -> jnp.dtype:
+    """The dtype of K and V pages by its usual name.
+
+    Args:
+      name: "auto" (model_dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "int8", "bf16" or "bfloat16",
+        "fp16", "half" or "float16", "fp32", "float" or "float32".
+      model_dtype: what "auto" stands for.
+
+    Raises:
+      ValueError: the name is none of these, or "auto" comes without model_dtype.
+
+    The names are those of vLLM's --kv-cache-dtype.
+
+    >>> print(kv_dtype("fp8"), kv_dtype("auto", "bfloat16"))
+    float8_e4m3fn bfloat16
+    """
+    check_choice("name", name, ("auto", *_KV_DTYPES))
+    if name == "auto":
+        expect(model_dtype is not None, "model_dtype", "a dtype for 'auto'", None)
+        return jnp.dtype(model_dtype)
+    return jnp.dtype(_KV_DTYPES[name])
+
+
+def _head_axes(k_pages, v_pages, layout: Layout) -> HeadAxes:
+    of_pools = (kv_heads_axis(k_pages, layout, "k"), kv_heads_axis(v_pages, layout, "v"))
+    of_operands = {"k_pages": of_pools[0], "v_pages": of_pools[1], "k": 1, "v": 1}
+    return HeadAxes(of_operands | {"slot_mapping": None, "layer": None}, results=of_pools)
+
+
+@functools.cache
+def native_write(layout: Layout, implementation: Implementation):
+    """The native write for one layout."""
+
+    def call(*operands):
+        return tuple(
+            ffi_call(
+                TARGET,
+                operands,
+                {"layout": layout},
+                heads=_head_axes(operands[0], operands[1], layout),
+                aliases={0: 0, 1: 1},
+                implementation=implementation,
+                reference=functools.partial(reference_write, layout),
+            )
+        )
+
+    return refusing_transforms("write_kv", call)
+
+
+def refusing_transforms(op: str, native: Callable[..., tuple[jax.Array, ...]]):
+    """A native write that refuses the transforms that would copy the pool."""
+    call = custom_vmap(native)
+
+    @call.def_vmap
+    def refuse_vmap(axis_size, in_batched, *operands):
+        raise NotImplementedError(
+            f"{op}: vmap would copy the pages for each batch element; put the tokens of all "
+            "elements into one call, or use implementation='reference'"
+        )
+
+    @jax.custom_jvp
+    def write(*operands):
+        return call(*operands)
+
+    @write.defjvp
+    def refuse_jvp(primals, tangents):
+        raise NotImplementedError(f"{op}: not differentiable; implementation='reference' is")
+
+    return write
+
+
+def check_write(
+    k_pages, v_pages, k, v, slot_mapping, layer, k_scale, v_scale, layout, implementation
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Checks a page write; returns slot_mapping and layer as i32, the scales as f32 or None."""
+    check_choice("implementation", implementation, (None, "native", "reference"))
+    k_shape, v_shape = check_pages(k_pages, v_pages, layout, layer)
+    slot_mapping = as_index("slot_mapping", slot_mapping)
+    check_shape("slot_mapping", slot_mapping, "tokens", (None,))
+    for name, x, shape in (("k", k, k_shape), ("v", v, v_shape)):
+        check_float(name, x)
+        sizes = (slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim)
+        other = other_layout(k_pages, layout, lambda heads, x=x: x.shape[1:2] == (heads,))
+        check_shape(name, x, "tokens num_kv_heads head_dim", sizes, hint=other)
+    layer = check_layer(layer, k_shape.num_layers)
+    scales = check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
+    return slot_mapping, layer, *scales
+
+
+def check_written_scales(
+    k_scale, v_scale, k_pages, v_pages, k_shape, v_shape
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Checks the scales of a page write; returns them as f32, or None."""
+    k_scale = check_kv_scale("k_scale", k_scale, k_pages, k_shape)
+    v_scale = check_kv_scale("v_scale", v_scale, v_pages, v_shape)
+    expect(
+        is_per_token(k_scale, k_pages) == is_per_token(v_scale, v_pages),
+        "v_scale",
+        "a scale per token where k_scale is one, and only there",
+        "None" if v_scale is None else f"shape {shape_text(v_scale.shape)}",
+    )
+    return k_scale, v_scale
