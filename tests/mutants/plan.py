@@ -16,7 +16,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "ffi/cpu/linear/kernel.h": (2, "linear moe"),
     "ffi/cpu/attention/logits.h": (3, "attention_options attention_tree attention_random"),
     "ffi/cpu/attention/merge.h": (1, "merge"),
-    "ffi/cpu/attention/prefill.h": (3, "ragged_attention attention attention_options attention_tree"),
+    "ffi/cpu/attention/prefill.h": (3, "ragged_attention attention attention_options"),
     "ffi/cpu/write/kernel_qkv.h": (1, "qkv_norm_rope_write"),
     "ffi/cpu/attention/stage.h": (2, "eight_bit rope_inside pinned_windows"),
     "ffi/cpu/linear/handler.cc": (1, "linear"),

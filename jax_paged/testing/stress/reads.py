@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.merge import merge_attention_states
 from jax_paged.ops.cascade import cascade_attention, cascade_levels
+from jax_paged.ops.merge import merge_attention_states
 
 from .. import cascade, flat, mla
 from ..cases import Batch, Case
@@ -62,7 +62,8 @@ def _compare(result, expected, batch: Batch, more: Mapping[str, Any]) -> float:
     out, lse = result
     if more.get("out_dtype") is None:
         logit_size = max(1.0, abs(batch.sm_scale) * batch.q.shape[-1] ** 0.5)
-        return assert_attention_close(out, lse, *expected, logit_size=logit_size)
+        few = _roundings(out)
+        return assert_attention_close(out, lse, *expected, logit_size=logit_size, roundings=few)
     dtype, scale = jnp.dtype(more["out_dtype"]), float(more["out_scale"])
     info = jnp.finfo(dtype)
     exact = np.clip(expected[0] / scale, -float(info.max), float(info.max))
@@ -83,7 +84,17 @@ def _compare(result, expected, batch: Batch, more: Mapping[str, Any]) -> float:
 
 def _close(result, expected) -> float:
     (out, lse), (exact, exact_lse) = result, expected
-    return assert_attention_close(out, lse, exact, exact_lse)
+    few = _roundings(out)
+    return assert_attention_close(out, lse, exact, exact_lse, roundings=few)
+
+
+def _roundings(out: Any) -> int:
+    """How often a result of attention counts as rounded.
+
+    AVX-512 with BF16 and tensor cores round the weights, too. Over few elements of V this does not
+    average out: exact sums of such weights were off by 4.7e-3 of the norm in one of 16 heads.
+    """
+    return 2 if out.dtype.itemsize == 2 and out.shape[-1] < 32 else 1
 
 
 # Holes are wild page ids, too. A distance of 2^31 tokens is no number that ALiBi can work with.
@@ -242,7 +253,7 @@ def _merge(row: Row, seed: int, implementation: Any) -> float:
     lse = np.logaddexp(*(x.astype("f8") for x in lses))
     weights = [np.exp(x.astype("f8") - lse)[..., None] for x in lses]
     expected = sum(w * x.astype("f8") for w, x in zip(weights, outs, strict=True))
-    return _close(merged, (expected, lse))
+    return assert_attention_close(*merged, expected, lse)
 
 
 READS = {
