@@ -8,7 +8,7 @@ chose), and % is of the read bandwidth. With many they are bound by arithmetic: 
 rate, which bf16 can pass where the processor multiplies bf16 pairs. 8-bit weights have a scale per
 output, and x is bf16.
 
-XLA is the reference: a product that dequantises, and for experts pairs sorted by expert and blocks
+XLA is the reference: a product that dequantizes, and for experts pairs sorted by expert and blocks
 of each expert's products. transformers is its Qwen3MoeExperts with its default implementation,
 vLLM its cpu_fused_moe with weights packed beforehand (vllm_cpu.py).
 """

@@ -200,9 +200,9 @@ def _eval(options: argparse.Namespace) -> int:
     lines = [f"perplexity: {result['perplexity']:.4f}", f"tokens: {result['tokens']}"]
     if options.weight_dtype is not None:
         before = _evaluated(options, text, None)["perplexity"]
-        result["unquantised_perplexity"] = before
+        result["unquantized_perplexity"] = before
         cost = 100 * (result["perplexity"] / before - 1)
-        lines.append(f"perplexity of the unquantised weights: {before:.4f} ({cost:+.2f} %)")
+        lines.append(f"perplexity of the unquantized weights: {before:.4f} ({cost:+.2f} %)")
     print(json.dumps(result) if options.json else "\n".join(lines), flush=True)
     return 0
 

@@ -81,7 +81,7 @@ class _Projections(nnx.Module):
     def _load(
         self, name: str, weight_dtype: WeightDtype, source: TensorSource, *tensors: str, axis=0
     ) -> None:
-        """Sets a projection, quantised from f32 so that it is rounded once."""
+        """Sets a projection, quantized from f32 so that it is rounded once."""
         if weight_dtype is None:
             setattr(self, name, nnx.Param(source(*tensors, axis=axis)))
         else:
@@ -283,7 +283,7 @@ class Decoder(_Projections):
       config: what it is.
       source: where the weights come from, in the wanted dtype (bf16 or f32).
       weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and the head are int8 or
-        f8e4m3fn with a scale per output (`jax_paged.quantize_weight`), each quantised as it comes;
+        f8e4m3fn with a scale per output (`jax_paged.quantize_weight`), each quantized as it comes;
         norms, biases, router and embedding stay. A head that is the embedding becomes an 8-bit
         copy. None = as the source.
       implementation: of the native ops: None = automatic, "native", "reference".

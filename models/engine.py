@@ -24,8 +24,8 @@ from jax_paged.cache.state import KVState
 from jax_paged.checks import check_choice, expect
 
 from .decoder import Decoder
-from .engine_plan import as_keeping, fill_plan, step_sizes
-from .engine_step import FAILED, Device, Keeping, StepPlan, keep, step
+from .engine_plan import as_page_orders, fill_plan, step_sizes
+from .engine_step import FAILED, EngineState, PageOrders, StepPlan, keep, step
 from .executables import compiled
 from .generation import PAGE_SIZE, as_tokens, check_count, check_window, create_state
 from .prefix_cache import CacheCounts, PrefixCache
@@ -152,7 +152,7 @@ class Engine:
             if draft_branches > 1:
                 _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         table = state.table
-        self._device = Device.create(state, drafter)
+        self._device = EngineState.create(state, drafter)
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         salt = repr((model.config, *dtypes, state.layout))
         self._cache = PrefixCache(num_pages, page_size, salt) if prefix_cache else None
@@ -164,7 +164,7 @@ class Engine:
         self._swapper: Swapper | None = None
         self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._num_holds = max_seqs + -(-max_tokens // page_size)
-        self._nothing = Keeping.create(table, self._num_holds)
+        self._nothing = PageOrders.create(table, self._num_holds)
         self._flying: deque[tuple[jax.Array, list[Feed]]] = deque()
         self._untold: deque[Request] = deque()
         self._num_requests = self.num_steps = self.num_fed = 0
@@ -380,20 +380,20 @@ class Engine:
         holds, evictions = orders.holds, orders.evictions
         size = self._num_holds
         while len(holds) > size:
-            self._send_keeping(as_keeping(self._nothing, holds[:size], [], [], []))
+            self._send_orders(as_page_orders(self._nothing, holds[:size], [], [], []))
             holds = holds[size:]
         releases, adoptions = orders.releases, orders.adoptions
         while len(evictions) > size:
-            self._send_keeping(as_keeping(self._nothing, holds, releases, evictions[:size], []))
+            self._send_orders(as_page_orders(self._nothing, holds, releases, evictions[:size], []))
             holds, releases, evictions = [], [], evictions[size:]
         if holds or releases or evictions or adoptions:
-            self._send_keeping(as_keeping(self._nothing, holds, releases, evictions, adoptions))
+            self._send_orders(as_page_orders(self._nothing, holds, releases, evictions, adoptions))
         for row, begin, chunks in orders.swap_ins:
             assert self._swapper is not None
             self._device = self._swapper.back(self._device, row, begin, chunks)
 
-    def _send_keeping(self, keeping: Keeping) -> None:
-        self._device = self._keep_program(self._device, keeping)
+    def _send_orders(self, orders: PageOrders) -> None:
+        self._device = self._keep_program(self._device, orders)
 
     def _dispatch(self, feeds: list[Feed]) -> None:
         feeds.sort(key=lambda feed: feed.row)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from .engine_step import Keeping, StepPlan
+from .engine_step import PageOrders, StepPlan
 from .scheduler import Feed
 from .steps import chunk_size
 
@@ -17,7 +17,7 @@ def step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
     return sizes
 
 
-def as_keeping(nothing: Keeping, holds, releases, evictions, adoptions) -> Keeping:
+def as_page_orders(nothing: PageOrders, holds, releases, evictions, adoptions) -> PageOrders:
     """`nothing` filled with a scheduler's `Orders`."""
     filled = jax.tree.map(np.copy, nothing)
     for i, (row, column, entry) in enumerate(holds):

@@ -28,7 +28,7 @@ FAILED = -2  # in place of a token: a verb refused what the host had planned
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Device:
+class EngineState:
     """What lives on the device between steps."""
 
     state: KVState
@@ -38,11 +38,11 @@ class Device:
     drafter: KVState | None = None  # a draft model's pages, under the page ids of the same table
 
     @staticmethod
-    def create(state: KVState, drafter: KVState | None = None) -> "Device":
+    def create(state: KVState, drafter: KVState | None = None) -> "EngineState":
         """Takes empty states over; of the draft model's only the pages."""
         if drafter is not None:
             drafter = dataclasses.replace(drafter, table=None)
-        return Device(
+        return EngineState(
             drafter=drafter,
             state=state,
             last=jnp.zeros(state.table.max_seqs, jnp.int32),
@@ -53,7 +53,7 @@ class Device:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Keeping:
+class PageOrders:
     """What happens to rows and pages before a step, in this order; -1 takes no part."""
 
     hold_rows: np.ndarray  # i32[H]: page hold_columns of hold_rows goes into hold_entries
@@ -67,11 +67,11 @@ class Keeping:
     swap_tokens: np.ndarray  # i32[max_seqs], tokens there that will come from host memory
 
     @staticmethod
-    def create(table: PageTable, size: int) -> "Keeping":
+    def create(table: PageTable, size: int) -> "PageOrders":
         """One that does nothing, for up to `size` = H holds and evictions."""
         rows, columns = table.page_table.shape
         none, per_row = np.full(size, -1, np.int32), np.full(rows, -1, np.int32)
-        return Keeping(
+        return PageOrders(
             hold_rows=none,
             hold_columns=none.copy(),
             hold_entries=none.copy(),
@@ -85,7 +85,9 @@ class Keeping:
 
 
 @functools.partial(jax.jit, donate_argnames="device", static_argnames="window")
-def keep(device: Device, orders: Keeping, *, window: tuple[int, int] | None = None) -> Device:
+def keep(
+    device: EngineState, orders: PageOrders, *, window: tuple[int, int] | None = None
+) -> EngineState:
     """Carries out `orders`. Rows that start get the window, of so many tokens and pinned ones."""
     table, entry_pages = device.state.table, device.entry_pages
     size = entry_pages.shape[0]
@@ -164,9 +166,9 @@ class StepPlan:
     donate_argnames="device",
 )  # fmt: skip
 def step(
-    graph: Any, params: Any, device: Device, plan: StepPlan, drafter_params: Any = None, *,
+    graph: Any, params: Any, device: EngineState, plan: StepPlan, drafter_params: Any = None, *,
     max_drafts: int, drafter: Any = None, rule: str = "same_noise", branches: int = 1,
-) -> tuple[Device, jax.Array]:  # fmt: skip
+) -> tuple[EngineState, jax.Array]:  # fmt: skip
     """Feeds the tokens of a plan to the model and draws the next ones.
 
     A row with drafts draws at the token before them and at each of them. With "same_noise" it keeps

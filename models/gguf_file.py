@@ -1,6 +1,6 @@
 """Reads GGUF files (architectures llama, qwen3, qwen3moe): configuration, tensors, tokenizer.
 
-Tensors are dequantised. Every metadata key that can alter a logit is honoured or refused by name;
+Tensors are dequantized. Every metadata key that can alter a logit is honoured or refused by name;
 keys of the `general.` space and of tools that made the file only describe it.
 """
 
@@ -227,7 +227,7 @@ class GGUFFile:
         return tokenizer_from_gguf(self.metadata, str(self.path))
 
     def open_tensors(self, config: DecoderConfig) -> Fill:
-        """Checks names, shapes and quantisations; returns fill(name, out), which dequantises.
+        """Checks names, shapes and quantizations; returns fill(name, out), which dequantizes.
 
         Args:
           config: from `config`. fill takes the names of `expected_tensors`.
@@ -259,7 +259,7 @@ class GGUFFile:
         for name in names:
             if (number := self._tensors[name].kind) not in KINDS:
                 raise ValueError(
-                    f"{self.path}: tensor {name!r} has quantisation {kind_name(number)}, which is "
+                    f"{self.path}: tensor {name!r} has quantization {kind_name(number)}, which is "
                     f"not supported; supported: {', '.join(QUANTIZATIONS)}"
                 )
 

@@ -1,4 +1,4 @@
-"""The quantisations of GGUF tensors that are read, and how their blocks become float32.
+"""The quantizations of GGUF tensors that are read, and how their blocks become float32.
 
 A tensor is a run of blocks, each of `size` values in `num_bytes` bytes: small integers, and the f16
 numbers that scale them. The formats are those of ggml; each product and sum is rounded to f32 in
@@ -14,11 +14,11 @@ import numpy as np
 
 from .parameters import is_finite
 
-_PIECE = 8192 * 32  # values that are dequantised at a time: large for numpy, small for the caches
+_PIECE = 8192 * 32  # values that are dequantized at a time: large for numpy, small for the caches
 
 
 class Kind(NamedTuple):
-    """A quantisation: its blocks, and values(blocks u8[n, num_bytes], out f32[n, size])."""
+    """A quantization: its blocks, and values(blocks u8[n, num_bytes], out f32[n, size])."""
 
     name: str
     size: int

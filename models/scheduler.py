@@ -47,7 +47,7 @@ class Feed:
 
 @dataclasses.dataclass
 class Orders:
-    """What the device must do before the step, see `engine_step.Keeping`."""
+    """What the device must do before the step, see `engine_step.PageOrders`."""
 
     holds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     releases: list[int] = dataclasses.field(default_factory=list)

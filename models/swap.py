@@ -17,9 +17,9 @@ import numpy as np
 from jax_paged.cache.pages import PageTable
 from jax_paged.cache.state import KVState
 from jax_paged.checks import is_per_token
-from jax_paged.ops.put_rows import flat_rows, in_each_layer, put_rows
+from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
 
-from .engine_step import Device
+from .engine_step import EngineState
 from .executables import compiled
 
 MOST_CHUNK_PAGES = 8
@@ -62,7 +62,7 @@ def _places(pool: jax.Array, page: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def copy_out(device: Device, row: jax.Array, first: jax.Array, *, count: int) -> Chunk:
+def copy_out(device: EngineState, row: jax.Array, first: jax.Array, *, count: int) -> Chunk:
     """The pages in columns first … first + count − 1 of a row, of both models."""
     page, _ = _pages(device.state.table, row, first, count)
     pools = (*_pools(device.state), *_pools(device.drafter))
@@ -71,8 +71,8 @@ def copy_out(device: Device, row: jax.Array, first: jax.Array, *, count: int) ->
 
 @functools.partial(jax.jit, donate_argnames="device")
 def copy_in(
-    device: Device, row: jax.Array, first: jax.Array, begin: jax.Array, chunk: Chunk
-) -> Device:
+    device: EngineState, row: jax.Array, first: jax.Array, begin: jax.Array, chunk: Chunk
+) -> EngineState:
     """Sets the pages of a row that `copy_out` gave, but for columns before `begin`."""
     count = chunk[0].shape[1]
     page, exists = _pages(device.state.table, row, first, count)
@@ -80,7 +80,7 @@ def copy_in(
 
     def put(pool, stored):
         places = jnp.where(exists[None], _places(pool, page), -1).ravel()
-        return put_rows(pool, places, flat_rows(stored, 2))
+        return scatter_rows(pool, places, flat_rows(stored, 2))
 
     own, drafters = _pools(device.state), _pools(device.drafter)
     pools = tuple(put(*pair) for pair in zip((*own, *drafters), chunk, strict=True))
@@ -92,14 +92,14 @@ def copy_in(
 
 
 class Swapper:
-    """Copies rows of a `Device` to host memory and back, with programs compiled ahead.
+    """Copies rows of an `EngineState` to host memory and back, with programs compiled ahead.
 
     Args:
       device: what the programs are compiled for.
       pages_per_seq: of its page table.
     """
 
-    def __init__(self, device: Device, pages_per_seq: int):
+    def __init__(self, device: EngineState, pages_per_seq: int):
         self._count = chunk_pages(pages_per_seq)
         zero = np.int32(0)
         self._out = compiled(copy_out, device, zero, zero, count=self._count)
@@ -111,7 +111,7 @@ class Swapper:
         """Out and in, compiled."""
         return self._out, self._in
 
-    def out(self, device: Device, row: int, num_pages: int) -> list[Chunk]:
+    def out(self, device: EngineState, row: int, num_pages: int) -> list[Chunk]:
         """Starts to copy the first pages of a row; they may be freed at once."""
         chunks = []
         for first in range(0, num_pages, self._count):
@@ -120,7 +120,7 @@ class Swapper:
             chunks.append(jax.device_put(chunk, there))
         return chunks
 
-    def back(self, device: Device, row: int, begin: int, chunks: list[Chunk]) -> Device:
+    def back(self, device: EngineState, row: int, begin: int, chunks: list[Chunk]) -> EngineState:
         """Starts to copy chunks into the pages of a row, but for columns before `begin`."""
         here = device.state.k_pages.sharding
         for number in range(begin // self._count, len(chunks)):

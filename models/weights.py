@@ -82,7 +82,7 @@ def load_checkpoint(
       path: a folder with config.json and safetensors, or a .gguf file; None = `default_checkpoint`.
       dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
       weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
-        f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantised one by
+        f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantized one by
         one as they are read; see `Decoder`.
       progress: whether to show a bar on stderr, if that is a terminal.
       implementation: of the attention ops, see `Decoder`.
@@ -93,7 +93,7 @@ def load_checkpoint(
 
     Raises:
       ValueError: in one line, what is wrong with the checkpoint: missing or truncated files, an
-        unknown architecture, key or quantisation, a value out of range, missing, extra or misshaped
+        unknown architecture, key or quantization, a value out of range, missing, extra or misshaped
         tensors, weights that are NaN or infinite, a LoRA adapter; or with an option.
     """
     with open_checkpoint(path, dtype, weight_dtype=weight_dtype) as checkpoint:

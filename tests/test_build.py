@@ -81,7 +81,7 @@ def test_no_private_jax_module_is_imported():
 
 def test_build_info_tells_what_runs():
     info = jax_paged.build_info()
-    inside = ["jax_paged.put_rows.v1", "jax_paged.zero_pool.v1"]  # of the state's functions
+    inside = ["jax_paged.scatter_rows.v1", "jax_paged.zero_pool.v1"]  # of the state's functions
     assert info["targets"] == sorted([*CALLS, *inside])
     assert info["cpu"]["status"] == "ok"
     assert info["cpu"]["isa"] in ISAS

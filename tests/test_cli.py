@@ -432,7 +432,7 @@ def test_eval_of_8_bit_weights_prints_what_they_cost(
     run, checkpoint, loaded, tmp_path, weight_dtype
 ):
     file = tmp_path / "text"
-    text = "to be quantised or not to be"
+    text = "to be quantized or not to be"
     file.write_text(text)
     code, out, _ = run("eval", file, "--weight-dtype", weight_dtype)
     assert code == 0
@@ -442,7 +442,7 @@ def test_eval_of_8_bit_weights_prints_what_they_cost(
     assert f"{before:.4f}" != f"{after:.4f}"
     assert out.splitlines() == [
         f"perplexity: {after:.4f}", f"tokens: {len(tokens)}",
-        f"perplexity of the unquantised weights: {before:.4f} "
+        f"perplexity of the unquantized weights: {before:.4f} "
         f"({100 * (after / before - 1):+.2f} %)",
     ]  # fmt: skip
 
@@ -462,7 +462,7 @@ def test_eval_prints_json_with_its_window(run, loaded, tmp_path):
     figures = json.loads(out)
     assert (code, figures["window"], figures["num_pinned"]) == (0, 8, 2)
     want = evaluate(loaded[0], loaded[2].encode(file.read_text()), window=8, num_pinned=2)
-    assert figures["unquantised_perplexity"] == pytest.approx(want["perplexity"], rel=1e-5)
+    assert figures["unquantized_perplexity"] == pytest.approx(want["perplexity"], rel=1e-5)
 
 
 def test_eval_in_bf16_is_close(run, tmp_path):

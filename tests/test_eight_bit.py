@@ -57,7 +57,7 @@ def test_rounding_is_to_nearest_even_saturates_and_keeps_nan(dtype):
     ties = (codes[1:] + codes[:-1]) / 2
     near = np.concatenate([ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf)])
     x = np.concatenate([bits, usual, codes, near, [np.inf, -np.inf, np.nan]]).astype(np.float32)
-    got = as_float(jax.jit(lambda x: reference.quantise(x, jnp.float32(1), jnp.dtype(dtype)))(x))
+    got = as_float(jax.jit(lambda x: reference.quantize(x, jnp.float32(1), jnp.dtype(dtype)))(x))
     with np.errstate(invalid="ignore"):
         expected = np.nan_to_num(x) if dtype == "int8" else x
         expected = rounded(expected, dtype).astype(np.float32)
@@ -225,7 +225,7 @@ def test_each_code_is_read_as_what_it_stands_for(dtype, q_dtype):
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), [
     ("float8_e4m3fn", 128, 128), ("float8_e5m2", 72, 40), ("int8", 8, 200), ("int8", 64, 16),
 ])  # fmt: skip
-def test_queries_of_bf16_against_the_dequantised_cache(dtype, dim, v_dim, group, q_len):
+def test_queries_of_bf16_against_the_dequantized_cache(dtype, dim, v_dim, group, q_len):
     """Blocks, tiles and windows at odd places; NaN in what no query of a row sees."""
     rng = np.random.default_rng(group * 10 + q_len)
     page_size, lens, window = 5, [1, 33, 64, 131], 29

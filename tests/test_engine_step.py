@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_paged.cache.state import KVState
-from jax_paged.models.engine_step import Device, Keeping, keep
+from jax_paged.models.engine_step import EngineState, PageOrders, keep
 
 
 def device_and_orders():
@@ -14,7 +14,7 @@ def device_and_orders():
         num_layers=1, num_pages=6, page_size=4, num_kv_heads=1, head_dim=8, max_seqs=3,
         pages_per_seq=3, dtype="float32", windows=True,
     )  # fmt: skip
-    return Device.create(state), Keeping.create(state.table, 4)
+    return EngineState.create(state), PageOrders.create(state.table, 4)
 
 
 def test_orders_that_fit_are_carried_out():

@@ -1,4 +1,4 @@
-"""GGUF files: quantised tensors, metadata, tokenizer, and how broken ones are refused."""
+"""GGUF files: quantized tensors, metadata, tokenizer, and how broken ones are refused."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +73,7 @@ def tensors_of(architecture, config):
 
 
 def write(path, architecture, metadata, tensors, kinds=None):
-    """Writes a GGUF file; kinds: tensor name → quantisation."""
+    """Writes a GGUF file; kinds: tensor name → quantization."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         match value:
@@ -269,7 +269,7 @@ KIND_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
-def test_each_listed_quantisation_is_dequantised(tmp_path, kind):
+def test_each_listed_quantization_is_dequantized(tmp_path, kind):
     config, metadata, tensors = make("qwen3", hidden_size=256, num_hidden_layers=1)
     name, ours = "blk.0.attn_k.weight", "model.layers.0.self_attn.k_proj.weight"
     if kind in K_BLOCKS:
@@ -292,7 +292,7 @@ def test_each_listed_quantisation_is_dequantised(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dequantised_values_equal_those_of_the_gguf_package_to_the_bit(kind, dtype):
+def test_dequantized_values_equal_those_of_the_gguf_package_to_the_bit(kind, dtype):
     number = next(number for number, known in KINDS.items() if known.name == kind)
     size, num_bytes = KINDS[number][1:3]
     rng = np.random.default_rng(number)
@@ -314,12 +314,12 @@ def test_dequantised_values_equal_those_of_the_gguf_package_to_the_bit(kind, dty
     assert wide[:, 1].tobytes() == got.tobytes()
 
 
-def test_other_quantisations_are_refused_by_name(tmp_path):
+def test_other_quantizations_are_refused_by_name(tmp_path):
     config, metadata, tensors = make("qwen3", hidden_size=256)
     name = "blk.1.ffn_up.weight"
     write(tmp_path / "model.gguf", "qwen3", metadata, tensors, {name: Kind.TQ1_0})
     file = GGUFFile(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match=r"quantisation TQ1_0, which is not supported; .*Q6_K"):
+    with pytest.raises(ValueError, match=r"quantization TQ1_0, which is not supported; .*Q6_K"):
         file.open_tensors(config)
 
 

@@ -157,7 +157,7 @@ def test_of_a_row_that_slid_the_tokens_that_are_there_are_told(window, pinned):
 
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("dtype", sorted(QMAX))
-def test_eight_bit_pages_come_back_dequantised(dtype, per_token):
+def test_eight_bit_pages_come_back_dequantized(dtype, per_token):
     batch = make(num_layers=2)
     shape = batch.k_pages.shape
     rng = np.random.default_rng(1)

@@ -9,7 +9,7 @@ from tiers import first_of
 
 from jax_paged.models import Decoder, generate, score
 from jax_paged.models.engine import Engine
-from jax_paged.models.engine_step import Device, StepPlan, step
+from jax_paged.models.engine_step import EngineState, StepPlan, step
 from jax_paged.models.generation import create_state
 from jax_paged.models.parameters import random_source
 from jax_paged.models.speculate import look_up, look_up_tree, walk_tree
@@ -71,7 +71,7 @@ def one_step(model):
                 plan.draws[row], plan.made[row] = True, made
                 plan.samplers.seed[row] = seed
                 plan.samplers.temperature[row] = temperature
-            device, tokens = step(graph, params, Device.create(state), plan, max_drafts=most)
+            device, tokens = step(graph, params, EngineState.create(state), plan, max_drafts=most)
             out += [[t for t in new if t >= 0] for new in np.asarray(tokens)[: len(some)].tolist()]
             lens += np.asarray(device.state.table.seq_lens)[: len(some)].tolist()
             assert not bool(device.failed)

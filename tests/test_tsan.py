@@ -133,8 +133,8 @@ RACES = {
       int64_t value = 0;
       int64_t fetch_add(int64_t n, std::memory_order) { value += n; return value - n; }
     } next;""",
-        "write/put_rows.cc",
-        "put_rows",
+        "write/scatter_rows.cc",
+        "scatter_rows",
         "parallel_for.h",
     ),
     "the kernels are chosen without a lock": (

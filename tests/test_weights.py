@@ -210,7 +210,7 @@ def test_an_abstract_8_bit_decoder_has_the_shapes_of_a_real_one(tied, weight_dty
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-def test_weights_are_quantised_one_by_one(tmp_path, monkeypatch):
+def test_weights_are_quantized_one_by_one(tmp_path, monkeypatch):
     """Whenever a tensor is asked for, no f32 projection but the last one is alive."""
     raw = small_hf_config("llama", num_hidden_layers=6)
     write(tmp_path, raw, published(config_from_hf(raw)))

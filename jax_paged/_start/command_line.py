@@ -159,7 +159,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--weight-dtype", choices=WEIGHT_DTYPES,
-        help="quantise projections, experts and head while loading (`eval` prints what it costs)",
+        help="quantize projections, experts and head while loading (`eval` prints what it costs)",
     )  # fmt: skip
     parser.add_argument(
         "--no-program-cache", action="store_false", dest="program_cache",

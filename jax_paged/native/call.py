@@ -22,7 +22,7 @@ _SPLIT_BY_XLA = frozenset(
     {
         "jax_paged.linear.v1",
         "jax_paged.moe_experts.v1",
-        "jax_paged.put_rows.v1",
+        "jax_paged.scatter_rows.v1",
         "jax_paged.zero_pool.v1",
     }
 )

@@ -25,7 +25,7 @@ from jax_paged.checks import (
 )
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import HeadAxes
-from jax_paged.ops.reference import QMAX, quantise
+from jax_paged.ops.reference import QMAX, quantize
 
 TARGET = "jax_paged.linear.v1"
 
@@ -125,7 +125,7 @@ def quantize_weight(
 def _quantize(dtype, weight):
     wide = weight.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=-1, initial=0.0) / jnp.float32(QMAX[dtype.name])
-    return quantise(wide, scale[..., None], dtype), scale
+    return quantize(wide, scale[..., None], dtype), scale
 
 
 def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:

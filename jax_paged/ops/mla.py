@@ -23,8 +23,8 @@ from jax_paged.checks import (
 from jax_paged.layout import PagesShape
 from jax_paged.ops.attention import attend, check_rows
 from jax_paged.ops.options import Arrays, Call, Static, read_options
-from jax_paged.ops.put_rows import put_rows
-from jax_paged.ops.reference import QMAX, last_of_equal, layer_scale, quantise
+from jax_paged.ops.reference import QMAX, last_of_equal, layer_scale, quantize
+from jax_paged.ops.scatter_rows import scatter_rows
 
 MAX_LATENT_DIM = 576  # of the native kernels: 512 latent + 64 rope
 _PAGES = "[num_pages, page_size, latent + rope]"
@@ -210,8 +210,8 @@ def _write(kv_pages, kv, slot_mapping, layer, kv_scale):
     num_layers = kv_pages.shape[0] if kv_pages.ndim == 4 else 1
     if kv_pages.dtype.name in QMAX:
         scale = jnp.ones((), jnp.float32) if kv_scale is None else kv_scale
-        kv = quantise(kv, layer_scale(scale, layer), kv_pages.dtype)
+        kv = quantize(kv, layer_scale(scale, layer), kv_pages.dtype)
     order, slot = last_of_equal(slot_mapping, num_slots)
     exists = (slot < num_slots) & (layer >= 0) & (layer < num_layers)
     rows = jnp.where(exists, layer * num_slots + slot, -1)
-    return put_rows(kv_pages, rows, kv[order].astype(kv_pages.dtype))
+    return scatter_rows(kv_pages, rows, kv[order].astype(kv_pages.dtype))

@@ -23,7 +23,7 @@ from jax_paged.checks import (
 )
 from jax_paged.layout import POOLS, Layout, pages_shape
 from jax_paged.ops import reference
-from jax_paged.ops.put_rows import flat_rows, in_each_layer, put_rows
+from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
 from jax_paged.ops.write import native_write, reference_write
 
 
@@ -76,7 +76,7 @@ def copy_rows(leading, pools, src, dst):
     valid = (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_rows)
     source = in_each_layer(num_layers, num_rows, jnp.where(valid, src, 0)).ravel()
     target = jnp.where(valid[None], in_each_layer(num_layers, num_rows, dst), -1).ravel()
-    return tuple(put_rows(pool, target, flat_rows(pool, leading)[source]) for pool in pools)
+    return tuple(scatter_rows(pool, target, flat_rows(pool, leading)[source]) for pool in pools)
 
 
 def move_slots(

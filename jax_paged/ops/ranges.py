@@ -118,7 +118,7 @@ def scatter_kv(
 
     Args:
       k_pages, v_pages, k_scale, v_scale, layer, layout, implementation: as for `write_kv`: pages
-        (and scales per token) are donated and updated in place, 8-bit pages are quantised.
+        (and scales per token) are donated and updated in place, 8-bit pages are quantized.
       k, v: [n, max_tokens, num_kv_heads, head_dim], bf16, f16 or f32; [i, j]: token begins[i] + j.
       page_table, rows, begins, ends, num_pinned, slot_offset: as for `gather_kv`. Tokens that have
         no page or slid out of the window are skipped, and

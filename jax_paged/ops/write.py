@@ -118,9 +118,9 @@ def write_kv(
 def write_checked(
     layout, implementation, k_pages, v_pages, scale_pools, scales, k, v, slot_mapping, layer
 ):
-    """Quantises k and v where the pages are 8-bit, and writes them and their scales."""
+    """Quantizes k and v where the pages are 8-bit, and writes them and their scales."""
     k_scale, v_scale = scales if scale_pools is None else scale_pools
-    k, v, k_tokens, v_tokens = reference.quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale)
+    k, v, k_tokens, v_tokens = reference.quantized(k_pages, v_pages, k, v, layer, k_scale, v_scale)
     operands = (k_pages, v_pages, k, v, slot_mapping, layer)
     if implementation == "reference":
         written = reference_write(layout, *operands)

@@ -206,7 +206,7 @@ SMALLEST_GAP = (
 
 @pytest.fixture(scope="module")
 def smollm(transformers):
-    """(model, tokenizer) of transformers from the GGUF file, dequantised to f32."""
+    """(model, tokenizer) of transformers from the GGUF file, dequantized to f32."""
     path = default_checkpoint()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations within transformers

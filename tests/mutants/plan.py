@@ -21,7 +21,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "ffi/cpu/attention/stage.h": (2, "eight_bit rope_inside pinned_windows"),
     "ffi/cpu/linear/handler.cc": (1, "linear"),
     "ffi/cpu/linear/moe_experts.cc": (2, "moe"),
-    "ffi/cpu/write/put_rows.cc": (1, "put_rows"),
+    "ffi/cpu/write/scatter_rows.cc": (1, "scatter_rows"),
     "ffi/cpu/write/qkv_norm_rope_write.cc": (1, "qkv_norm_rope_write"),
     "ffi/cpu/isa/vec_avx2.h": (1, "attention linear eight_bit"),
     "ffi/cpu/write/write_kv.cc": (2, "write_kv"),

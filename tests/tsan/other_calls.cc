@@ -70,11 +70,11 @@ Call Merge(const std::string& name, XLA_FFI_DataType type) {
   return call;
 }
 
-Call PutRows(const std::string& name) {
+Call ScatterRows(const std::string& name) {
   constexpr int64_t kRows = 120, kWidth = 512;
   Call call;
   call.name = name;
-  call.handler = cpu::PutRowsHandler;
+  call.handler = cpu::ScatterRowsHandler;
   std::vector<int32_t> rows = Shuffled(2 * kRows);  // of two workers, none writes the other's
   rows.resize(kRows);
   rows[3] = -1;
@@ -134,7 +134,7 @@ std::vector<Call> OtherCalls() {
                              Qkv("qkv_norm_rope_write f16", kF16, "interleaved"),
                              Merge("merge f32", kF32),
                              Merge("merge bf16", kBf16),
-                             PutRows("put_rows"),
+                             ScatterRows("scatter_rows"),
                              Moe("moe_experts f32", kF32, kF32),
                              Moe("moe_experts f16 on fp8", kF16, kFp8)};
   for (Call& call : calls) call.times = 3;

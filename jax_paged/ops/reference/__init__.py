@@ -12,12 +12,12 @@ from jax_paged.ops.reference.merge import merge_attention_states as merge_attent
 from jax_paged.ops.reference.scales import QMAX as QMAX
 from jax_paged.ops.reference.scales import head_scale as head_scale
 from jax_paged.ops.reference.scales import layer_scale as layer_scale
-from jax_paged.ops.reference.scales import quantise as quantise
+from jax_paged.ops.reference.scales import quantize as quantize
 from jax_paged.ops.reference.scales import token_scale as token_scale
 from jax_paged.ops.reference.write import last_of_equal as last_of_equal
 from jax_paged.ops.reference.write import qkv_heads as qkv_heads
 from jax_paged.ops.reference.write import qkv_norm_rope_write as qkv_norm_rope_write
-from jax_paged.ops.reference.write import quantised as quantised
+from jax_paged.ops.reference.write import quantized as quantized
 from jax_paged.ops.reference.write import read_tokens as read_tokens
 from jax_paged.ops.reference.write import scatter_tokens as scatter_tokens
 from jax_paged.ops.reference.write import write_kv as write_kv

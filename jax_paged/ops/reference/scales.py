@@ -18,7 +18,7 @@ def head_scale(scale, layer, num_kv_heads: int, pages) -> jax.Array:
     return jnp.broadcast_to(scale, (num_kv_heads,))
 
 
-def quantise(x, scale, dtype) -> jax.Array:
+def quantize(x, scale, dtype) -> jax.Array:
     """x / scale as an 8-bit dtype: rounded to nearest even, clamped to ±QMAX; NaN stays NaN.
 
     scale broadcasts against x; where it is 0, x is 0 too and so is the result. int8 has no NaN: 0.

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from jax_paged.checks import RopeStyle
 from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_rank, pages_shape
-from jax_paged.ops.reference.scales import QMAX, head_scale, quantise, token_scale
+from jax_paged.ops.reference.scales import QMAX, head_scale, quantize, token_scale
 from jax_paged.ops.rope import apply_rope
 
 
-def quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale):
+def quantized(k_pages, v_pages, k, v, layer, k_scale, v_scale):
     """k and v in the dtype of the pages, and the scales of their tokens where those are stored.
 
     Returns (k, v, scales [tokens, num_kv_heads] of k, of v), the latter None unless per token.
@@ -21,10 +21,10 @@ def quantised(k_pages, v_pages, k, v, layer, k_scale, v_scale):
             x = x.astype(pages.dtype)
         elif per_token:
             scale = token_scale(x, pages.dtype)
-            x = quantise(x, scale[..., None], pages.dtype)
+            x = quantize(x, scale[..., None], pages.dtype)
         else:
             one = jnp.ones((), jnp.float32) if scale is None else scale
-            x = quantise(x, head_scale(one, layer, x.shape[1], pages)[None, :, None], pages.dtype)
+            x = quantize(x, head_scale(one, layer, x.shape[1], pages)[None, :, None], pages.dtype)
         results.append(x)
         token_scales.append(scale if per_token else None)
     return (*results, *token_scales)
@@ -36,7 +36,7 @@ def write_kv(
 ):  # fmt: skip
     """`jax_paged.write_kv` in jax.numpy: a scatter that drops what has no slot."""
     index = jnp.int32(0 if layer is None else layer)
-    k, v, k_tokens, v_tokens = quantised(k_pages, v_pages, k, v, index, k_scale, v_scale)
+    k, v, k_tokens, v_tokens = quantized(k_pages, v_pages, k, v, index, k_scale, v_scale)
     written = scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout)
     if k_tokens is None:
         return written

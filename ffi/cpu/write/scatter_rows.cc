@@ -1,4 +1,4 @@
-// The handler of jax_paged.put_rows.v1 on CPU: pool[rows[i]] = values[i], in place, for any dtype.
+// The handler of jax_paged.scatter_rows.v1 on CPU: pool[rows[i]] = values[i], in place, for any dtype.
 //
 // The leading axes of the pool, those that a value does not have, count as one. Rows out of range
 // are skipped; none may be named twice. XLA's scatter would convert the whole of a bf16 or fp8 pool
@@ -21,7 +21,7 @@ namespace ffi = xla::ffi;
 namespace jax_paged::cpu {
 namespace {
 
-constexpr char kOp[] = "jax_paged.put_rows";
+constexpr char kOp[] = "jax_paged.scatter_rows";
 
 std::string Check(const ffi::AnyBuffer& pool, ShapeView rows, const ffi::AnyBuffer& values,
                   const ffi::AnyBuffer& out) {
@@ -40,7 +40,7 @@ std::string Check(const ffi::AnyBuffer& pool, ShapeView rows, const ffi::AnyBuff
   return CheckSameShape(kOp, "values", got, {expected.data(), expected.size()});
 }
 
-ffi::Error PutRows(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> rows,
+ffi::Error ScatterRows(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> rows,
                    ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> result) {
   const std::string error = Check(pool, Shape(rows), values, *result);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
@@ -64,7 +64,7 @@ ffi::Error PutRows(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PutRowsHandler, PutRows,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ScatterRowsHandler, ScatterRows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()         // pool

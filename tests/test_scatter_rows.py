@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.ops.put_rows import TARGET, put_rows
+from jax_paged.ops.scatter_rows import TARGET, scatter_rows
 from jax_paged.testing import is_in_place
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
@@ -32,7 +32,7 @@ def test_each_row_gets_its_value_and_others_are_kept(dtype, leading):
     rows = [count - 1, -1, 0, count, 2**31 - 1, -(2**31), 1]
     values = make((len(rows), *pool.shape[leading:]), dtype, seed=1)
     expected = expected_of(pool, rows, values)
-    out = jax.jit(put_rows)(pool, jnp.array(rows, jnp.int32), values)
+    out = jax.jit(scatter_rows)(pool, jnp.array(rows, jnp.int32), values)
     assert out.dtype == pool.dtype
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
 
@@ -40,14 +40,16 @@ def test_each_row_gets_its_value_and_others_are_kept(dtype, leading):
 def test_many_rows_are_put_by_several_threads():
     pool, rows = make((4000, 128), "bfloat16"), np.random.default_rng(2).permutation(4000)[:3000]
     values = make((3000, 128), "bfloat16", seed=3)
-    out = put_rows(pool, jnp.asarray(rows, jnp.int32), values)
+    out = scatter_rows(pool, jnp.asarray(rows, jnp.int32), values)
     np.testing.assert_array_equal(np.asarray(out, "f4"), expected_of(pool, rows, values))
 
 
 @pytest.mark.parametrize(("shape", "count"), [((0, 4), 2), ((3, 0), 2), ((3, 4), 0)])
 def test_nothing_to_put(shape, count):
     pool = jnp.ones(shape, jnp.bfloat16)
-    out = put_rows(pool, jnp.zeros(count, jnp.int32), jnp.zeros((count, shape[1]), jnp.bfloat16))
+    out = scatter_rows(
+        pool, jnp.zeros(count, jnp.int32), jnp.zeros((count, shape[1]), jnp.bfloat16)
+    )
     assert out.shape == shape
     assert bool((out == 1).all())
 
@@ -58,7 +60,7 @@ def test_donated_pools_are_updated_in_place_and_never_converted(dtype):
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def move(pool, source, target):
-        return put_rows(pool, target, pool.reshape(-1, 64)[source])
+        return scatter_rows(pool, target, pool.reshape(-1, 64)[source])
 
     compiled = jax.jit(move, donate_argnums=0).lower(pool, rows, rows).compile()
     assert is_in_place(compiled, pool)
@@ -71,12 +73,12 @@ def test_donated_pools_are_updated_in_place_and_never_converted(dtype):
 def test_batches_and_tangents_are_those_of_a_scatter():
     pool, rows = jnp.ones((2, 4, 3), jnp.float32), jnp.array([3, -1], jnp.int32)
     values = jnp.full((2, 3), 2, jnp.float32)
-    together = jax.vmap(put_rows, (0, None, None))(pool, rows, values)
-    each = jnp.stack([put_rows(one, rows, values) for one in pool])
+    together = jax.vmap(scatter_rows, (0, None, None))(pool, rows, values)
+    each = jnp.stack([scatter_rows(one, rows, values) for one in pool])
     np.testing.assert_array_equal(together, each)
 
     def total(pool, values):
-        return jnp.sum(put_rows(pool, rows, values) ** 2)
+        return jnp.sum(scatter_rows(pool, rows, values) ** 2)
 
     of_pool, of_values = jax.grad(total, (0, 1))(pool[0], values)
     np.testing.assert_array_equal(of_pool[:, 0], [2, 2, 2, 0])

@@ -14,27 +14,27 @@ from jax_paged.native import load
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import HeadAxes
 
-TARGET = "jax_paged.put_rows.v1"
+TARGET = "jax_paged.scatter_rows.v1"
 
 
 @jax.custom_jvp
-def put_rows(pool: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+def scatter_rows(pool: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """pool[rows[i]] ← values[i], the pool's leading axes counted as one: those values[i] has not.
 
     rows is i32; one out of range is skipped, none may be named twice. In place where the pool is
     donated. Without native code, on other platforms than CPU and in programs over several
     devices it is XLA's scatter, which knows any split of the other axes.
     """
-    return _put_rows(pool, rows, values)
+    return _scatter_rows(pool, rows, values)
 
 
-@put_rows.defjvp
+@scatter_rows.defjvp
 def _jvp(primals, tangents):
     return jax.jvp(_scatter, primals, tangents)
 
 
 @custom_vmap
-def _put_rows(pool, rows, values):
+def _scatter_rows(pool, rows, values):
     (out,) = ffi_call(
         TARGET,
         (pool, rows, values),
@@ -47,7 +47,7 @@ def _put_rows(pool, rows, values):
     return out
 
 
-@_put_rows.def_vmap
+@_scatter_rows.def_vmap
 def _vmap(axis_size, in_batched, *operands):
     axes = tuple(0 if is_batched else None for is_batched in in_batched)
     return jax.vmap(_scatter, axes, axis_size=axis_size)(*operands), True
