@@ -4,6 +4,7 @@
 #ifndef JAX_PAGED_COMMON_FFI_CHECKS_H_
 #define JAX_PAGED_COMMON_FFI_CHECKS_H_
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -66,7 +67,8 @@ class NamedOperands {
     std::string_view names = Attribute("operands", std::string_view());
     while (!names.empty() && count_ < kMost) {
       const size_t end = names.find(',');
-      names_[count_++] = names.substr(0, end);
+      names_[count_] = names.substr(0, end);
+      marks_ |= MarkOf(names_[count_++]);
       names.remove_prefix(end == names.npos ? names.size() : end + 1);
     }
     if (!names.empty() || count_ != arguments_.size()) {
@@ -77,6 +79,7 @@ class NamedOperands {
   }
 
   Array Find(std::string_view name) {
+    if (!(marks_ & MarkOf(name))) return {};  // most options are off
     // They mostly are asked for in the order in which they come.
     for (size_t tried = 0; tried < count_; ++tried, next_ = (next_ + 1) % count_) {
       if (names_[next_] != name) continue;
@@ -108,10 +111,20 @@ class NamedOperands {
 
  private:
   static constexpr size_t kMost = 32;
+
+  // One bit of 64: names with different ones differ.
+  static uint64_t MarkOf(std::string_view name) {
+    if (name.empty()) return 0;
+    const auto first = static_cast<unsigned char>(name.front());
+    const auto last = static_cast<unsigned char>(name.back());
+    return uint64_t{1} << ((first + last * 3u + name.size() * 13u) & 63u);
+  }
+
   xla::ffi::RemainingArgs arguments_;
   xla::ffi::Dictionary attributes_;
   std::string_view names_[kMost];
   bool was_read_[kMost] = {};
+  uint64_t marks_ = 0;
   size_t count_ = 0;
   size_t next_ = 0;
   std::string problem_;

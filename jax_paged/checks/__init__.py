@@ -4,9 +4,10 @@ A wrong call is a ValueError; a right call that the native kernels cannot serve 
 NotImplementedError that says what can. Each message is one line: argument, expected, got.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,25 @@ def check_pages(
     check_array("k_pages", k_pages)
     check_array("v_pages", v_pages)
     check_choice("layout", layout, LAYOUTS)
+    k, v = (_ArrayType(tuple(x.shape), x.dtype) for x in (k_pages, v_pages))
+    return _checked_pages(k, v, layout, layer is not None)
+
+
+class _ArrayType(NamedTuple):
+    """What of an array is checked, hashable."""
+
+    shape: tuple[Any, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@functools.lru_cache(1024)  # a third of the checks of an eager call
+def _checked_pages(
+    k_pages: Any, v_pages: Any, layout: Layout, has_layer: bool
+) -> tuple[PagesShape, PagesShape]:
     check_axes("k_pages", k_pages, layout, "k")
     check_axes("v_pages", v_pages, layout, "v")
     check_kv_dtype("k_pages", k_pages)
@@ -206,10 +226,10 @@ def check_pages(
             f"layout: expected 'HND' or 'NHD' for pages of {k_pages.dtype.name}, got 'vllm5d'"
         )
     expect(
-        is_stacked(k_pages, layout, "k") == (layer is not None),
+        is_stacked(k_pages, layout, "k") == has_layer,
         "layer",
         "an i32 scalar for stacked pages, None for pages without a layer axis",
-        f"{'None' if layer is None else 'a value'} for k_pages of rank {len(k_pages.shape)}",
+        f"{'a value' if has_layer else 'None'} for k_pages of rank {len(k_pages.shape)}",
     )
     k_shape, v_shape = pages_shape(k_pages, layout, "k"), pages_shape(v_pages, layout, "v")
     sizes = "shape" if layout != "vllm5d" else "sizes"

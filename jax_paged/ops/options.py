@@ -13,7 +13,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,7 @@ Arrays = dict[str, jax.Array]  # the operands of a call that are given, by name
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call while it is checked: what its options are checked against."""
 
     q: jax.Array
@@ -93,9 +92,10 @@ def _sliding_window(value: Any, call: Call) -> Any:
 
 def _of_slid_rows(name: str) -> Callable[[Any, Call], Any]:
     def check(value: Any, call: Call) -> Any:
-        return check_slid(call.given.get("num_pinned"), call.given.get("slot_offset"), call.rows)[
-            name
-        ]
+        pinned, offset = call.given.get("num_pinned"), call.given.get("slot_offset")
+        if pinned is None and offset is None:
+            return None
+        return check_slid(pinned, offset, call.rows)[name]
 
     return check
 

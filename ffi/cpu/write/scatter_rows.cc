@@ -1,4 +1,5 @@
-// The handler of jax_paged.scatter_rows.v1 on CPU: pool[rows[i]] = values[i], in place, for any dtype.
+// The handler of jax_paged.scatter_rows.v1 on CPU: pool[rows[i]] = values[i], in place, for any
+// dtype.
 //
 // The leading axes of the pool, those that a value does not have, count as one. Rows out of range
 // are skipped; none may be named twice. XLA's scatter would convert the whole of a bf16 or fp8 pool
@@ -41,7 +42,7 @@ std::string Check(const ffi::AnyBuffer& pool, ShapeView rows, const ffi::AnyBuff
 }
 
 ffi::Error ScatterRows(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> rows,
-                   ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> result) {
+                       ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> result) {
   const std::string error = Check(pool, Shape(rows), values, *result);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   CopyUnlessAliased(pool, *result);
