@@ -270,7 +270,7 @@ def hostile_safetensors(rng: np.random.Generator) -> Files:
                     key = _pick(rng, (key, key, key, "", "é", "a" * 5000, key + ".bias",
                                       "lm_head.weight", "model.layers.7.mlp.experts.gate_up_proj",
                                       "model.layers.0.mlp.experts.gate_up_proj"))  # fmt: skip
-                    tensors[key] = changed
+                    tensors[key] = np.asarray(changed)  # of no axes: NumPy made it a scalar
             files[name] = save(tensors)
     return files
 

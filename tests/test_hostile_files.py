@@ -104,3 +104,9 @@ def test_a_run_finds_what_takes_much_memory():
     )
     (failure,) = child("-c", program)
     assert "MemoryError" in failure
+
+
+@pytest.mark.parametrize("number", [283, 594])
+def test_a_tensor_without_axes_can_be_changed_again(number):
+    """The mutator itself must not fail; of such a tensor NumPy made a scalar."""
+    assert _hostile.hostile("safetensors", 1123, number)
