@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the kernels of a built CUDA module: no spill or stack frame, and the instructions meant.
 
 usage: cuda_gate.py MODULE ARCHITECTURE...    (cuobjdump and nvdisasm on PATH)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 find_python() { # prints a Python of this version, also one that pyenv keeps; fails when there is none
   local candidate
   for candidate in "python$1" "$(pyenv root 2>/dev/null || echo .)"/versions/"$1".*/bin/python3; do

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints the first shell block of a README section: CI runs the very text that people paste.
 
 python .ci/readme_block.py README.md "Test it"

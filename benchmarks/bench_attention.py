@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode and prefill attention on the CPU, against the jnp/XLA gather reference and torch SDPA.
 
     python benchmarks/bench_attention.py [--quick] [--save FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decode step costs beyond its device operations, on a 2-layer toy model at batch 1.
 
     python benchmarks/bench_decode_overhead.py [--steps N] [--rounds N] [--save FILE]
@@ -27,10 +28,10 @@ from flax import nnx
 from harness import Bench, Timing
 
 from jax_paged.models import Decoder
-from jax_paged.models.generation import state_for
-from jax_paged.models.parameters import random_source
-from jax_paged.models.sample import Sampler
-from jax_paged.models.steps import Progress, decode
+from jax_paged.models.decoder.generation import state_for
+from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.decoder.sample import Sampler
+from jax_paged.models.decoder.steps import Progress, decode
 from jax_paged.models.testing import small_config
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decode step costs as things grow, and how long the largest model takes to compile.
 
     python benchmarks/bench_growth.py [--quick] [--save FILE]
@@ -12,7 +13,6 @@ experts, unlike those of bench_model.
 allocated. Tracing and lowering, and XLA's compiling, in one go, each once.
 """
 
-import dataclasses
 import time
 
 import jax
@@ -21,9 +21,9 @@ from flax import nnx
 from harness import Bench, Timing
 from model_steps import SIZES, Steps
 
-from jax_paged import KVState, pages
+from jax_paged import KVState
 from jax_paged.models import Decoder, DecoderConfig, config_from_hf
-from jax_paged.models.parameters import abstract_source, random_source
+from jax_paged.models.decoder.parameters import abstract_source, random_source
 from jax_paged.models.testing import small_hf_config
 
 
@@ -40,10 +40,8 @@ def compile_seconds(config: DecoderConfig, batch: int) -> tuple[float, float]:
 
     def step(params, state, tokens):
         rows = jnp.arange(batch, dtype=jnp.int32)
-        table, _ = pages.reserve(state.table, rows, 1)
-        table, step, _ = pages.step_batch(table, rows, 1)
-        state = dataclasses.replace(state, table=table)
-        return nnx.merge(graph, params)(tokens, step, state)
+        state, own, _ = state.append(rows, 1)
+        return nnx.merge(graph, params)(tokens, own, state)
 
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     start = time.perf_counter()

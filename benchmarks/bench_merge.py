@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """merge_attention_states on the CPU, against the jnp/XLA reference and torch.
 
     python benchmarks/bench_merge.py [--quick] [--save FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole models on this machine: decode at batch 1, 8 and 32 and prefill, against their peers.
 
     python benchmarks/bench_model.py [--quick] [--save FILE]
@@ -30,7 +31,7 @@ from model_steps import SIZES, Steps, step_bytes
 
 import jax_paged
 from jax_paged.models import Decoder, config_from_hf
-from jax_paged.models.parameters import random_source
+from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.testing import small_hf_config
 
 Calls = tuple[Callable[[], object], Callable[[], object]]  # decode, prefill

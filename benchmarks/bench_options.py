@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the options of attention cost in decode: each against the plain call, in the same run.
 
     python benchmarks/bench_options.py [--batch 32] [--context 4096] [--save FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`linear` and `moe_experts` on the CPU, against XLA, torch, transformers and vLLM.
 
     python benchmarks/bench_projections.py [--quick] [--save FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """qkv_norm_rope_write on this machine, against the same steps as separate JAX operations.
 
     python benchmarks/bench_qkv_write.py [--quick] [--save FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on SmolLM2-135M: a served trace against one request at a time, and drafts by look-up.
 
     python benchmarks/bench_serving.py [--quick] [--save FILE]
@@ -17,11 +18,11 @@ from typing import Any
 
 from harness import Bench
 
-from jax_paged.cache.pages import pages_for
+from jax_paged import pages_for
 from jax_paged.models import Decoder, load_checkpoint
-from jax_paged.models.bench_serve import make_trace, replay
-from jax_paged.models.engine import Engine
-from jax_paged.models.parameters import random_source
+from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.serving.bench_serve import make_trace, replay
+from jax_paged.models.serving.engine import Engine
 from jax_paged.models.testing import small_config
 
 PAGE_SIZE, MAX_SEQS, MAX_DRAFTS = 16, 16, 8

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and plots of the result files, so that no figure is typed.
 
     python benchmarks/documents.py    (`run_all.py` does it too)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: decode or prefill attention, against ceilings and peers of this run.
 
     python benchmarks/gpu_attention.py decode|prefill --rows FILE [--dry]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that a GPU can tell about this checkout, in three commands of under ten minutes each.
 
     python benchmarks/gpu_check.py --part numerics|speed|tools [--out FILE] [--only STAGE …]

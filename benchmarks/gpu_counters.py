@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: runs Nsight Compute and makes a row of each kernel that it has seen.
 
 python benchmarks/gpu_counters.py --rows FILE --case NAME ncu … --csv --page details PROGRAM …

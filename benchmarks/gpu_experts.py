@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: `moe_experts` against ceilings and XLA's ragged_dot of this run.
 
     python benchmarks/gpu_experts.py --rows FILE [--dry]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: the compiled decode loop of a small Qwen3-MoE, µs per step.
 
     python benchmarks/gpu_model.py --label TEXT --rows FILE [--dry]
@@ -14,10 +15,10 @@ from flax import nnx
 from gpu_timing import Report, per_call, rate, seconds_of
 
 from jax_paged.models import Decoder
-from jax_paged.models.generation import state_for
-from jax_paged.models.parameters import random_source
-from jax_paged.models.sample import Sampler
-from jax_paged.models.steps import Progress, decode
+from jax_paged.models.decoder.generation import state_for
+from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.decoder.sample import Sampler
+from jax_paged.models.decoder.steps import Progress, decode
 from jax_paged.models.testing import small_config
 
 SIZES = {

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: what options, 8-bit pages, layouts and MLA cost beside plain attention.
 
     python benchmarks/gpu_options.py --rows FILE [--dry]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What paged attention is compared with on a GPU, in the same run and on the same data.
 
 Each peer is checked against our output before it is timed, and runs its calls over the same layers

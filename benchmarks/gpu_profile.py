@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What gpu_check.py runs under Nsight Compute: two calls of one op, on the shape that has a target.
 
 ncu … python benchmarks/gpu_profile.py decode|prefill|experts|planner [--dry]

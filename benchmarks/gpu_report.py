@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What gpu_check.py says about its record: which targets are met, what failed, a table to read."""
 
 JUDGED = ("H100", "H200")

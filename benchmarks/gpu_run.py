@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a stage of gpu_check.py: a process with a time limit, whose rows come in a file as it goes.
 
 A program that measures (`gpu_timing.Report`) says in that file what it begins and ends. If that

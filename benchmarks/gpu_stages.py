@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of each part of gpu_check.py. Budgets add up to less than one command may take."""
 
 import hashlib
@@ -163,14 +164,20 @@ def tests_stage(name: str, dry: bool, budget_s: float, junit: Path, *arguments: 
     return Stage(name, command, budget_s, env, after=tests_were_run)
 
 
+def suite(name: str) -> str:
+    """The path of test_<name>.py, in whatever folder of the tests it is."""
+    (path,) = ROOT.glob(f"tests/*/test_{name}.py")
+    return str(path.relative_to(ROOT))
+
+
 def numerics(dry: bool, junit: Path) -> list[Stage]:
     """tests/gpu, and the op suites as far as they are of the native ops."""
     few = ["-k", "decode and smollm2_135m and bfloat16 or donated or codes and e4m3fn-64-HND"]
     ops = " and ".join(f"not {word}" for word in NOT_ON_A_DEVICE)
-    suites = [f"tests/test_{name}.py" for name in OP_SUITES]
+    suites = [suite(name) for name in OP_SUITES]
     if dry:
         ops, suites = "default_scale or nan_stays_nan or splits", [
-            f"tests/test_{name}.py" for name in ("attention", "eight_bit", "mla")
+            suite(name) for name in ("attention", "eight_bit", "mla")
         ]  # fmt: skip
     of_gpu, of_ops = (junit.with_suffix(f".{name}.xml") for name in ("gpu", "ops"))
     return [

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: tests in child processes, so that each one that hangs has a name.
 
     python benchmarks/gpu_tests.py --rows FILE [--seconds S] [--workers N] [--junit FILE] TESTS …

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What gpu_tests.py loads into its children: pytest that runs the tests it is told to, one by one.
 
 A child talks with gpu_tests.py over a socket, a JSON line at a time. It says which tests there are,

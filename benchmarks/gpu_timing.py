@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times device work so that launching it does not count; measures what a device can do.
 
 A call is timed as the difference of two chains of such calls, a long and a short one, over the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: every kernel once on tiny shapes, to run under compute-sanitizer.
 
     compute-sanitizer --tool memcheck python benchmarks/gpu_tiny.py --rows FILE [--dry]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of gpu_check.py: `write_kv` and `qkv_norm_rope_write`, against a copy of as many bytes.
 
     python benchmarks/gpu_writes.py --rows FILE [--dry]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CPU benchmarks share: paired timing, limits, one command line, one form of result files.
 
 A result file is {"environment": where it was measured, "rows": [...], "skipped": {peer: reason}}.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The limits of this machine, measured by one thread; limits.py runs several at once.
 // Built with -O3 -march=native, so that the widest vectors of the machine are used.
 #include <stddef.h>

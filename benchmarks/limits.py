@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limits that the benchmarks are measured against: memory read bandwidth and FMA rate.
 
 Both are measured in the same run as the kernels, by C code compiled on the spot (`limits.c`), on as

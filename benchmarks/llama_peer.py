@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp as a peer: SmolLM2-135M in Q4_1, any number of rows in one call, through its C API.
 
 `pip install llama-cpp-python` builds it for this processor; the checkpoint comes with the package

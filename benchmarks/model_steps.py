@@ -1,6 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models to measure, and their compiled steps at a batch and context: for the model benchmarks."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_paged import pages
-from jax_paged.cache.state import KVState, truncate
+from jax_paged import KVState
 from jax_paged.models import Decoder
-from jax_paged.models.generation import state_for
-from jax_paged.models.sample import Sampler
-from jax_paged.models.steps import Progress, decode
+from jax_paged.models.decoder.generation import state_for
+from jax_paged.models.decoder.sample import Sampler
+from jax_paged.models.decoder.steps import Progress, decode
 
 # As config.json has them. The first is Qwen3-MoE at 512 M parameters; the second SmolLM2-135M; the
 # third Qwen3-30B-A3B.
@@ -69,9 +68,7 @@ def _fill(graph, params, state: KVState, tokens) -> tuple[KVState, jax.Array]:
     """Appends tokens [rows, count] to the rows: (state, the logits of each row's last token)."""
     rows, count = tokens.shape
     which, counts = jnp.arange(rows, dtype=jnp.int32), jnp.full(rows, count, jnp.int32)
-    table, _ = pages.reserve(state.table, which, counts)
-    table, batch, _ = pages.step_batch(table, which, counts, num_tokens=rows * count)
-    state = dataclasses.replace(state, table=table)
+    state, batch, _ = state.append(which, counts, num_tokens=rows * count)
     last = batch.cu_q_lens[1:] - 1
     logits, state = nnx.merge(graph, params)(tokens.reshape(-1), batch, state, logit_rows=last)
     return state, logits
@@ -82,14 +79,13 @@ def _pretend(state: KVState, count: int) -> KVState:
     """Makes all rows `count` tokens long without computing any: their K and V are 0."""
     rows = jnp.arange(state.table.max_seqs, dtype=jnp.int32)
     counts = jnp.full(rows.shape, count, jnp.int32)
-    table, _ = pages.reserve(state.table, rows, counts)
-    table, _, _ = pages.step_batch(table, rows, counts, num_tokens=rows.shape[0] * count)
-    return dataclasses.replace(state, table=table)
+    state, _, _ = state.append(rows, counts, num_tokens=rows.shape[0] * count)
+    return state
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _rewind(state: KVState, rows, counts) -> KVState:
-    return truncate(state, rows, counts)[0]
+    return state.truncate(rows, counts)[0]
 
 
 class Steps:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs every CPU benchmark, one after another, and makes the documents' tables and plots.
 
     python benchmarks/run_all.py [--only NAME ...] [--quick] [--no-peers]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU attention and experts as peers: its compiled ops alone, called through torch.
 
     pip install torch==2.13.0

@@ -1,9 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged attention for JAX: native kernels on CPU and CUDA, and a functional page state.
 
-The verbs of the page state are in `jax_paged.state` (on a KVState) and `jax_paged.pages` (on a
-PageTable alone), for layers of different kinds in `jax_paged.groups` (on KVGroups);
-`jax_paged.transfer` moves K and V between states. `jax_paged.testing` has oracles and checks of
-compiled programs; it is imported when it is used.
+`KVState` holds the pages of all layers; its methods change it. `write`, `write_qkv` and `attend`
+are what a layer does with it. `jax_paged.transfer` moves K and V between states.
+`jax_paged.testing` has oracles and checks of compiled programs; it is imported when it is used.
 """
 
 import importlib as _importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m jax_paged`, and what the command `jax-paged` starts."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page layouts: how K and V pages order heads, token slots and dimensions, and moves between them.
 
   "HND"     k_pages, v_pages [num_pages, num_kv_heads, page_size, head_dim]: the default, one head's

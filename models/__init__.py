@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models over paged KV: Qwen3-MoE, dense Qwen3 and Llama, from published checkpoints to text."""
 
 # ruff: noqa: E402
@@ -6,17 +7,23 @@ from ._packages import check_installed as _check_installed
 # jinja2 and tqdm are imported where they are used.
 _check_installed("flax", "safetensors", "tokenizers")
 
-from .config import DecoderConfig as DecoderConfig
-from .decoder import Decoder as Decoder
-from .engine import Engine as Engine
-from .engine import Request as Request
+from .checkpoint.hf_config import config_from_hf as config_from_hf
+from .checkpoint.weights import default_checkpoint as default_checkpoint
+from .checkpoint.weights import load_checkpoint as load_checkpoint
+from .checkpoint.weights import tensor_source as tensor_source
+from .decoder.config import DecoderConfig as DecoderConfig
+from .decoder.generation import Generation as Generation
+from .decoder.generation import create_state as create_state
+from .decoder.generation import generate as generate
+from .decoder.model import Decoder as Decoder
+from .decoder.parameters import TensorSource as TensorSource
+from .decoder.protocol import Model as Model
+from .decoder.protocol import ModelConfig as ModelConfig
+from .decoder.protocol import merge_model as merge_model
+from .decoder.protocol import split_model as split_model
+from .decoder.stream import TextStream as TextStream
 from .evaluation import evaluate as evaluate
 from .evaluation import score as score
-from .generation import Generation as Generation
-from .generation import create_state as create_state
-from .generation import generate as generate
-from .hf_config import config_from_hf as config_from_hf
-from .stream import TextStream as TextStream
+from .serving.engine import Engine as Engine
+from .serving.engine import Request as Request
 from .testing import Stepper as Stepper
-from .weights import default_checkpoint as default_checkpoint
-from .weights import load_checkpoint as load_checkpoint

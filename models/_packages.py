@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages of jax_paged[models]: a missing one is named together with the remedy."""
 
 import importlib

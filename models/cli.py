@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: `jax-paged generate`, `chat`, `eval` and `bench-serve`.
 
 stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
@@ -22,14 +23,11 @@ import jax
 
 from jax_paged._start.command_line import parser
 from jax_paged._start.interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
-from jax_paged.cache.pages import pages_for
 from jax_paged.cache.state import KVState
+from jax_paged.ops.batch import pages_for
 
-from . import bench_serve, chat
-from .batch import generate_many
-from .decoder import Decoder
-from .evaluation import evaluate
-from .generation import (
+from .checkpoint.weights import Checkpoint, open_checkpoint
+from .decoder.generation import (
     PAGE_SIZE,
     Generation,
     check_count,
@@ -38,12 +36,15 @@ from .generation import (
     create_state,
     generate,
 )
-from .program_cache import kept_programs
+from .decoder.model import Decoder
+from .decoder.program_cache import kept_programs
+from .decoder.sample import Sampler
+from .decoder.stream import TextStream
+from .evaluation import evaluate
 from .progress import progress_bar
-from .sample import Sampler
+from .serving import bench_serve, chat
+from .serving.batch import generate_many
 from .status import Status
-from .stream import TextStream
-from .weights import Checkpoint, open_checkpoint
 
 _BROKEN_PIPE = 141  # as a shell counts: 128 + SIGPIPE
 

@@ -1,6 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model thinks of a text: logits of each token, perplexity of the whole."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,26 +9,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Int
 
-from jax_paged import pages
 from jax_paged._start.interrupt import uninterrupted
 from jax_paged.cache.state import KVState
 from jax_paged.checks import expect
 
-from .decoder import Decoder
-from .generation import as_tokens, check_count, check_window, state_for
-from .steps import chunk_size, prefill
+from .decoder.generation import as_tokens, check_count, check_window, state_for
+from .decoder.protocol import Graph, Model, run_model, split_model
+from .decoder.steps import chunk_size, prefill
 
 
 def score(
-    model: Decoder, tokens: Sequence[int], *, chunk: int = 512, kv_dtype: str = "auto"
+    model: Model, tokens: Sequence[int], *, chunk: int = 512, kv_dtype: str = "auto"
 ) -> np.ndarray:
     """Logits of one sequence, computed chunk by chunk through the paged path.
 
     Args:
-      model: a `Decoder`, e.g. from `load_checkpoint`.
+      model: a `Decoder`, e.g. from `load_checkpoint`, or any other `Model`.
       tokens: ids, at least one and at most the model's context_length.
       chunk: tokens per forward step, ≥ 1.
       kv_dtype: of K and V, as for `generate`.
@@ -39,15 +37,13 @@ def score(
     Raises:
       ValueError: a token id is out of range, or the text is too long.
     """
-    config = model.config
+    (graph, params), config = split_model(model), model.config
     text = as_tokens("tokens", tokens, config.vocab_size)
     check_count("chunk", chunk, 1)
     length = f"at most context_length={config.context_length} tokens"
     expect(len(text) <= config.context_length, "tokens", length, len(text))
-    graph, params = nnx.split(model)
     state = state_for(model, [len(text)], kv_dtype)
-    table, _ = pages.reserve(state.table, [0], len(text))
-    state = dataclasses.replace(state, table=table)
+    state, _ = state.reserve([0], len(text))
     logits = np.empty((len(text), config.vocab_size), np.float32)
     for start in range(0, len(text), chunk):
         part = text[start : start + chunk]
@@ -58,7 +54,7 @@ def score(
 
 
 def evaluate(
-    model: Decoder,
+    model: Model,
     tokens: Sequence[int],
     *,
     chunk: int = 512,
@@ -77,7 +73,7 @@ def evaluate(
     the start of the text. Smaller strides see more and take longer.
 
     Args:
-      model: a `Decoder`, e.g. from `load_checkpoint`.
+      model: a `Decoder`, e.g. from `load_checkpoint`, or any other `Model`.
       tokens: ids, at least two.
       chunk: tokens per forward step, ≥ 1.
       context: most tokens that a prediction sees; None = the model's context_length.
@@ -94,7 +90,7 @@ def evaluate(
     Raises:
       ValueError: a token id or an option is out of range.
     """
-    config = model.config
+    (graph, params), config = split_model(model), model.config
     text = as_tokens("tokens", tokens, config.vocab_size)
     expect(len(text) >= 2, "tokens", "at least 2 tokens, one to predict", len(text))
     check_count("chunk", chunk, 1)
@@ -106,17 +102,15 @@ def evaluate(
     check_count("stride", stride, 1)
     expect(stride <= context, "stride", f"at most context={context}", stride)
     check_window(window, num_pinned)
-    graph, params = nnx.split(model)
     pieces = list(plan_pieces(len(text), context, stride))
     longest = max(piece.stop - piece.start for piece in pieces)
     state = state_for(model, [longest], kv_dtype, windows=window is not None)
     row = np.zeros(1, np.int32)
     total = 0.0
     for piece in pieces:
-        table, _ = pages.reserve(pages.reset(state.table), row, piece.stop - piece.start)
+        state, _ = state.reset().reserve(row, piece.stop - piece.start)
         if window is not None:
-            table, _ = pages.set_window(table, row, window, num_pinned)
-        state = dataclasses.replace(state, table=table)
+            state, _ = state.set_window(row, window, num_pinned)
         for start in range(piece.start, piece.first, chunk):
             stop = min(start + chunk, piece.first)
             part, count = _padded(text[start:stop])
@@ -172,20 +166,19 @@ def _padded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _logits(
-    graph: Any, params: Any, state: KVState, tokens: Int[Array, "tokens"], count: Int[Array, "1"]
+    graph: Graph, params: Any, state: KVState, tokens: Int[Array, "tokens"], count: Int[Array, "1"]
 ) -> tuple[KVState, jax.Array]:
     """Appends `count` tokens to row 0: the state and f32[tokens, vocab_size]."""
     row = jnp.zeros(1, jnp.int32)
-    table, batch, _ = pages.step_batch(state.table, row, count, num_tokens=tokens.shape[0])
-    state = dataclasses.replace(state, table=table)
+    state, batch, _ = state.step(row, count, num_tokens=tokens.shape[0])
     every = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    logits, state = nnx.merge(graph, params)(tokens, batch, state, logit_rows=every)
+    logits, state = run_model(graph, params, tokens, batch, state, logit_rows=every)
     return state, logits
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _losses(
-    graph: Any, params: Any, state: KVState, tokens: Int[Array, "tokens"],
+    graph: Graph, params: Any, state: KVState, tokens: Int[Array, "tokens"],
     count: Int[Array, "1"], targets: Int[Array, "tokens"],
 ) -> tuple[KVState, jax.Array]:  # fmt: skip
     """Appends `count` tokens to row 0: the state and −log p(targets), f32[tokens]."""

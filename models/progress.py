@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A bar on stderr that says how far a long task is."""
 
 import contextlib

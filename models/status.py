@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A line on stderr that says what goes on, where stderr is a terminal."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drives a decoder through the paged state, a step at a time: for tests and benchmarks."""
 
 import functools
@@ -9,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_paged import groups
-from jax_paged import state as state_verbs
-from jax_paged.cache.groups import KVGroups
-from jax_paged.cache.pages import NO_TREE, Status
 from jax_paged.cache.state import KVState
+from jax_paged.cache.trees import NO_TREE
+from jax_paged.checks.status import Status
 
-from .config import DecoderConfig
-from .decoder import Decoder
-from .hf_config import config_from_hf
+from .checkpoint.hf_config import config_from_hf
+from .decoder.config import DecoderConfig
+from .decoder.model import Decoder
+from .decoder.protocol import Model, run_model, split_model
 
 
 def small_config(model_type: str = "qwen3_moe", **changes) -> DecoderConfig:
@@ -53,34 +53,33 @@ def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
 
 @functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="state")
 def _prepare(state, rows, q_lens, tree_parents, *, num_tokens):
-    verbs: Any = groups if isinstance(state, KVGroups) else state_verbs
-    state, reserved = verbs.reserve(state, rows, q_lens)
-    state, batch, stepped = verbs.step_batch(
-        state, rows, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
+    state, reserved = state.reserve(rows, q_lens)
+    state, batch, stepped = state.step(
+        rows, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
     )
     return state, batch, jnp.stack([reserved, stepped])
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
 def _forward(graph, weights, tokens, batch, state):
-    return nnx.merge(graph, weights)(tokens, batch, state)
+    return run_model(graph, weights, tokens, batch, state)
 
 
 class Stepper:
-    """A decoder with a state of its own; each `step` feeds new tokens to some rows.
+    """A model with a state of its own; each `step` feeds new tokens to some rows.
 
     Steppers of equal configurations share their compiled programs.
 
     Args:
-      model: the decoder.
+      model: a `Decoder` or any other `Model`.
       max_seqs, pages_per_seq, page_size, windows: of the state, which has as many pages as all rows
         need.
       state: another one, with max_seqs rows; the sizes are then not used.
     """
 
     def __init__(
-        self, model: Decoder, *, max_seqs: int = 4, pages_per_seq: int = 8, page_size: int = 8,
-        windows: bool = False, state: KVState | KVGroups | None = None,
+        self, model: Model, *, max_seqs: int = 4, pages_per_seq: int = 8, page_size: int = 8,
+        windows: bool = False, state: KVState | None = None,
     ):  # fmt: skip
         config = model.config
         self.max_seqs = max_seqs
@@ -95,7 +94,7 @@ class Stepper:
             dtype=model.dtype,
             windows=windows,
         )
-        self._graph, self._weights = nnx.split(model)
+        self._graph, self._weights = split_model(model)
 
     def step(
         self,
@@ -127,7 +126,7 @@ class Stepper:
             self.state, rows, q_lens, tree_parents, num_tokens=len(flat)
         )
         if np.any(np.asarray(status) != Status.OK):
-            raise ValueError(f"step: reserve and step_batch gave status {status.tolist()}")
+            raise ValueError(f"step: reserve and step gave status {status.tolist()}")
         logits, self.state = _forward(
             self._graph, self._weights, jnp.asarray(flat, jnp.int32), batch, self.state
         )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test-wide settings: CPU by default, strict dtype and rank promotion."""
 
 import argparse
@@ -49,8 +50,8 @@ def pytest_addoption(parser):
         const="all",
         type=part,
         metavar="K/N",
-        help="run all combinations of parameters (tests/tiers.py); K/N: part K of N of what a "
-        "plain run leaves out",
+        help="run all combinations of parameters (tests/support/tiers.py); K/N: part K of N of "
+        "what a plain run leaves out",
     )
 
 

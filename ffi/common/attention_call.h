@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One call of attention, read from its operands and attributes by their names: for the CPU kernels,
 // the CUDA kernels and the emulator. jax_paged/ops/options.py says what each option means.
 //

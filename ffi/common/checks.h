@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Shape checks of the handlers. Python checks the same first with the caller's names; these defend
 // the kernels against calls that came another way. Each returns "" or one line: argument, expected,
 // got.
@@ -131,14 +133,6 @@ inline std::string ReadWeightDtype(const char* op, const char* argument, ArrayTy
   const bool quantized = type == TypeOf(Dtype::kInt8) || type == TypeOf(Dtype::kFloat8E4M3);
   if (quantized || type == x) return ReadKvDtype(op, argument, type, dtype);
   return Mismatch(op, argument, TypeText(x) + " or int8 or float8_e4m3fn", TypeText(type));
-}
-
-// An operand that may be absent: then it is [0].
-inline bool IsGiven(ShapeView x) { return x.rank != 1 || x[0] != 0; }
-
-inline std::string CheckOptional(const char* op, const char* argument, ShapeView got,
-                                 std::initializer_list<int64_t> expected) {
-  return IsGiven(got) ? CheckShape(op, argument, got, expected) : "";
 }
 
 inline std::string CheckRank(const char* op, const char* argument, ShapeView got, size_t rank) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Storage types of q, K, V and the output, and their scalar conversions.
 //
 // Plain C++17, no intrinsics: the conversions here serve the generic kernels, on any architecture.

@@ -1,16 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the handlers ask of XLA's buffers. The one file here that knows XLA; kernels do not include
 // it.
 
 #ifndef JAX_PAGED_COMMON_FFI_CHECKS_H_
 #define JAX_PAGED_COMMON_FFI_CHECKS_H_
 
-#include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "common/checks.h"
 #include "common/dtypes.h"
+#include "common/operand_names.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged {
@@ -64,31 +66,25 @@ class NamedOperands {
  public:
   NamedOperands(xla::ffi::RemainingArgs arguments, xla::ffi::Dictionary attributes)
       : arguments_(arguments), attributes_(attributes) {
-    std::string_view names = Attribute("operands", std::string_view());
-    while (!names.empty() && count_ < kMost) {
-      const size_t end = names.find(',');
-      names_[count_] = names.substr(0, end);
-      marks_ |= MarkOf(names_[count_++]);
-      names.remove_prefix(end == names.npos ? names.size() : end + 1);
+    std::string_view text = Attribute("operands", std::string_view());
+    while (!text.empty() && names_.count() < OperandNames::kMost) {
+      const size_t end = text.find(',');
+      names_.Add(text.substr(0, end));
+      text.remove_prefix(end == text.npos ? text.size() : end + 1);
     }
-    if (!names.empty() || count_ != arguments_.size()) {
+    if (!text.empty() || names_.count() != arguments_.size()) {
       problem_ = "attribute \"operands\": expected a name for each of " +
-                 std::to_string(arguments_.size()) + " operands, got " + std::to_string(count_);
-      count_ = 0;
+                 std::to_string(arguments_.size()) + " operands, got " +
+                 std::to_string(names_.count());
+      names_ = {};
     }
   }
 
   Array Find(std::string_view name) {
-    if (!(marks_ & MarkOf(name))) return {};  // most options are off
-    // They mostly are asked for in the order in which they come.
-    for (size_t tried = 0; tried < count_; ++tried, next_ = (next_ + 1) % count_) {
-      if (names_[next_] != name) continue;
-      const auto buffer = arguments_.get<xla::ffi::AnyBuffer>(next_);
-      if (!buffer.has_value()) return {};
-      was_read_[next_] = true;
-      return ArrayOf(*buffer);
-    }
-    return {};
+    const int index = names_.Find(name);
+    if (index < 0) return {};
+    const auto buffer = arguments_.get<xla::ffi::AnyBuffer>(static_cast<size_t>(index));
+    return buffer.has_value() ? ArrayOf(*buffer) : Array{};
   }
 
   template <typename T>
@@ -101,32 +97,12 @@ class NamedOperands {
   }
 
   const std::string& problem() const { return problem_; }
-
-  std::string Unread() const {
-    for (size_t i = 0; i < count_; ++i) {
-      if (!was_read_[i]) return "operand \"" + std::string(names_[i]) + "\": there is no such one";
-    }
-    return "";
-  }
+  std::string Unread() const { return names_.Unread(); }
 
  private:
-  static constexpr size_t kMost = 32;
-
-  // One bit of 64: names with different ones differ.
-  static uint64_t MarkOf(std::string_view name) {
-    if (name.empty()) return 0;
-    const auto first = static_cast<unsigned char>(name.front());
-    const auto last = static_cast<unsigned char>(name.back());
-    return uint64_t{1} << ((first + last * 3u + name.size() * 13u) & 63u);
-  }
-
   xla::ffi::RemainingArgs arguments_;
   xla::ffi::Dictionary attributes_;
-  std::string_view names_[kMost];
-  bool was_read_[kMost] = {};
-  uint64_t marks_ = 0;
-  size_t count_ = 0;
-  size_t next_ = 0;
+  OperandNames names_;
   std::string problem_;
 };
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What a handler of moe_experts checks and reads of XLA's buffers.
 
 #ifndef JAX_PAGED_COMMON_MOE_CHECKS_H_

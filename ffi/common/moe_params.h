@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One call of moe_experts. Knows nothing of XLA or of a device.
 
 #ifndef JAX_PAGED_COMMON_MOE_PARAMS_H_

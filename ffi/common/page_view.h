@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Where a token of one layer lies in a page pool. All address arithmetic on pages is here, in
 // int64.
 //
@@ -16,12 +18,7 @@
 
 #include <cstdint>
 
-// Marks what device code may call too.
-#ifdef __CUDACC__
-#define JAX_PAGED_HOST_DEVICE __host__ __device__
-#else
-#define JAX_PAGED_HOST_DEVICE
-#endif
+#include "common/host_device.h"
 
 namespace jax_paged {
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What an attention kernel is told about one call. Knows nothing of XLA or of a device.
 
 #ifndef JAX_PAGED_COMMON_PARAMS_H_

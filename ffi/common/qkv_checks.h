@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the handlers of jax_paged.qkv_norm_rope_write ask of XLA's buffers, on CPU and CUDA alike.
 
 #ifndef JAX_PAGED_COMMON_QKV_CHECKS_H_
@@ -114,6 +116,29 @@ inline std::string ReadQkv(const QkvBuffers& in, float eps, std::string_view sty
   p.k_pages = in.k_result.untyped_data();
   p.v_pages = in.v_result.untyped_data();
   return "";
+}
+
+// The operands, attributes and results of a call, behind the contexts that a platform asks for.
+template <typename Binding>
+auto BindQkv(Binding&& binding) {
+  namespace ffi = xla::ffi;
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()         // qkv
+      .template Arg<ffi::AnyBuffer>()         // k_pages
+      .template Arg<ffi::AnyBuffer>()         // v_pages
+      .template Arg<ffi::Buffer<ffi::S32>>()  // positions
+      .template Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
+      .template Arg<ffi::Buffer<ffi::F32>>()  // cos
+      .template Arg<ffi::Buffer<ffi::F32>>()  // sin
+      .template Arg<ffi::AnyBuffer>()         // q_norm
+      .template Arg<ffi::AnyBuffer>()         // k_norm
+      .template Arg<ffi::Buffer<ffi::S32>>()  // layer
+      .template Attr<float>("eps")
+      .template Attr<std::string_view>("style")
+      .template Attr<std::string_view>("layout")
+      .template Ret<ffi::AnyBuffer>()   // q
+      .template Ret<ffi::AnyBuffer>()   // k_pages
+      .template Ret<ffi::AnyBuffer>();  // v_pages
 }
 
 }  // namespace jax_paged

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One call of qkv_norm_rope_write. Knows nothing of XLA or of a device.
 
 #ifndef JAX_PAGED_COMMON_QKV_PARAMS_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // How one attention call is cut into work items. Device-agnostic: plain arithmetic on plain arrays.
 //
 //   row    one sequence of the batch. Its q_len x group_size "packed rows" (query-major, the heads
@@ -21,6 +23,7 @@
 
 #include <cstdint>
 
+#include "common/integers.h"
 #include "common/params.h"
 
 namespace jax_paged {
@@ -33,12 +36,6 @@ inline constexpr int64_t kItemsPerWorker = 4;    // aimed at by automatic splits
 inline constexpr int64_t kMaxSplitTokens = 1 << 30;
 // Below this cost, some 20 microseconds of work, a second worker costs more than it brings.
 inline constexpr int64_t kSerialCost = 600'000;
-
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
-inline int64_t Clamp(int64_t x, int64_t low, int64_t high) {
-  return x < low ? low : (x > high ? high : x);
-}
 
 struct ScheduleOptions {
   int32_t group_size;

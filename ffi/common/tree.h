@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Token trees: the last stored tokens of a row, each with its interval in depth-first order.
 //
 // Node i has the interval [first, end) of the places that its subtree takes in depth-first order,
@@ -10,6 +12,7 @@
 
 #include <cstdint>
 
+#include "common/integers.h"
 #include "common/params.h"
 #include "common/schedule.h"
 

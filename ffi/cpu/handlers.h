@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The FFI handlers of the CPU module.
 
 #ifndef JAX_PAGED_CPU_HANDLERS_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The Python module jax_paged._cpu: handlers to register, the instruction set, and the plan of a
 // call.
 

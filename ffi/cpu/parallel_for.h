@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A parallel loop on a borrowed thread pool (XLA's own), built so that it cannot deadlock.
 //
 // Items are claimed from an atomic counter by the caller and by helpers put into the pool's queue.

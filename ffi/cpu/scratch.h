@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Scratch memory of a call. Blocks are kept for later calls: memory fresh from the system costs a
 // page fault for each 4 KiB, more than a decode step's own work.
 
@@ -8,6 +10,8 @@
 #include <mutex>
 #include <new>
 #include <utility>
+
+#include "common/integers.h"
 
 namespace jax_paged::cpu {
 
@@ -30,7 +34,7 @@ class Scratch {
       }
     }
     // In steps, so that a block still fits when lengths have grown a little.
-    bytes = (bytes + kStep - 1) / kStep * kStep;
+    bytes = RoundUp<size_t>(bytes, kStep);
     block_ = {::operator new(bytes, std::align_val_t(kAlignment)), bytes};
   }
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Bytes of 8-bit codes to the 16-bit numbers that mma takes.
 //
 // Bytes are widened two at a time, without a look at single elements: moved to where a 16-bit

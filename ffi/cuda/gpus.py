@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks the NVIDIA driver which GPUs are in this machine.
 
 Prints their architectures as CMake names them, e.g. `90-real`, several with `;` between. Exits with

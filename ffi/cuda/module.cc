@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Python module jax_paged._cuda: the CUDA handlers and how they were built.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Pointers of the CUDA kernels. They cannot be dereferenced: prim.h loads and stores. On a GPU they
 // are plain addresses; in the emulator (JAX_PAGED_EMULATE) they know their buffer.
 

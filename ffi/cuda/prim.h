@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Everything that the kernels ask of the hardware, one wrapper per instruction. Kernels use no
 // other intrinsic, no inline PTX and no pointer dereference, so that the same sources run on a GPU
 // (here) and in the emulator (emu/prim.h, chosen by JAX_PAGED_EMULATE).

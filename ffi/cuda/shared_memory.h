@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Dynamic shared memory above the 48 KiB that every kernel may have.
 
 #ifndef JAX_PAGED_CUDA_SHARED_MEMORY_H_

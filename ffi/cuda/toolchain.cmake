@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 # Decides whether CUDA kernels are built, for which architectures and with which nvcc, and proves that
 # it works: with a broken toolkit enable_language(CUDA) is an error, and "auto" could not go on.
 

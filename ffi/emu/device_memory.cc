@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Shadow of device memory: the buffers, their bounds, results read before they are written, races,
 // and what one CTA may see of another's writes.
 

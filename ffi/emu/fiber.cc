@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The switch between fibers on x86-64: see fiber.h.
 
 #include "emu/fiber.h"

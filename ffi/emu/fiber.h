@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A stack that can be left and entered again: one per emulated thread.
 //
 // On x86-64 a switch saves six registers (about 10 ns); elsewhere, or with JAX_PAGED_EMU_UCONTEXT,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A GPU that runs kernels on the CPU, one CTA thread per fiber, and looks for what no GPU shows.
 //
 // Kernels reach it through emu/prim.h only. A fiber runs until it waits at a warp collective or a

@@ -1,8 +1,11 @@
-// C interface of the emulated merge_attention_states kernel, for ctypes (tests/emulation.py).
+// SPDX-License-Identifier: Apache-2.0
+
+// C interface of the emulated merge_attention_states kernel, for ctypes (support/emulation.py).
 
 #include <cstdint>
 #include <string>
 
+#include "common/integers.h"
 #include "cuda/merge_states/merge.cuh"
 #include "emu/machine.h"
 
@@ -35,8 +38,7 @@ const char* emulate_merge_states(const char* out_a, const float* lse_a, const ch
   args.num_heads = num_heads;
   args.row_chunks = static_cast<int32_t>(row_bytes / 16);
   const int64_t chunks = num_heads * args.row_chunks;
-  const int32_t ctas =
-      static_cast<int32_t>((chunks + cuda::kMergeThreads - 1) / cuda::kMergeThreads);
+  const int32_t ctas = static_cast<int32_t>(jax_paged::CeilDiv(chunks, cuda::kMergeThreads));
   static std::string error;
   error = emu::Launch({ctas, cuda::kMergeThreads, /*shared_bytes=*/0, seed}, [&] {
     switch (type) {

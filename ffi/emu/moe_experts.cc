@@ -1,4 +1,6 @@
-// C interface of the emulated moe_experts kernels, for ctypes (tests/test_cuda_emulated_moe.py).
+// SPDX-License-Identifier: Apache-2.0
+
+// C interface of the emulated moe_experts kernels, for ctypes (test_cuda_emulated_moe.py).
 
 #include <cstdint>
 #include <string>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Emulator twins of Global and Shared (cuda/pointers.h): pointers that know their buffer, so that
 // every access through prim.h is checked against its bounds. There is no operator*: prim.h is the
 // only way in.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Emulator twins of the wrappers in cuda/prim.h, which includes this file and says what each does.
 // Every one that touches memory or synchronises takes the place it was called from.
 

@@ -1,5 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // C interface of the emulated qkv_norm_rope_write kernel, for ctypes
-// (tests/test_qkv_norm_rope_write_emulated.py).
+// (tests/ops/test_qkv_norm_rope_write.py).
 
 #include <cstdint>
 #include <string>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Which thread goes on: fibers that wait for a collective or a barrier, and the launch that runs
 // them all, CTAs, warps and lanes in an order drawn from the seed.
 
@@ -65,24 +67,24 @@ void StartCta(Cta* cta, int32_t index) {
 }
 
 std::string DeadlockText() {
-  std::set<std::string> places;
+  std::set<std::string> waits;
   for (const auto& cta : machine.resident) {
     if (cta->live_threads == 0) continue;
     for (size_t i = 0; i < cta->lanes.size(); ++i) {
       const Lane& lane = cta->lanes[i];
       const std::string warp =
           "CTA " + std::to_string(cta->index) + " warp " + std::to_string(i / kWarpSize) + ": ";
-      if (lane.waits == Waits::kForever) places.insert(warp + "threads that ended");
+      if (lane.waits == Waits::kForever) waits.insert(warp + "threads that ended");
       if (lane.waits == Waits::kBarrier) {
-        places.insert(warp + "threads at the barrier " + Text(lane.site));
+        waits.insert(warp + "threads at the barrier " + Text(lane.site));
       }
       if (lane.waits == Waits::kCollective) {
-        places.insert(warp + "threads at the collective " + Text(lane.site));
+        waits.insert(warp + "threads at the collective " + Text(lane.site));
       }
     }
   }
   std::string text = "deadlock:";
-  for (const std::string& place : places) text += " [" + place + "]";
+  for (const std::string& wait : waits) text += " [" + wait + "]";
   return text.substr(0, 1000);
 }
 
@@ -176,11 +178,11 @@ std::string Launch(const LaunchOptions& options, const std::function<void()>& bo
   for (int32_t i = 0; i < options.num_ctas; ++i) order[i] = i;
   if (options.seed) std::shuffle(order.begin(), order.end(), machine.random);
 
-  // CTAs wait in the shuffled order for one of a few places.
-  const size_t places = std::min<size_t>(1 + options.seed % 4, order.size());
+  // A few CTAs run at a time; the others wait, in the shuffled order, for one of those to end.
+  const size_t resident = std::min<size_t>(1 + options.seed % 4, order.size());
   machine.resident.clear();
   size_t started = 0;
-  for (; started < places; ++started) {
+  for (; started < resident; ++started) {
     machine.resident.push_back(std::make_unique<Cta>());
     StartCta(machine.resident.back().get(), order[started]);
   }

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Shadow of shared memory: bounds, words read before they are written, races, and cp.async copies
 // with everything that touches their destination too early.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The state of the emulated machine, shared by the sources of ffi/emu and by nothing else: threads
 // and what they wait for (scheduler.cc), barriers and collectives (sync.cc), the shadow of shared
 // memory (shared_memory.cc) and of device memory (device_memory.cc).

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Barriers, fences and warp collectives: what they order, and what they carry between lanes.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line's options. Nothing is imported here that takes time, so that --help is quick."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C in the command line: exit code 130, at whatever moment it comes.
 
 As an exception it may come in the middle of an import, or where C++ calls Python back and loses it.

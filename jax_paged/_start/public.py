@@ -1,18 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of the package, all of them; `jax_paged` takes them from here."""
 
-from jax_paged.cache import groups as groups
-from jax_paged.cache import pages as pages
-from jax_paged.cache import state as state
 from jax_paged.cache import transfer as transfer
 from jax_paged.cache.export import export as export
-from jax_paged.cache.groups import KVGroups as KVGroups
-from jax_paged.cache.groups import MlaState as MlaState
-from jax_paged.cache.pages import PageTable as PageTable
-from jax_paged.cache.pages import Status as Status
-from jax_paged.cache.pages import StepBatch as StepBatch
-from jax_paged.cache.pages import pages_for as pages_for
+from jax_paged.cache.layers import attend as attend
+from jax_paged.cache.layers import write as write
+from jax_paged.cache.layers import write_qkv as write_qkv
+from jax_paged.cache.page_table import PageTable as PageTable
+from jax_paged.cache.pools import KVGroup as KVGroup
 from jax_paged.cache.state import KVState as KVState
+from jax_paged.cache.table import STALE as STALE
+from jax_paged.cache.trees import NO_TREE as NO_TREE
 from jax_paged.checks import check_values as check_values
+from jax_paged.checks.status import Status as Status
 from jax_paged.checks.status import check as check
 from jax_paged.layout import convert_pages as convert_pages
 from jax_paged.layout import page_table_from_addresses as page_table_from_addresses
@@ -20,6 +20,8 @@ from jax_paged.native.load import build_info as build_info
 from jax_paged.ops.attention import paged_attention as paged_attention
 from jax_paged.ops.attention import ragged_attention as ragged_attention
 from jax_paged.ops.attention import ragged_paged_attention as ragged_paged_attention
+from jax_paged.ops.batch import StepBatch as StepBatch
+from jax_paged.ops.batch import pages_for as pages_for
 from jax_paged.ops.cascade import CascadeLevel as CascadeLevel
 from jax_paged.ops.cascade import cascade_attention as cascade_attention
 from jax_paged.ops.cascade import cascade_levels as cascade_levels
@@ -35,6 +37,9 @@ from jax_paged.ops.move import move_slots as move_slots
 from jax_paged.ops.qkv import qkv_norm_rope_write as qkv_norm_rope_write
 from jax_paged.ops.ranges import gather_kv as gather_kv
 from jax_paged.ops.ranges import scatter_kv as scatter_kv
+from jax_paged.ops.rope import Rope as Rope
+from jax_paged.ops.rope import inverse_frequencies as inverse_frequencies
+from jax_paged.ops.rope import rope_tables as rope_tables
 from jax_paged.ops.trees import tree_intervals as tree_intervals
 from jax_paged.ops.write import kv_dtype as kv_dtype
 from jax_paged.ops.write import write_kv as write_kv

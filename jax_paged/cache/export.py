@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that outlive their process: the types and the custom calls of ours in `jax.export`."""
 
 import ast
@@ -6,14 +7,15 @@ from typing import Any
 
 from jax import export as jax_export
 
-from jax_paged.cache.groups import KVGroups, MlaState
+from jax_paged.cache.page_table import PageTable
+from jax_paged.cache.pools import KVGroup
 from jax_paged.cache.state import KVState
-from jax_paged.cache.table import PageTable, Windows
+from jax_paged.cache.table import Windows
 from jax_paged.cache.transfer.inbox import Inbox
 from jax_paged.native.load import build_info
 from jax_paged.ops.batch import StepBatch
 
-TYPES = (Inbox, KVGroups, KVState, MlaState, PageTable, StepBatch, Windows)
+TYPES = (Inbox, KVGroup, KVState, PageTable, StepBatch, Windows)
 
 
 def export(
@@ -36,8 +38,8 @@ def export(
       A function of the arguments of `fun`, or their shapes, that gives a `jax.export.Exported`.
 
     >>> import jax, jax.numpy as jnp, jax_paged as jp
-    >>> table = jp.pages.PageTable.create(8, 2, pages_per_seq=4, page_size=16)
-    >>> reserve = jax.jit(lambda table: jp.pages.reserve(table, jnp.arange(2), 20))
+    >>> table = jp.PageTable.create(8, 2, pages_per_seq=4, page_size=16)
+    >>> reserve = jax.jit(lambda table: table.reserve(jnp.arange(2), 20))
     >>> blob = jp.export(reserve)(table).serialize()
     >>> _, status = jax.export.deserialize(blob).call(table)
     >>> print(status)

@@ -1,4 +1,5 @@
-"""Handles of rows, which know when their row was released: exported by `pages`.
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of rows, which know when their row was released: verbs of `PageTable`.
 
 A row id may come back with another sequence. A handle holds the row's generation too, which every
 release of the row raises: so it goes stale for good, and `rows_of` gives STALE for it, an id that
@@ -9,11 +10,11 @@ check that it does not ask for.
 import jax
 import jax.numpy as jnp
 
-from jax_paged.cache.table import STALE, Integers, PageTable, check_rows, check_table
+from jax_paged.cache.table import STALE, Integers, Table, check_rows
 from jax_paged.checks import INT32_MAX
 
 
-def handles(table: PageTable, rows: Integers) -> jax.Array:
+def handles(table: Table, rows: Integers) -> jax.Array:
     """Handles of rows for `rows_of`, good until the row is released.
 
     That of a free row is good for its next sequence.
@@ -27,17 +28,16 @@ def handles(table: PageTable, rows: Integers) -> jax.Array:
     Raises:
       ValueError: a shape or dtype is wrong.
 
-    >>> from jax_paged import pages
-    >>> table = pages.PageTable.create(num_pages=4, max_seqs=2, pages_per_seq=4, page_size=16)
-    >>> table, _ = pages.reserve(table, [1], 20)
-    >>> held = pages.handles(table, [1])
-    >>> table, status = pages.release(table, pages.rows_of(table, held))
-    >>> table, _ = pages.reserve(table, [1], 20)  # somebody else's
-    >>> table, again = pages.release(table, pages.rows_of(table, held))
-    >>> print(status, pages.rows_of(table, held), again)
+    >>> from jax_paged import PageTable
+    >>> table = PageTable.create(num_pages=4, max_seqs=2, pages_per_seq=4, page_size=16)
+    >>> table, _ = table.reserve([1], 20)
+    >>> held = table.handles([1])
+    >>> table, status = table.release(table.rows_of(held))
+    >>> table, _ = table.reserve([1], 20)  # somebody else's
+    >>> table, again = table.release(table.rows_of(held))
+    >>> print(status, table.rows_of(held), again)
     [0] [-2] [4]
     """
-    check_table(table)
     return _handles(table, check_rows("rows", rows))
 
 
@@ -49,7 +49,7 @@ def _handles(table, rows):
     return jnp.where(inside, generation * table.max_seqs + rows, none)
 
 
-def rows_of(table: PageTable, handles: Integers) -> jax.Array:
+def rows_of(table: Table, handles: Integers) -> jax.Array:
     """The rows of handles, for the verbs; STALE (-2) where the row has been released since.
 
     Args:
@@ -63,7 +63,6 @@ def rows_of(table: PageTable, handles: Integers) -> jax.Array:
 
     A generation comes back after 2**31 / max_seqs releases of the row.
     """
-    check_table(table)
     return _rows_of(table, check_rows("handles", handles))
 
 

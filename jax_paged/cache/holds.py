@@ -1,9 +1,10 @@
-"""Pages that outlive their rows: hold, unhold and adopt, exported by `pages`.
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that outlive their rows: hold, unhold and adopt, verbs of `PageTable`.
 
 A prefix cache takes a reference on a full page of a row (`hold`), starts later rows with it
 (`adopt`), and gives the reference back when it needs the room (`unhold`). Only full pages can be
 held, so what is shared is never written: truncating a row into such a page copies it first. The
-rules are those of `pages`: a status per entry, all or nothing, -1 takes no part.
+rules are those of `PageTable`: a status per entry, all or nothing, -1 takes no part.
 """
 
 from typing import Any
@@ -14,23 +15,20 @@ import jax.numpy as jnp
 from jax_paged.cache.table import (
     STALE,
     Integers,
-    PageTable,
+    T,
     all_ok,
     check_rows,
-    check_table,
     first_status,
     look_up,
     push,
     replace,
 )
-from jax_paged.cache.windows import column_of
+from jax_paged.cache.windows import column_of, give_window
 from jax_paged.checks import as_index, check_shape, expect
 from jax_paged.checks.status import Status
 
 
-def hold(
-    table: PageTable, rows: Integers, columns: Integers
-) -> tuple[PageTable, jax.Array, jax.Array]:
+def hold(table: T, rows: Integers, columns: Integers) -> tuple[T, jax.Array, jax.Array]:
     """Takes a reference on page columns[i] of row rows[i], which stays when the row lets go.
 
     A page may be held many times, also by one call; each hold wants its own `unhold`.
@@ -48,24 +46,23 @@ def hold(
     Raises:
       ValueError: a shape or dtype is wrong.
 
-    >>> from jax_paged import pages
-    >>> table = pages.PageTable.create(num_pages=4, max_seqs=2, pages_per_seq=4, page_size=16)
-    >>> table, _ = pages.reserve(table, [0], 20)
-    >>> table, _, _ = pages.step_batch(table, [0], 20, num_tokens=32)
-    >>> table, page_ids, status = pages.hold(table, [0, 0], [0, 1])
+    >>> from jax_paged import PageTable
+    >>> table = PageTable.create(num_pages=4, max_seqs=2, pages_per_seq=4, page_size=16)
+    >>> table, _ = table.reserve([0], 20)
+    >>> table, _, _ = table.step([0], 20, num_tokens=32)
+    >>> table, page_ids, status = table.hold([0, 0], [0, 1])
     >>> print(page_ids, status)  # the second page is not full
     [-1 -1] [0 3]
-    >>> table, page_ids, _ = pages.hold(table, [0], [0])
-    >>> table, _ = pages.release(table, [0])
-    >>> table, status = pages.adopt(table, [1], page_ids[None, :])
+    >>> table, page_ids, _ = table.hold([0], [0])
+    >>> table, _ = table.release([0])
+    >>> table, status = table.adopt([1], page_ids[None, :])
     >>> print(table.seq_lens, table.num_free, status)
     [ 0 16] 3 [0]
     """
-    check_table(table)
     ids = check_rows("rows", rows)
-    places = check_rows("columns", columns)
-    check_shape("columns", places, "N", ids.shape)
-    return _hold(table, ids, places)
+    numbers = check_rows("columns", columns)
+    check_shape("columns", numbers, "N", ids.shape)
+    return _hold(table, ids, numbers)
 
 
 @jax.jit
@@ -84,17 +81,17 @@ def _hold(table, rows, columns):
     )
     live = takes_part & all_ok(status)
     page_ids = table.page_table[safe, jnp.clip(stored_at, 0, table.pages_per_seq - 1)]
-    place = jnp.where(live, page_ids, table.num_pages)
+    index = jnp.where(live, page_ids, table.num_pages)
     table = replace(
         table,
-        ref_counts=table.ref_counts.at[place].add(jnp.int32(1), mode="drop"),
-        hold_counts=table.hold_counts.at[place].add(jnp.int32(1), mode="drop"),
+        ref_counts=table.ref_counts.at[index].add(jnp.int32(1), mode="drop"),
+        hold_counts=table.hold_counts.at[index].add(jnp.int32(1), mode="drop"),
         num_free=table.num_free,
     )
     return table, jnp.where(live, page_ids, -1), status
 
 
-def unhold(table: PageTable, page_ids: Integers) -> tuple[PageTable, jax.Array]:
+def unhold(table: T, page_ids: Integers) -> tuple[T, jax.Array]:
     """Gives back a reference per page; a page that nobody holds any more is free again.
 
     Args:
@@ -107,7 +104,6 @@ def unhold(table: PageTable, page_ids: Integers) -> tuple[PageTable, jax.Array]:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    check_table(table)
     return _unhold(table, check_rows("page_ids", page_ids))
 
 
@@ -117,11 +113,11 @@ def _unhold(table, page_ids):
     takes_part = page_ids != -1
     inside = (page_ids >= 0) & (page_ids < num_pages)
     safe = jnp.where(inside, page_ids, 0)
-    place = jnp.where(inside, page_ids, num_pages)
-    times = jnp.zeros(num_pages, jnp.int32).at[place].add(jnp.int32(1), mode="drop")
+    index = jnp.where(inside, page_ids, num_pages)
+    times = jnp.zeros(num_pages, jnp.int32).at[index].add(jnp.int32(1), mode="drop")
     held = inside & (times[safe] <= table.hold_counts[safe])
     status = first_status((takes_part & ~held, Status.BAD_ROW))
-    dropped = jnp.where(takes_part & all_ok(status), place, num_pages)
+    dropped = jnp.where(takes_part & all_ok(status), index, num_pages)
     ref_counts, free_stack, num_free = push(
         table.ref_counts, table.free_stack, table.num_free, dropped
     )
@@ -135,7 +131,7 @@ def _unhold(table, page_ids):
     return table, status
 
 
-def adopt(table: PageTable, rows: Integers, page_ids: Any) -> tuple[PageTable, jax.Array]:
+def adopt(table: T, rows: Integers, page_ids: Any) -> tuple[T, jax.Array]:
     """Starts the free row rows[i] with the pages page_ids[i], shared, all of them full.
 
     Args:
@@ -150,7 +146,6 @@ def adopt(table: PageTable, rows: Integers, page_ids: Any) -> tuple[PageTable, j
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    check_table(table)
     ids = check_rows("rows", rows)
     shared = as_index("page_ids", page_ids)
     ok = shared.ndim == 2 and 1 <= shared.shape[1] <= table.pages_per_seq
@@ -180,7 +175,7 @@ def _adopt(table, rows, page_ids):
     index = jnp.where(live, rows, table.max_seqs)
     count = jnp.sum(given, axis=1, dtype=jnp.int32)
     unused = jnp.full((rows.shape[0], table.pages_per_seq - width), -1, jnp.int32)
-    place = jnp.where(live[:, None] & given, page_ids, num_pages)
+    adopted = jnp.where(live[:, None] & given, page_ids, num_pages)
     table = replace(
         table,
         page_table=table.page_table.at[index].set(
@@ -189,7 +184,7 @@ def _adopt(table, rows, page_ids):
         seq_lens=table.seq_lens.at[index].set(count * table.page_size, mode="drop"),
         pages_held=table.pages_held.at[index].set(count, mode="drop"),
         is_live=table.is_live.at[index].set(True, mode="drop"),
-        ref_counts=table.ref_counts.at[place].add(jnp.int32(1), mode="drop"),
+        ref_counts=table.ref_counts.at[adopted].add(jnp.int32(1), mode="drop"),
         num_free=table.num_free,
     )
-    return table, status
+    return give_window(table, index), status

@@ -1,4 +1,5 @@
-"""Rows that share pages, and part again: fork and truncate, exported by `pages`.
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that share pages, and part again: fork and truncate, verbs of `PageTable`.
 
 Both may leave a row with its end inside a page that other rows hold. The row then gets a page of
 its own, into which the caller copies the shared one.
@@ -13,12 +14,12 @@ from jax_paged.cache.table import (
     STALE,
     Integers,
     PageCopies,
-    PageTable,
+    T,
     all_ok,
     check_rows,
-    check_table,
     first_status,
     hand_out,
+    if_ok,
     look_up,
     per_row,
     pop,
@@ -26,21 +27,24 @@ from jax_paged.cache.table import (
     replace,
     stored_lens,
 )
-from jax_paged.cache.windows import loses_window
+from jax_paged.cache.windows import give_window, loses_window
 from jax_paged.checks import check_shape
 from jax_paged.checks.status import Status, code
 from jax_paged.ops.batch import pages_for
 
 
 def fork(
-    table: PageTable, parent: Integers, child: Integers, length: Integers
-) -> tuple[PageTable, PageCopies, jax.Array]:
+    table: T, parent: Integers, child: Integers, length: Integers
+) -> tuple[T, PageCopies, jax.Array]:
     """Starts the free row child[i] with the first length[i] tokens of row parent[i].
 
     Full pages are shared. For a last page that `length` fills only partly the child gets a fresh
-    page, into which the caller copies the old one before the next write (`state.fork` does). A
+    page, into which the caller copies the old one before the next write (a `KVState` does). A
     parent may have several children in one call. A pair with a -1 takes no part. The child has no
     sliding window; if it is given one, these tokens count as pinned.
+
+    In a table with row_window the child shares what is left of the parent's window and slides on
+    by itself.
 
     Args:
       parent, child: integers [N].
@@ -50,14 +54,16 @@ def fork(
       (table, copies, status i32[N]). STALE_ROW: the parent is not live. UNCOMMITTED_TREE: it has a
       tree. BAD_ROW also for a child that is live, given twice, or a parent in the same call, and
       for a length out of range, which for a parent with a window ends at its pinned tokens.
+      SLID_OUT, with row_window: tokens that the child's next token would see have slid away; the
+      parent's whole length is always possible.
 
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    check_table(table)
     sources, targets = check_rows("parent", parent), check_rows("child", child)
     check_shape("child", targets, "N", sources.shape)
-    return _fork(table, sources, targets, per_row("length", length, sources))
+    lengths = per_row("length", length, sources)
+    return (_fork_stored if table.row_window else _fork)(table, sources, targets, lengths)
 
 
 @jax.jit
@@ -114,9 +120,35 @@ def _fork(table, parent, child, length):
     return table, PageCopies(src, jnp.where(need > 0, fresh[:, 0], -1)), status
 
 
-def truncate(
-    table: PageTable, rows: Integers, num_tokens: Integers
-) -> tuple[PageTable, PageCopies, jax.Array]:
+@jax.jit
+def _fork_stored(table, parent, child, length):
+    """`_fork` where all rows have a window and no pinned tokens; the child slid as its parent.
+
+    What is stored of a row is forked like a row that never slid.
+    """
+    windows = table.windows
+    takes_part = (parent != -1) & (child != -1)
+    source = jnp.clip(parent, 0, table.max_seqs - 1)
+    inside = takes_part & (length >= 0) & (length <= table.seq_lens[source])
+    lost = inside & loses_window(table, source, length)
+    offset = windows.slot_offset[source]
+
+    stored = dataclasses.replace(table, seq_lens=table.seq_lens - windows.slot_offset, windows=None)
+    forked, copies, status = _fork(stored, parent, child, jnp.where(lost, 0, length - offset))
+    status = jnp.where(lost & (status == code(Status.OK)), code(Status.SLID_OUT), status)
+    index = jnp.where(takes_part & all_ok(status), child, table.max_seqs)
+    slot_offset = windows.slot_offset.at[index].set(offset, mode="drop")
+    forked = dataclasses.replace(
+        forked,
+        seq_lens=forked.seq_lens + slot_offset,
+        windows=dataclasses.replace(windows, slot_offset=slot_offset),
+    )
+    ok = all_ok(status)
+    table = if_ok(ok, give_window(forked, index), table)
+    return table, PageCopies(*(jnp.where(ok, x, -1) for x in copies)), status
+
+
+def truncate(table: T, rows: Integers, num_tokens: Integers) -> tuple[T, PageCopies, jax.Array]:
     """Drops the last num_tokens[i] tokens of row i, and its pages wholly behind the new end.
 
     Reserved pages without a token go too: num_tokens = 0 trims a row to its length. A row cut to
@@ -124,7 +156,7 @@ def truncate(
 
     A new end inside a page that other rows hold would make the next write overwrite their tokens.
     The row then gets a fresh page, into which the caller copies the old one before the next write
-    (`state.truncate` does). It needs a free page for that, or POOL_FULL, unless the cut frees a
+    (a `KVState` does). It needs a free page for that, or POOL_FULL, unless the cut frees a
     page that it alone holds. If all holders of a page are cut inside it in one call, the last of
     them keeps it.
 
@@ -140,7 +172,6 @@ def truncate(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    check_table(table)
     ids = check_rows("rows", rows)
     return _truncate(table, ids, per_row("num_tokens", num_tokens, ids))
 

@@ -1,266 +1,402 @@
-"""KV pages of all layers together with their page table, and the verbs on both.
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache of a model: the pages of all its layers, and the verbs on them.
 
-The verbs are those of `pages` under the same names, with the same statuses. They take a `KVState`
-and return a new one. Only `fork`, `truncate` and `commit_tree` touch the pages: they copy the few
-pages that change hands, or the few tokens that are kept, in place when the caller's jit donates the
-state. Called eagerly, these three donate the pages of the state that they are given: use the
-returned one.
+The verbs are those of `PageTable`, with the same rules and statuses. Only `fork`, `truncate` and
+`commit_tree` touch the pages: they copy the few pages that change hands, or the few tokens that are
+kept, in place when the caller's jit donates the state. Called eagerly, these three donate the pages
+of the state that they are given: use the returned one.
 
-Hand `k_pages` and `v_pages` to the ops whole, with a `layer` scalar: slicing out a layer copies it.
-After a write, put the returned arrays back with `dataclasses.replace(state, k_pages=, v_pages=)`;
-with 8-bit pages hand over and put back k_scale and v_scale, too. Scales per token lie by page and
-slot as the pages do, and the verbs copy them with their pages.
+Layers of one kind form a group: those that see all tokens ("full"), the last few (a window), or
+one latent row per token ("mla"). Each group has pools and a page table of its own. A group with a
+window frees the pages that have left it, so its pools need room for a window and a chunk per row.
+
+A verb is done on the table of every group, for all of them or for none: a row's status is the first
+that is not OK, in the order of the groups. To keep only the rows that are OK may then take several
+calls: a row may have lived on pages of one group that a row would have freed which failed in
+another. Rows, their lengths and handles are the same in all groups.
 """
 
 import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_paged.cache import pages
-from jax_paged.cache.pages import Integers, PageCopies, PageTable, SlotMoves, StepBatch
-from jax_paged.cache.table import check_kind
-from jax_paged.checks import (
-    EIGHT_BIT_DTYPES,
-    FLOAT_DTYPES,
-    check_choice,
-    check_kv_scale,
-    check_size,
-    expect,
-    is_per_token,
-)
-from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape, pages_rank, pages_shape
-from jax_paged.ops.move import copy_pages, copy_rows, move_slots
-from jax_paged.ops.zero_pool import zero_pool
+from jax_paged.cache.page_table import PageTable
+from jax_paged.cache.pools import KVGroup
+from jax_paged.cache.table import Integers, PageCopies, SlotMoves, all_ok, check_rows
+from jax_paged.checks import INT32_MAX, check_size, expect
+from jax_paged.checks.status import Status, code
+from jax_paged.layout import Layout
+from jax_paged.ops.batch import StepBatch
+
+# "full": K and V of all tokens. An int: K and V of a window of so many tokens, the query's own
+# included. "mla": latent rows of all tokens.
+LayerKind = Literal["full", "mla"] | int
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def _verb(
+    of_table: Callable[Concatenate[PageTable, P], tuple[PageTable, jax.Array]], ids: str = "rows",
+    *, many: bool = True,
+) -> Callable[Concatenate["KVState", P], tuple["KVState", jax.Array]]: ...  # fmt: skip
+
+
+@overload
+def _verb(
+    of_table: Callable[
+        Concatenate[PageTable, P], tuple[PageTable, PageCopies | SlotMoves, jax.Array]
+    ],
+    ids: str = "rows", *, many: bool = True,
+) -> Callable[Concatenate["KVState", P], tuple["KVState", jax.Array]]: ...  # fmt: skip
+
+
+@overload
+def _verb(
+    of_table: Callable[Concatenate[PageTable, P], tuple[PageTable, R, jax.Array]],
+    ids: str = "rows", *, many: bool = True,
+) -> Callable[Concatenate["KVState", P], tuple["KVState", R, jax.Array]]: ...  # fmt: skip
+
+
+def _verb(of_table: Any, ids: str = "rows", *, many: bool = True) -> Any:
+    """A verb of `PageTable` as one of `KVState`.
+
+    `ids` names the argument whose entries take no part where they are -1. many: whether it can be
+    done in several groups.
+    """
+    signature = inspect.signature(of_table)
+
+    @functools.wraps(of_table)
+    def verb(state, *args, **kwargs):
+        given = signature.bind(None, *args, **kwargs).arguments
+        del given["table"]
+        return state._do(of_table, ids, given, many)
+
+    text = re.split(r"\n\s*>>>", of_table.__doc__)[0]
+    parameters = list(signature.parameters.values())
+    parameters[0] = parameters[0].replace(name="state", annotation="KVState")
+    vars(verb)["__signature__"] = inspect.Signature(parameters)
+    verb.__doc__ = re.sub(r"\(table, (copies, |moves, )?", "(state, ", text)
+    return verb
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVState:
-    """The KV cache of a model: one K and one V pool, stacked over layers, and one page table."""
+    """The KV cache of a model, or of a range of its layers. Make one with `create`."""
 
-    k_pages: jax.Array  # [num_layers, num_pages, num_kv_heads, page_size, head_dim] for "HND"
-    v_pages: jax.Array  # the same with v_head_dim
-    table: PageTable
-    layout: Layout = field(metadata={"static": True})
-    # Of 8-bit pages, for the ops' arguments of these names: f32[num_layers, num_pages,
-    # num_kv_heads, page_size], one per token and head, or one that is given. None: 1.
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
+    groups: tuple[KVGroup, ...]  # in the order in which their kinds first occur
+    layer_kinds: tuple[LayerKind, ...] = field(metadata={"static": True})
+    layer_begin: int = field(metadata={"static": True}, default=0)  # the first layer of the range
 
-    def __post_init__(self):
-        if len(getattr(self.k_pages, "shape", ())) == pages_rank(self.layout) + 1:
-            shape = pages_shape(self.k_pages, self.layout)
-            sizes = shape.num_pages, shape.page_size
-            check_table_fits(self.table, sizes, "k_pages", self.k_pages, self.layout)
+    reserve = _verb(PageTable.reserve)
+    step = _verb(PageTable.step)
+    append = _verb(PageTable.append)
+    release = _verb(PageTable.release)
+    fork = _verb(PageTable.fork, "child")
+    truncate = _verb(PageTable.truncate)
+    commit_tree = _verb(PageTable.commit_tree)
+    set_window = _verb(PageTable.set_window, many=False)
+    hold = _verb(PageTable.hold, many=False)
+    unhold = _verb(PageTable.unhold, "page_ids", many=False)
+    adopt = _verb(PageTable.adopt, many=False)
 
     @staticmethod
     def create(
         *,
-        num_layers: int,
-        num_pages: int,
+        num_pages: int | Mapping[LayerKind, int],
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         max_seqs: int,
-        pages_per_seq: int,
+        pages_per_seq: int | Mapping[LayerKind, int],
         dtype: Any,
+        num_layers: int | None = None,
+        layer_kinds: Sequence[LayerKind] | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         v_head_dim: int | None = None,
+        latent_dim: int | None = None,
         layout: Layout = "HND",
         max_tree: int = 256,
         windows: bool = False,
         k_scale: Any = None,
         v_scale: Any = None,
+        kv_scale: Any = None,
+        layer_begin: int = 0,
     ) -> "KVState":
         """An empty state with zeroed pages.
 
         Args:
-          num_layers, num_kv_heads, head_dim: of the model, at least 1.
-          num_pages, page_size, max_seqs, pages_per_seq, max_tree, windows: see `PageTable.create`.
-            All layers share one page table, so a page id stands for num_layers pages.
-          dtype: of both pools: bf16, f16, f32, f8e4m3fn, f8e5m2 or int8 (see `kv_dtype`).
-          v_head_dim: head_dim of V; None = head_dim.
+          num_pages, page_size, max_seqs, pages_per_seq, max_tree: see `PageTable.create`. All
+            layers of a group share one page table, so a page id stands for a page of each of them.
+            num_pages and pages_per_seq may be given for each kind of layer. A row of a group with a
+            window holds up to pages_for(window + chunk, page_size) + 1 pages where `reserve` brings
+            `chunk` tokens.
+          dtype: of all pools: bf16, f16, f32, f8e4m3fn, f8e5m2 or int8 (see `kv_dtype`).
+          num_layers: how many layers, where all of them see all tokens. Else give layer_kinds.
+          layer_kinds: for each layer its kind: "full", "mla" or the size of its window.
+          num_kv_heads, head_dim, v_head_dim: of the layers with K and V; v_head_dim None: head_dim.
+          latent_dim: of "mla" layers, the width of a row, latent + rope.
           layout: "HND", "NHD" or "vllm5d" (not with 8-bit pages), see `layout`.
-          k_scale, v_scale: of 8-bit pages: a scalar, [num_layers] or [num_layers, num_kv_heads].
-            None for both: pools of scales, one per token and head, which the writes compute; they
-            add 8 bytes per token, head and layer to the 2 · head_dim of K and V.
+          windows: whether rows of "full" layers can have a sliding window of their own, see
+            `set_window`.
+          k_scale, v_scale: of 8-bit pages: a scalar, [num_layers] or [num_layers, num_kv_heads] of
+            a group. None for both: pools of scales, one per token and head, which the writes
+            compute; they add 8 bytes per token, head and layer to the 2 · head_dim of K and V.
+          kv_scale: of 8-bit latent rows: a scalar or [num_layers].
+          layer_begin: the number in the model of the first of these layers, for a pipeline stage.
 
         Raises:
-          ValueError: a size, the dtype, the layout or a scale is wrong.
+          ValueError: a size, a kind, the dtype, the layout or a scale is wrong.
 
         >>> state = KVState.create(num_layers=2, num_pages=8, page_size=16, num_kv_heads=4,
         ...                        head_dim=64, max_seqs=2, pages_per_seq=4, dtype="bfloat16")
-        >>> state, status = reserve(state, [0], 20)
-        >>> state.k_pages.shape, int(pages.num_free_pages(state.table))
+        >>> state, status = state.reserve([0], 20)
+        >>> state.k_pages.shape, int(state.free_pages)
         ((2, 8, 4, 16, 64), 6)
+        >>> state = KVState.create(layer_kinds=["full", 32, 32], num_pages={"full": 64, 32: 8},
+        ...                        pages_per_seq={"full": 64, 32: 4}, page_size=16, max_seqs=2,
+        ...                        num_kv_heads=4, head_dim=64, dtype="bfloat16")
+        >>> state.find(2), state.groups[1].k_pages.shape
+        ((1, 1), (2, 8, 4, 16, 64))
         """
-        table = PageTable.create(
-            num_pages, max_seqs, pages_per_seq, page_size, max_tree=max_tree, windows=windows
-        )
-        check_choice("layout", layout, LAYOUTS)
-        check_pages_dtype(dtype)
-        shape = PagesShape(
-            num_layers=check_size("num_layers", num_layers),
-            num_pages=table.num_pages,
-            num_kv_heads=check_size("num_kv_heads", num_kv_heads),
-            page_size=table.page_size,
-            head_dim=check_size("head_dim", head_dim),
-        )
-        v_head_dim = shape.head_dim if v_head_dim is None else check_size("v_head_dim", v_head_dim)
-        is_eight_bit = dtype in EIGHT_BIT_DTYPES
-        expect(not is_eight_bit or layout != "vllm5d", "layout", "'HND' or 'NHD'", repr(layout))
-        expect((k_scale is None) == (v_scale is None), "v_scale", "given as k_scale is", v_scale)
-        k_pages = zero_pool(make_shape(shape, layout, "k", dtype=dtype), jnp.dtype(dtype))
-        v_shape = shape._replace(head_dim=v_head_dim)
-        v_pages = zero_pool(make_shape(v_shape, layout, "v"), jnp.dtype(dtype))
-        if is_eight_bit and k_scale is None:
-            scale_shape = make_shape(shape, "HND")[:-1]
-            k_scale, v_scale = (zero_pool(scale_shape, jnp.dtype("float32")) for _ in "kv")
+        expect(
+            (num_layers is None) != (layer_kinds is None),
+            "num_layers", "an int, or layer_kinds instead", "both" if layer_kinds else "neither",
+        )  # fmt: skip
+        if layer_kinds is None:
+            kinds = ("full",) * check_size("num_layers", num_layers)
         else:
-            k_scale = check_kv_scale("k_scale", k_scale, k_pages, shape)
-            v_scale = check_kv_scale("v_scale", v_scale, v_pages, shape)
-            k_scale, v_scale = (
-                None if x is None else jnp.array(x, jnp.float32) for x in (k_scale, v_scale)
-            )  # each leaf is a buffer of its own
-        return KVState(k_pages, v_pages, table, layout, k_scale, v_scale)
+            kinds = _checked_kinds(layer_kinds)
+        ok = isinstance(layer_begin, int) and layer_begin >= 0
+        expect(ok, "layer_begin", "an integer of at least 0", repr(layer_begin))
+        expect(isinstance(windows, bool), "windows", "a bool", repr(windows))
+        groups = []
+        for kind, sizes in _per_kind(
+            kinds, num_pages=num_pages, pages_per_seq=pages_per_seq
+        ).items():
+            is_window = isinstance(kind, int)
+            table = PageTable.create(
+                **sizes, max_seqs=max_seqs, page_size=page_size, max_tree=max_tree,
+                windows=windows and kind == "full", row_window=kind if is_window else None,
+            )  # fmt: skip
+            same: dict[str, Any] = {"num_layers": kinds.count(kind), "dtype": dtype}
+            if kind == "mla":
+                group = KVGroup.create_latent(
+                    table, **same, latent_dim=latent_dim, kv_scale=kv_scale
+                )
+            else:
+                group = KVGroup.create(
+                    table, **same, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                    v_head_dim=v_head_dim, layout=layout, k_scale=k_scale, v_scale=v_scale,
+                )  # fmt: skip
+            groups.append(group)
+        return KVState(tuple(groups), kinds, layer_begin)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each group."""
+        return tuple(dict.fromkeys(self.layer_kinds))
+
+    @property
+    def layers(self) -> range:
+        """The numbers of these layers in the model."""
+        return range(self.layer_begin, self.layer_begin + len(self.layer_kinds))
+
+    def find(self, layer: Any) -> tuple[int, Any]:
+        """Where a layer of the model is: its group, and its number in the pools of that group.
+
+        Raises:
+          ValueError: it is none of `layers`, or traced where there are several groups.
+        """
+        if not isinstance(layer, int | np.integer):
+            text = f"an int for a state of the groups {self.kinds}"
+            expect(len(self.groups) == 1, "layer", text, type(layer).__name__)
+            return 0, layer - self.layer_begin if self.layer_begin else layer
+        expect(layer in self.layers, "layer", f"one of {self.layers}", layer)
+        number = int(layer) - self.layer_begin
+        kind = self.layer_kinds[number]
+        return self.kinds.index(kind), self.layer_kinds[:number].count(kind)
+
+    def only(self, group: int) -> "KVState":
+        """A state of the layers of one group, numbered from 0."""
+        kind = self.kinds[group]
+        return KVState((self.groups[group],), (kind,) * self.layer_kinds.count(kind))
+
+    # What a state of one group has; else see `groups`.
+
+    @property
+    def k_pages(self) -> jax.Array:
+        """K, or latent rows, of all layers."""
+        return self._group.k_pages
+
+    @property
+    def v_pages(self) -> jax.Array:
+        """V of all layers."""
+        return cast("jax.Array", self._group.v_pages)
+
+    @property
+    def k_scale(self) -> jax.Array | None:
+        """Of 8-bit pages, see `KVGroup`."""
+        return self._group.k_scale
+
+    @property
+    def v_scale(self) -> jax.Array | None:
+        """Of 8-bit pages, see `KVGroup`."""
+        return self._group.v_scale
+
+    @property
+    def layout(self) -> Layout:
+        return self._group.layout
+
+    @property
+    def table(self) -> PageTable:
+        return self._group.table
+
+    def replace(self, **changes: Any) -> "KVState":
+        """With other fields of its group, e.g. k_pages and v_pages after an op wrote them."""
+        return dataclasses.replace(self, groups=(dataclasses.replace(self._group, **changes),))
+
+    def with_pages(self, group: int, *pools: Any) -> "KVState":
+        """With other pages of a group: k_pages, v_pages, and their scales where given."""
+        names = ("k_pages", "v_pages", "k_scale", "v_scale")[: len(pools)]
+        changed = dataclasses.replace(self.groups[group], **dict(zip(names, pools, strict=True)))
+        return dataclasses.replace(
+            self, groups=(*self.groups[:group], changed, *self.groups[group + 1 :])
+        )
+
+    @property
+    def _group(self) -> KVGroup:
+        if len(self.groups) != 1:
+            raise AttributeError(
+                f"state: expected one of a single group of layers, got one of {self.kinds}, each "
+                "of which has this for itself: see state.groups"
+            )
+        return self.groups[0]
+
+    # What is the same in all groups.
+
+    @property
+    def max_seqs(self) -> int:
+        return self.groups[0].table.max_seqs
+
+    @property
+    def free_rows(self) -> jax.Array:
+        """bool[max_seqs]: the rows that are not live."""
+        return self.groups[0].table.free_rows
+
+    @property
+    def total_tokens(self) -> jax.Array:
+        """i32[]: the sum of all lengths, see `PageTable.total_tokens`."""
+        return self.groups[0].table.total_tokens
+
+    @property
+    def is_empty(self) -> jax.Array:
+        """bool[]: no row is live."""
+        return self.groups[0].table.is_empty
+
+    def handles(self, rows: Integers) -> jax.Array:
+        """Handles of rows: `PageTable.handles`."""
+        return self.groups[0].table.handles(rows)
+
+    def rows_of(self, handles: Integers) -> jax.Array:
+        """The rows of handles: `PageTable.rows_of`."""
+        return self.groups[0].table.rows_of(handles)
+
+    # What differs: i32[], and for a state of several groups i32[groups].
+
+    @property
+    def free_pages(self) -> jax.Array:
+        """How many pages no row holds and are not on hold."""
+        return _each([group.table.free_pages for group in self.groups])
+
+    @property
+    def peak_pages(self) -> jax.Array:
+        """The most pages held after any verb since the state was made or reset."""
+        return _each([group.table.peak_pages for group in self.groups])
+
+    def reset(self) -> "KVState":
+        """Frees all rows: `PageTable.reset`. What pages hold stays until it is overwritten."""
+        return self._with([(group.table.reset(), None) for group in self.groups])
+
+    def _do(
+        self, of_table: Callable[..., tuple], ids: str, given: dict[str, Any], many: bool
+    ) -> tuple:
+        """Does a verb on every group's table, or, if any of its ids fails in any, with all -1.
+
+        So nothing is ever selected after the fact: a row that takes no part changes nothing. The
+        first round is for its statuses alone, and the compiler drops the rest of it.
+        """
+        tables = [group.table for group in self.groups]
+        if len(tables) > 1:
+            name = of_table.__name__
+            if not many:
+                raise NotImplementedError(
+                    f"{name}: expected a state of one group of layers, got one of {self.kinds}"
+                )
+            rows = check_rows(ids, given[ids])
+            status = jnp.zeros(rows.shape, jnp.int32)
+            for table in tables:
+                status = jnp.where(status == code(Status.OK), of_table(table, **given)[-1], status)
+            given = given | {ids: jnp.where(all_ok(status), rows, -1)}
+        if given.get("tree_parents") is not None and "mla" in self.kinds:
+            raise NotImplementedError(
+                "tree_parents: expected None for a state with 'mla' layers, whose attention takes "
+                "no trees, got parents"
+            )
+        done = [of_table(table, **given) for table in tables]
+        if len(tables) == 1:
+            status = done[0][-1]
+        state = self._with([(table, result[0] if result else None) for table, *result, _ in done])
+        results = [result for _, *between, _ in done for result in between]
+        if not results or isinstance(results[0], PageCopies | SlotMoves):
+            return state, status
+        if isinstance(results[0], StepBatch):
+            return state, dataclasses.replace(results[0], more=tuple(results[1:])), status
+        return state, results[0], status
+
+    def _with(self, changes: Sequence[tuple[PageTable, Any]]) -> "KVState":
+        """With other tables, and the copies or moves done that their verbs ask for."""
+        groups = []
+        for group, (table, result) in zip(self.groups, changes, strict=True):
+            if isinstance(result, PageCopies):
+                groups.append(group.with_copies(table, result))
+            elif isinstance(result, SlotMoves):
+                groups.append(group.with_moves(table, result))
+            else:
+                groups.append(dataclasses.replace(group, table=table))
+        return dataclasses.replace(self, groups=tuple(groups))
 
 
-def check_table_fits(
-    table: Any, sizes: tuple[int, int], name: str, pages: Any, layout: Layout | None = None
-) -> None:
-    """Checks a state's table against (num_pages, page_size) of its pool `pages`.
-
-    States of other leaves pass, e.g. of shardings, or with an axis in front: pytrees may be so.
-    Every call of a program makes a state, so texts are made for an error alone.
-    """
-    if len(getattr(getattr(table, "ref_counts", None), "shape", ())) != 1:
-        return
-    have = table.num_pages, table.page_size
-    if have != sizes:
-        text = "num_pages={} and page_size={}"
-        where = f"{name} {list(pages.shape)}" + (f" of layout {layout!r}" if layout else "")
-        expect(False, "table", f"{text.format(*sizes)} as in {where}", text.format(*have))
+def _each(values: list[jax.Array]) -> jax.Array:
+    return values[0] if len(values) == 1 else jnp.stack(values)
 
 
-def check_pages_dtype(dtype: Any) -> None:
-    """Checks the dtype of pools to be made."""
-    allowed = FLOAT_DTYPES + EIGHT_BIT_DTYPES
-    names = " or ".join(d.name for d in allowed)
-    expect(dtype is not None and dtype in allowed, "dtype", names, dtype)
+def _checked_kinds(layer_kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    kinds = tuple(layer_kinds)
+    for kind in kinds:
+        is_window = isinstance(kind, int) and not isinstance(kind, bool)
+        ok = kind in ("full", "mla") or (is_window and 1 <= kind <= INT32_MAX)
+        expect(ok, "layer_kinds", "each 'full', 'mla' or an int of at least 1", repr(kind))
+    expect(len(kinds) > 0, "layer_kinds", "at least one layer", repr(layer_kinds))
+    return kinds
 
 
-def reserve(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVState, jax.Array]:
-    """Makes room for num_tokens[i] more tokens in row i: `pages.reserve`."""
-    check_kind("state", state, KVState)
-    table, status = pages.reserve(state.table, rows, num_tokens)
-    return dataclasses.replace(state, table=table), status
-
-
-def step_batch(
-    state: KVState, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None,
-    tree_parents: Integers | None = None,
-) -> tuple[KVState, StepBatch, jax.Array]:  # fmt: skip
-    """Appends q_lens[i] tokens to row i and tells where they go: `pages.step_batch`."""
-    check_kind("state", state, KVState)
-    table, batch, status = pages.step_batch(
-        state.table, rows, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
-    )
-    return dataclasses.replace(state, table=table), batch, status
-
-
-def release(state: KVState, rows: Integers) -> tuple[KVState, jax.Array]:
-    """Frees rows: `pages.release`. What the pages hold stays until it is overwritten."""
-    check_kind("state", state, KVState)
-    table, status = pages.release(state.table, rows)
-    return dataclasses.replace(state, table=table), status
-
-
-def fork(
-    state: KVState, parent: Integers, child: Integers, length: Integers
-) -> tuple[KVState, jax.Array]:
-    """Starts the free row child[i] with the first length[i] tokens of row parent[i].
-
-    `pages.fork`, and the last page is copied where `length` fills it only partly.
-    """
-    check_kind("state", state, KVState)
-    table, copies, status = pages.fork(state.table, parent, child, length)
-    return _with_copies(state, table, copies), status
-
-
-def truncate(state: KVState, rows: Integers, num_tokens: Integers) -> tuple[KVState, jax.Array]:
-    """Drops the last num_tokens[i] tokens of row i and the pages behind the new end.
-
-    `pages.truncate`, and the last page is copied where other rows hold it too.
-    """
-    check_kind("state", state, KVState)
-    table, copies, status = pages.truncate(state.table, rows, num_tokens)
-    return _with_copies(state, table, copies), status
-
-
-def commit_tree(state: KVState, rows: Integers, leaves: Integers) -> tuple[KVState, jax.Array]:
-    """Keeps the path to node leaves[i] of row i's tree and drops the other nodes.
-
-    `pages.commit_tree`, and the tokens of the path are moved to where the tree began.
-    """
-    check_kind("state", state, KVState)
-    table, moves, status = pages.commit_tree(state.table, rows, leaves)
-    return _with_moves(state, table, moves), status
-
-
-def set_window(
-    state: KVState, rows: Integers, window: Integers, num_pinned: Integers
-) -> tuple[KVState, jax.Array]:
-    """Gives live rows a sliding window: `pages.set_window`."""
-    check_kind("state", state, KVState)
-    table, status = pages.set_window(state.table, rows, window, num_pinned)
-    return dataclasses.replace(state, table=table), status
-
-
-def hold(state: KVState, rows: Integers, columns: Integers) -> tuple[KVState, jax.Array, jax.Array]:
-    """Keeps full pages of rows beyond their release: `pages.hold`."""
-    check_kind("state", state, KVState)
-    table, page_ids, status = pages.hold(state.table, rows, columns)
-    return dataclasses.replace(state, table=table), page_ids, status
-
-
-def unhold(state: KVState, page_ids: Integers) -> tuple[KVState, jax.Array]:
-    """Gives back references that `hold` took: `pages.unhold`."""
-    check_kind("state", state, KVState)
-    table, status = pages.unhold(state.table, page_ids)
-    return dataclasses.replace(state, table=table), status
-
-
-def adopt(state: KVState, rows: Integers, page_ids: Any) -> tuple[KVState, jax.Array]:
-    """Starts free rows with pages on hold: `pages.adopt`."""
-    check_kind("state", state, KVState)
-    table, status = pages.adopt(state.table, rows, page_ids)
-    return dataclasses.replace(state, table=table), status
-
-
-def reset(state: KVState) -> KVState:
-    """Frees all rows: `pages.reset`. What the pages hold stays until it is overwritten."""
-    check_kind("state", state, KVState)
-    return dataclasses.replace(state, table=pages.reset(state.table))
-
-
-def _with_copies(state: KVState, table: PageTable, copies: PageCopies) -> KVState:
-    k_pages, v_pages = copy_pages(
-        state.k_pages, state.v_pages, copies.src, copies.dst, stacked=True
-    )
-    k_scale, v_scale = state.k_scale, state.v_scale
-    if is_per_token(k_scale, k_pages):
-        k_scale, v_scale = copy_rows(2, (k_scale, v_scale), *copies)
-    return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale)
-
-
-def _with_moves(state: KVState, table: PageTable, moves: SlotMoves) -> KVState:
-    per_token = is_per_token(state.k_scale, state.k_pages)
-    k_scale, v_scale = (state.k_scale, state.v_scale) if per_token else (None, None)
-    k_pages, v_pages, *moved = move_slots(
-        state.k_pages, state.v_pages, *moves, k_scale=k_scale, v_scale=v_scale, stacked=True,
-        layout=state.layout,
-    )  # fmt: skip
-    k_scale, v_scale = moved or (state.k_scale, state.v_scale)
-    return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale)
+def _per_kind(kinds: tuple[LayerKind, ...], **sizes: Any) -> dict[LayerKind, dict[str, int]]:
+    """For each kind the sizes, of which each is one number or a mapping of kinds to numbers."""
+    wanted = list(dict.fromkeys(kinds))
+    for name, size in sizes.items():
+        if isinstance(size, Mapping):
+            expect(set(size) >= set(wanted), name, f"a size for each of {wanted}", list(size))
+    return {
+        kind: {n: x[kind] if isinstance(x, Mapping) else x for n, x in sizes.items()}
+        for kind in wanted
+    }

@@ -1,16 +1,16 @@
-"""The page table as a pytree, and the primitives that the verbs in `pages` are made of."""
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of a page table, and the primitives that its verbs are made of."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.checks import INT32_MAX, as_index, check_size, expect, kind_text
+from jax_paged.checks import INT32_MAX, as_index, expect
 from jax_paged.checks.status import Status, code
 
 STALE = -2  # for a row that was released since somebody took its handle: always STALE_ROW
@@ -32,10 +32,9 @@ class Windows:
     slot_offset: jax.Array
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PageTable:
-    """Which row holds which pages. Make one with `create`, change it with the verbs of `pages`."""
+class Table:
+    """The arrays of a `PageTable`, whose verbs are in the files that import this one."""
 
     page_table: jax.Array  # i32[max_seqs, pages_per_seq], page ids in order, -1 = unused
     seq_lens: jax.Array  # i32[max_seqs], tokens in the row, with those that slid out of its window
@@ -53,6 +52,8 @@ class PageTable:
     tree_parents: jax.Array  # i32[max_seqs, max_tree], their parents in the tree, -1 = root
     page_size: int = field(metadata={"static": True})
     windows: Windows | None = None  # None: no row can have a sliding window
+    # The window that every row has from its first token on; 0: a row gets one from `set_window`.
+    row_window: int = field(metadata={"static": True}, default=0)
 
     @property
     def max_seqs(self) -> int:
@@ -75,43 +76,8 @@ class PageTable:
         """Most tokens that one row can store, however many pages are free."""
         return min(self.pages_per_seq * self.page_size, INT32_MAX - 1)
 
-    @staticmethod
-    def create(
-        num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, *, max_tree: int = 256,
-        windows: bool = False,
-    ) -> "PageTable":  # fmt: skip
-        """An empty table: every row and every page is free.
 
-        Args:
-          num_pages: pages in the pool; num_pages * page_size must stay below 2**31 - 1.
-          max_seqs: rows; max_seqs * pages_per_seq must stay below 2**31.
-          pages_per_seq: most pages of one row.
-          page_size: tokens in a page, any number from 1 up.
-          max_tree: most nodes of a token tree; max_seqs * max_tree must stay below 2**31.
-          windows: whether rows can have a sliding window (`set_window`).
-
-        Raises:
-          ValueError: a size is no integer, below 1 or too large, or windows is no bool.
-
-        >>> from jax_paged.cache.pages import PageTable, reserve
-        >>> table = PageTable.create(num_pages=8, max_seqs=2, pages_per_seq=4, page_size=16)
-        >>> table, status = reserve(table, [0, 1], 20)
-        >>> print(table.page_table, status)
-        [[ 0  1 -1 -1]
-         [ 2  3 -1 -1]] [0 0]
-        """
-        num_pages = check_size("num_pages", num_pages)
-        max_seqs = check_size("max_seqs", max_seqs)
-        pages_per_seq = check_size("pages_per_seq", pages_per_seq)
-        page_size = check_size("page_size", page_size)
-        max_tree = check_size("max_tree", max_tree)
-        slots, entries = num_pages * page_size, max_seqs * pages_per_seq
-        expect(slots < INT32_MAX, "num_pages * page_size", "less than 2**31 - 1", slots)
-        expect(entries <= INT32_MAX, "max_seqs * pages_per_seq", "less than 2**31", entries)
-        nodes = max_seqs * max_tree
-        expect(nodes <= INT32_MAX, "max_seqs * max_tree", "less than 2**31", nodes)
-        expect(isinstance(windows, bool), "windows", "a bool", repr(windows))
-        return make_table(num_pages, max_seqs, pages_per_seq, page_size, max_tree, windows)
+T = TypeVar("T", bound=Table)
 
 
 class PageCopies(NamedTuple):
@@ -126,21 +92,6 @@ class SlotMoves(NamedTuple):
 
     src: jax.Array  # i32[N], page * page_size + offset
     dst: jax.Array  # i32[N]
-
-
-_VERBS_OF = {"PageTable": "pages", "KVState": "state", "KVGroups": "groups"}
-
-
-def check_kind(name: str, value: Any, kind: type) -> None:
-    """A ValueError unless `value` is of this kind of state, which says where the verbs are."""
-    if not isinstance(value, kind):
-        got = type(value).__name__
-        there = f", whose verbs are in jax_paged.{_VERBS_OF[got]}" if got in _VERBS_OF else ""
-        expect(False, name, f"a {kind.__name__}", kind_text(value) + there)
-
-
-def check_table(table: Any) -> None:
-    check_kind("table", table, PageTable)
 
 
 def check_rows(name: str, value: Integers) -> jax.Array:
@@ -160,37 +111,13 @@ def per_row(name: str, value: Integers, rows: jax.Array) -> jax.Array:
     return jnp.broadcast_to(counts, rows.shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def make_table(
-    num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, max_tree: int, windows: bool
-) -> PageTable:
-    """`PageTable.create` on checked sizes."""
-    off = [jnp.zeros(max_seqs, jnp.int32) for _ in dataclasses.fields(Windows) if windows]
-    return PageTable(
-        page_table=jnp.full((max_seqs, pages_per_seq), -1, jnp.int32),
-        seq_lens=jnp.zeros(max_seqs, jnp.int32),
-        pages_held=jnp.zeros(max_seqs, jnp.int32),
-        is_live=jnp.zeros(max_seqs, jnp.bool_),
-        generations=jnp.zeros(max_seqs, jnp.int32),
-        ref_counts=jnp.zeros(num_pages, jnp.int32),
-        hold_counts=jnp.zeros(num_pages, jnp.int32),
-        free_stack=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
-        num_free=jnp.full((), num_pages, jnp.int32),
-        peak_pages=jnp.zeros((), jnp.int32),
-        tree_sizes=jnp.zeros(max_seqs, jnp.int32),
-        tree_parents=jnp.zeros((max_seqs, max_tree), jnp.int32),
-        page_size=page_size,
-        windows=Windows(*off) if windows else None,
-    )
-
-
-def replace(table: PageTable, *, num_free: jax.Array, **changes: Any) -> PageTable:
+def replace(table: T, *, num_free: jax.Array, **changes: Any) -> T:
     """`table` with some leaves changed and the peak brought up to date."""
     peak = jnp.maximum(table.peak_pages, table.num_pages - num_free)
     return dataclasses.replace(table, num_free=num_free, peak_pages=peak, **changes)
 
 
-def stored_lens(table: PageTable, rows: jax.Array, seq_lens: jax.Array) -> jax.Array:
+def stored_lens(table: Table, rows: jax.Array, seq_lens: jax.Array) -> jax.Array:
     """How many of the first `seq_lens` tokens of rows (safe ids) are stored: not slid away."""
     return seq_lens if table.windows is None else seq_lens - table.windows.slot_offset[rows]
 
@@ -204,6 +131,11 @@ def all_ok(status: jax.Array) -> jax.Array:
     return jnp.all(status == code(Status.OK))
 
 
+def if_ok(ok: jax.Array, new: T, old: T) -> T:
+    """`new` where ok, a bool[], holds, else `old`."""
+    return jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
+
+
 def first_status(*cases: tuple[jax.Array, Status]) -> jax.Array:
     """Per row the status of the first condition that holds, else OK."""
     conditions = [condition for condition, _ in cases]
@@ -214,8 +146,8 @@ def look_up(rows: jax.Array, max_seqs: int) -> tuple[jax.Array, jax.Array, jax.A
     """For each of `rows`: does it take part, is its id bad, and an id safe to index with."""
     takes_part = rows != -1
     inside = (rows >= 0) & (rows < max_seqs)
-    place = jnp.where(inside, rows, max_seqs)
-    times = jnp.zeros(max_seqs, jnp.int32).at[place].add(jnp.int32(1), mode="drop")
+    index = jnp.where(inside, rows, max_seqs)
+    times = jnp.zeros(max_seqs, jnp.int32).at[index].add(jnp.int32(1), mode="drop")
     safe = jnp.where(inside, rows, 0)
     return takes_part, takes_part & (~inside | (times[safe] > 1)), safe
 
@@ -241,8 +173,8 @@ def pop(
     num_pages = free_stack.shape[0]
     end = jnp.cumsum(need, dtype=jnp.int32)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
-    place = num_free - 1 - (end - need)[:, None] - column
-    pages = free_stack[jnp.clip(place, 0, num_pages - 1)]
+    entry_of = num_free - 1 - (end - need)[:, None] - column
+    pages = free_stack[jnp.clip(entry_of, 0, num_pages - 1)]
     return jnp.where(column < need[:, None], pages, num_pages), num_free - end[-1]
 
 
@@ -261,5 +193,5 @@ def push(
     safe = jnp.minimum(pages, num_pages - 1)
     freed = (pages < num_pages) & (ref_counts[safe] == 0) & (last_entry[safe] == entry)
     end = jnp.cumsum(freed, dtype=jnp.int32)
-    place = jnp.where(freed, num_free + end - 1, num_pages)
-    return ref_counts, free_stack.at[place].set(pages, mode="drop"), num_free + end[-1]
+    top = jnp.where(freed, num_free + end - 1, num_pages)
+    return ref_counts, free_stack.at[top].set(pages, mode="drop"), num_free + end[-1]

@@ -1,4 +1,5 @@
-"""Token trees in the page table: how a step grows them, and commit_tree, exported by `pages`.
+# SPDX-License-Identifier: Apache-2.0
+"""Token trees in the page table: how a step grows them, and commit_tree, verbs of `PageTable`.
 
 The nodes of a row's tree are its last tokens, in the order in which they came. Until the tree is
 committed the row takes nodes of it and nothing else; `truncate` and `fork` report UNCOMMITTED_TREE,
@@ -13,11 +14,11 @@ import jax.numpy as jnp
 from jax_paged.cache.table import (
     STALE,
     Integers,
-    PageTable,
     SlotMoves,
+    T,
+    Table,
     all_ok,
     check_rows,
-    check_table,
     first_status,
     look_up,
     per_row,
@@ -38,7 +39,7 @@ class NewNodes(NamedTuple):
 
 
 def read_parents(
-    table: PageTable, rows: jax.Array, takes_part: jax.Array, ends: jax.Array,
+    table: Table, rows: jax.Array, takes_part: jax.Array, ends: jax.Array,
     tree_parents: jax.Array,
 ) -> NewNodes:  # fmt: skip
     """Checks the parents of a step's tokens; rows are safe ids, ends those of `token_ends`."""
@@ -76,13 +77,11 @@ def token_owners(ends: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return owner, jnp.arange(size, dtype=jnp.int32) - starts[owner]
 
 
-def commit_tree(
-    table: PageTable, rows: Integers, leaves: Integers
-) -> tuple[PageTable, SlotMoves, jax.Array]:
+def commit_tree(table: T, rows: Integers, leaves: Integers) -> tuple[T, SlotMoves, jax.Array]:
     """Keeps one path of each row's tree, from a root to the node leaves[i], and drops the rest.
 
     The row's length becomes the length before the tree plus the nodes of the path, which the caller
-    moves to the slots behind the length before the tree (`state.commit_tree` does). The row takes
+    moves to the slots behind the length before the tree (a `KVState` does). The row takes
     plain tokens again. Its pages stay reserved; `truncate` by 0 trims them.
 
     Args:
@@ -99,19 +98,17 @@ def commit_tree(
 
     The verb is TVM's CommitAcceptedTokenTreeNodes.
 
-    >>> from jax_paged import pages
-    >>> table = pages.PageTable.create(num_pages=4, max_seqs=2, pages_per_seq=2, page_size=8)
-    >>> table, _ = pages.reserve(table, [0], 8)
-    >>> table, _, _ = pages.step_batch(table, [0], [3], num_tokens=4)
-    >>> table, batch, _ = pages.step_batch(
-    ...     table, [0], [4], num_tokens=4, tree_parents=[-1, 0, 0, 2])
+    >>> from jax_paged import PageTable
+    >>> table = PageTable.create(num_pages=4, max_seqs=2, pages_per_seq=2, page_size=8)
+    >>> table, _ = table.reserve([0], 8)
+    >>> table, _, _ = table.step([0], [3], num_tokens=4)
+    >>> table, batch, _ = table.step([0], [4], num_tokens=4, tree_parents=[-1, 0, 0, 2])
     >>> print(batch.positions, batch.tree_sizes)
     [3 4 4 5] [4]
-    >>> table, moves, _ = pages.commit_tree(table, [0], [3])  # nodes 0, 2 and 3
+    >>> table, moves, _ = table.commit_tree([0], [3])  # nodes 0, 2 and 3
     >>> print(table.seq_lens, moves.src[moves.src >= 0], moves.dst[moves.dst >= 0])
     [6 0] [5 6] [4 5]
     """
-    check_table(table)
     ids = check_rows("rows", rows)
     return _commit_tree(table, ids, per_row("leaves", leaves, ids))
 

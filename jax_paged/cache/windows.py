@@ -1,4 +1,5 @@
-"""Rows whose old tokens slide away: set_window, exported by `pages`, and what `reserve` frees.
+# SPDX-License-Identifier: Apache-2.0
+"""Rows whose old tokens slide away: set_window, a verb of `PageTable`, and what `reserve` frees.
 
 A row with a window keeps its first num_pinned tokens, and of the others those that its next query
 still sees. `reserve` lets go of the pages in between and closes the gap: later pages move to lower
@@ -17,11 +18,11 @@ import jax.numpy as jnp
 from jax_paged.cache.table import (
     STALE,
     Integers,
-    PageTable,
+    T,
+    Table,
     Windows,
     all_ok,
     check_rows,
-    check_table,
     first_status,
     look_up,
     per_row,
@@ -34,8 +35,8 @@ from jax_paged.ops.batch import pages_for
 
 
 def set_window(
-    table: PageTable, rows: Integers, window: Integers, num_pinned: Integers
-) -> tuple[PageTable, jax.Array]:
+    table: T, rows: Integers, window: Integers, num_pinned: Integers
+) -> tuple[T, jax.Array]:
     """Gives live rows a sliding window: from now on a query of row i sees window[i] tokens at most.
 
     With n = num_pinned[i], the query at position p sees the tokens up to p that are below n or
@@ -58,23 +59,24 @@ def set_window(
       window already, and where num_pinned or the forked length is not below the window.
 
     Raises:
-      ValueError: a shape or dtype is wrong, or the table was made without windows=True.
+      ValueError: a shape or dtype is wrong, or the table was made without windows=True, or with a
+        window for every row.
 
     The verb is TVM's EnableSlidingWindowForSeq, its sinks the pinned tokens.
 
-    >>> from jax_paged import pages
-    >>> table = pages.PageTable.create(8, 1, pages_per_seq=4, page_size=2, windows=True)
-    >>> table, _ = pages.reserve(table, [0], 7)
-    >>> table, _ = pages.set_window(table, [0], 4, 1)
-    >>> table, _, _ = pages.step_batch(table, [0], 7, num_tokens=7)
+    >>> from jax_paged import PageTable
+    >>> table = PageTable.create(8, 1, pages_per_seq=4, page_size=2, windows=True)
+    >>> table, _ = table.reserve([0], 7)
+    >>> table, _ = table.set_window([0], 4, 1)
+    >>> table, _, _ = table.step([0], 7, num_tokens=7)
     >>> print(table.page_table)
     [[0 1 2 3]]
-    >>> table, _ = pages.reserve(table, [0], 1)  # token 7 will see 0, 5, 6 and 7
+    >>> table, _ = table.reserve([0], 1)  # token 7 will see 0, 5, 6 and 7
     >>> print(table.page_table, table.windows.slot_offset, table.num_free)
     [[ 0  2  3 -1]] [2] 5
     """
-    check_table(table)
     expect(table.windows is not None, "table", "one made with windows=True", "one without windows")
+    expect(not table.row_window, "table", "one without row_window", f"one with {table.row_window}")
     ids = check_rows("rows", rows)
     sizes, pinned = per_row("window", window, ids), per_row("num_pinned", num_pinned, ids)
     return _set_window(table, table.windows, ids, sizes, pinned)
@@ -100,6 +102,14 @@ def _set_window(table, windows, rows, window, num_pinned):
     return replace(table, num_free=table.num_free, windows=windows), status
 
 
+def give_window(table: T, index: jax.Array) -> T:
+    """Gives rows that came to life the table's row_window; `index` is max_seqs to leave one out."""
+    if not table.row_window or table.windows is None:
+        return table
+    window = table.windows.window.at[index].set(jnp.int32(table.row_window), mode="drop")
+    return dataclasses.replace(table, windows=dataclasses.replace(table.windows, window=window))
+
+
 class Slides(NamedTuple):
     """What rows are about to let go: `count` pages from column `first` on."""
 
@@ -108,7 +118,7 @@ class Slides(NamedTuple):
     num_freed: jax.Array  # i32[N], those of them that nobody else holds
 
 
-def find_slides(table: PageTable, windows: Windows, rows: jax.Array) -> Slides:
+def find_slides(table: Table, windows: Windows, rows: jax.Array) -> Slides:
     """The pages of rows (safe ids) left of the window of the next token, or of a tree's roots."""
     next_token = table.seq_lens[rows] - table.tree_sizes[rows]
     first = _pinned_pages(table, windows, rows)
@@ -122,9 +132,7 @@ def find_slides(table: PageTable, windows: Windows, rows: jax.Array) -> Slides:
     return Slides(first, count, jnp.sum(alone, axis=1, dtype=jnp.int32))
 
 
-def slide(
-    table: PageTable, windows: Windows, rows: jax.Array, index: jax.Array, slides: Slides
-) -> PageTable:
+def slide(table: T, windows: Windows, rows: jax.Array, index: jax.Array, slides: Slides) -> T:
     """Lets go of pages and closes the gap; `index` is rows, or max_seqs to leave a row alone."""
     pages = table.page_table[rows]
     column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)[None]
@@ -148,7 +156,7 @@ def slide(
     )
 
 
-def loses_window(table: PageTable, rows: jax.Array, length: jax.Array) -> jax.Array:
+def loses_window(table: Table, rows: jax.Array, length: jax.Array) -> jax.Array:
     """bool[N]: the token behind `length` tokens of the row would see tokens that are gone."""
     windows = table.windows
     if windows is None:
@@ -158,9 +166,7 @@ def loses_window(table: PageTable, rows: jax.Array, length: jax.Array) -> jax.Ar
     return (windows.slot_offset[rows] > 0) & (begin < edge)
 
 
-def column_of(
-    table: PageTable, rows: jax.Array, page_number: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def column_of(table: Table, rows: jax.Array, page_number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Where the page of tokens page_number * page_size and on of a row is, and whether it is gone.
 
     A page with pinned tokens keeps all that it has.
@@ -175,7 +181,7 @@ def column_of(
     return jnp.where(behind, page_number - num_gone, page_number), gone
 
 
-def _pinned_pages(table: PageTable, windows: Windows, rows: jax.Array) -> jax.Array:
+def _pinned_pages(table: Table, windows: Windows, rows: jax.Array) -> jax.Array:
     """Columns of each row that hold pinned tokens, as far as it has got."""
     pinned = jnp.minimum(windows.num_pinned[rows], table.seq_lens[rows])
     return pages_for(pinned, table.page_size)

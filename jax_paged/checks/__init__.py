@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Argument checks: `check_*` raise at trace time, `check_values` reads values on the host.
 
 A wrong call is a ValueError; a right call that the native kernels cannot serve is a
@@ -295,8 +296,14 @@ def check_values(
       state: the `KVState` whose pages the call reads or writes. The options below, as they are
         given to the op, are then compared with it. The ops cannot do that: they see pages alone.
       layout, k_scale, v_scale, slot_offset: of the call.
+
     Raises:
       ValueError: naming the argument, the row, what was expected and what was found.
+
+    >>> import numpy as np
+    >>> check_values(np.array([[0, -1]]), np.array([9]), num_pages=4, page_size=8)
+    Traceback (most recent call last):
+    ValueError: page_table[0, 1]: expected a page id in [0, 4), got -1
     """
     if state is not None:
         _check_told(state, layout, {"k_scale": k_scale, "v_scale": v_scale}, slot_offset)

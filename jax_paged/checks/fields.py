@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a value from outside may be: its type and range, under a text that messages show.
 
 Files and messages are written by others. What is read from them is looked up in a table of fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The statuses of verbs, and `jax_paged.check`: one that is not OK becomes an error."""
 
 import enum
@@ -18,7 +19,7 @@ class Status(enum.IntEnum):
     OK = 0
     POOL_FULL = 1  # not enough free pages for this row and those before it
     # More tokens than a row can have (reserve), or than it has reserved, or than its tree can have
-    # (step_batch).
+    # (step).
     ROW_FULL = 2
     BAD_ROW = 3  # an id out of range or given twice, or what makes no sense for the row
     STALE_ROW = 4  # the row is not live, or its handle is of an earlier sequence
@@ -51,15 +52,15 @@ def check(status: ArrayLike, rows: ArrayLike | None = None) -> None:
     `jax.experimental.checkify.checkify`, whose error then says the same of the first such row.
 
     Args:
-      status: integers [N] or a scalar, as the verbs of `state`, `pages` and `transfer` return it.
+      status: integers [N] or a scalar, as the verbs return it.
       rows: integers [N], ids to name rows by; None = their place in `status`.
 
     Raises:
       ValueError: a row is not OK; the text names all such rows. Or rows and status differ in shape.
 
     >>> import jax_paged as jp
-    >>> table = jp.pages.PageTable.create(2, 4, pages_per_seq=8, page_size=16)
-    >>> table, status = jp.pages.reserve(table, [0, 1], 20)
+    >>> table = jp.PageTable.create(2, 4, pages_per_seq=8, page_size=16)
+    >>> table, status = table.reserve([0, 1], 20)
     >>> jp.check(status)
     Traceback (most recent call last):
     ValueError: status: expected OK, got POOL_FULL for row 1 (no free page is left in the pool)

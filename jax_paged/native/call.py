@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FFI calls: native code on the platforms that have it, and the reference elsewhere.
 
 Both modules register the same target names, `_cpu` for "cpu" and `_cuda` for "CUDA", so one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the native modules, registers their handlers, and tells what can run where.
 
 A module that is not there is no error at import: the error comes when a program that needs it is
@@ -124,6 +125,9 @@ def build_info() -> dict[str, Any]:
       runs, None without a driver. An older major version than the toolkit's is a status, and an
       error when a program is lowered for CUDA. Where CUDA kernels were not built, `why` and
       `remedy` tell why not, and how to get them.
+
+    >>> build_info()["cpu"]["status"]
+    'ok'
     """
     info: dict[str, Any] = {
         "version": importlib.metadata.version("jax_paged"),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several devices: a native call runs on each device's own heads; a pool is split in no other way.
 
 XLA does not know how to split a custom call: left alone it gathers whole pools onto every device,
@@ -62,7 +63,7 @@ def over_heads(
     def whole(*operands):
         return tuple(call(*operands))
 
-    def place(mesh: Mesh, over, heads_axes, arrays):
+    def spread(mesh: Mesh, over, heads_axes, arrays):
         return tuple(
             NamedSharding(mesh, P(*(over if i == axis else None for i in range(x.ndim))))
             for axis, x in zip(heads_axes, arrays, strict=True)
@@ -77,7 +78,7 @@ def over_heads(
             )
         _check_split(op, axes, specs, follow=True)
         over = _split_over(axes, specs)
-        of_operands = place(mesh, over, axes.operands.values(), operands)
+        of_operands = spread(mesh, over, axes.operands.values(), operands)
 
         def local(*operands):
             if over is not None and axes.take_own is not None:
@@ -86,11 +87,11 @@ def over_heads(
                 operands = axes.take_own(operands, jax.lax.axis_index(over), count)
             return whole(*operands)
 
-        return mesh, local, place(mesh, over, axes.results, results), of_operands
+        return mesh, local, spread(mesh, over, axes.results, results), of_operands
 
     def infer(mesh: Mesh, operands, results):  # an exception here would abort the process
         over = _split_over(axes, [_spec(x.sharding, x.ndim) for x in operands])
-        return place(mesh, over, axes.results, results)
+        return spread(mesh, over, axes.results, results)
 
     partitioned = custom_partitioning(whole)
     partitioned.def_partition(

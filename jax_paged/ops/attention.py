@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over K and V in pages, or in plain arrays: single queries, and ragged batches of rows.
 
 Every form is one call of the FFI target: the arguments of a public function are checked
@@ -7,7 +8,7 @@ and the reference alike.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,26 @@ from jax_paged.ops.reference import head_scale, layer_scale
 from jax_paged.ops.rope import Rope
 
 TARGET = "jax_paged.attention.v1"
-# The operands that are no options. In latent pages each row of K begins with its V.
+# The operands that describe the rows of a batch.
 ROWS = ("page_table", "seq_lens", "cu_q_lens", "num_seqs")
+
+
+class LayerOptions(TypedDict, total=False):
+    """The options of `ragged_paged_attention` that no page state knows."""
+
+    sm_scale: Float[Array, ""] | float | None
+    sliding_window: Int[Array, "..."] | int | None
+    soft_cap: float | None
+    alibi_slopes: Float[Array, "num_q_heads"] | None
+    sinks: Float[Array, "num_q_heads"] | None
+    out_dtype: DTypeLike | None
+    out_scale: Float[Array, ""] | float | None
+    rope: Rope | tuple[Any, ...] | None
+    causal: bool
+    return_lse: bool
+    num_kv_splits: int | None
+    split_tokens: int | None
+    implementation: Implementation
 
 
 @documented
@@ -119,7 +138,7 @@ def paged_attention(
     [3. 3.]
     """
     given = locals()
-    return attend(*check_call(given), return_lse)
+    return attend_checked(*check_call(given), return_lse)
 
 
 @documented
@@ -187,7 +206,7 @@ def ragged_paged_attention(
     (3, 2, 8) 3.0
     """
     given = locals()
-    return attend(*check_call(given), return_lse)
+    return attend_checked(*check_call(given), return_lse)
 
 
 @documented
@@ -307,7 +326,7 @@ def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     q, k_pages, v_pages, layout = (given[x] for x in ("q", "k_pages", "v_pages", "layout"))
     k_shape, v_shape = check_pages(k_pages, v_pages, layout, given["layer"])
     single = "cu_q_lens" not in given
-    arrays = check_rows(given)
+    arrays = check_batch(given)
     rows = arrays["seq_lens"].shape[0]
     check_float("q", q)
     check_shape(
@@ -334,7 +353,7 @@ def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     return tuple(static.items()), arrays
 
 
-def check_rows(given: Mapping[str, Any]) -> Arrays:
+def check_batch(given: Mapping[str, Any]) -> Arrays:
     """Checks the operands that describe the rows of a batch; returns all of them as i32."""
     page_table, seq_lens = (as_index(name, given[name]) for name in ("page_table", "seq_lens"))
     check_shape("seq_lens", seq_lens, "num_seqs", (None,))
@@ -350,7 +369,7 @@ def check_rows(given: Mapping[str, Any]) -> Arrays:
     return dict(zip(ROWS, (page_table, seq_lens, cu_q_lens, num_seqs), strict=True))
 
 
-def attend(static: Static, arrays: Arrays, return_lse: bool):
+def attend_checked(static: Static, arrays: Arrays, return_lse: bool):
     """Runs a call that is checked."""
     out, lse = _attention(static, arrays)
     return (out, lse) if return_lse else out

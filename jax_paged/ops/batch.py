@@ -1,5 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step batch: what one forward step needs to know of its rows and tokens."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +29,18 @@ class StepBatch:
     # None unless the step was given tree_parents; else what `ragged_paged_attention` takes.
     tree: jax.Array | None = None  # i32[S, max_tree, 2]
     tree_sizes: jax.Array | None = None  # i32[S], 0 for a row without a tree
-    # None unless the table was made with windows=True; else what `ragged_paged_attention` takes.
+    # None unless the table was made with windows; else what `ragged_paged_attention` takes.
     sliding_window: jax.Array | None = None  # i32[S], 0 for a row without a window
     num_pinned: jax.Array | None = None  # i32[S]
     slot_offset: jax.Array | None = None  # i32[S]
+    # Of a state of several groups of layers: the batches of all groups but the first. What is said
+    # of rows and tokens is the same in all; pages, slots and windows are the group's own.
+    more: tuple["StepBatch", ...] = ()
+
+    @property
+    def groups(self) -> tuple["StepBatch", ...]:
+        """The batch of each group of the state."""
+        return (dataclasses.replace(self, more=()), *self.more)
 
 
 def pages_for(tokens: Any, page_size: int) -> Any:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cascade attention: what many rows share is read once for all of them.
 
 A level is a set of rows of K and V, and says which of them each row of the batch attends. All the
@@ -277,7 +278,7 @@ def cascade_levels(
 
     Args:
       page_table, seq_lens, cu_q_lens, num_seqs: of the batch; without cu_q_lens one query per row.
-        Or instead of all four the `jax_paged.StepBatch` that `step_batch` returns.
+        Or instead of all four the `jax_paged.StepBatch` that `step` returns.
       page_size: of the pool. Static, as are the next two.
       num_levels: the most levels, at least 2: that many − 1 splits of the rows into groups.
       max_groups: of a level; None: num_seqs // 2, which is always enough. Rows of groups beyond it
@@ -364,8 +365,8 @@ def _shared_pages(page_size, max_groups, page_table, before):
     leads = shares & (leader == row)
     number = jnp.cumsum(leads, dtype=jnp.int32) - 1  # of the group that a row leads
     row_groups = jnp.where(shares & (number[leader] < max_groups), number[leader], -1)
-    place = jnp.where(leads & (row_groups >= 0), row_groups, max_groups)  # else dropped
-    leader_of = jnp.full(max_groups, rows, jnp.int32).at[place].set(row, mode="drop")
+    group = jnp.where(leads & (row_groups >= 0), row_groups, max_groups)  # else dropped
+    leader_of = jnp.full(max_groups, rows, jnp.int32).at[group].set(row, mode="drop")
     level = CascadeLevel(
         jnp.take(page_table, leader_of, axis=0, mode="fill", fill_value=-1),
         jnp.take(common * page_size, leader_of, mode="fill", fill_value=0),

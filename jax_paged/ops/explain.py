@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call would do: which implementation, kernel, instruction set and split."""
 
 import inspect

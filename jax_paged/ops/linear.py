@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense projections: x · weightᵀ with weights in the published [out, in] order.
 
 XLA's own product on CPU runs at a fifth of the memory's speed from two tokens on, and at a

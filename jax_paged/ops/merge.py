@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merging of attention results over parts of one KV history."""
 
 import functools

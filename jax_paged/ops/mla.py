@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (MLA) over pages that hold one compressed row per token."""
 
 import functools
@@ -21,7 +22,7 @@ from jax_paged.checks import (
     expect,
 )
 from jax_paged.layout import PagesShape
-from jax_paged.ops.attention import attend, check_rows
+from jax_paged.ops.attention import attend_checked, check_batch
 from jax_paged.ops.options import Arrays, Call, Static, read_options
 from jax_paged.ops.reference import QMAX, last_of_equal, layer_scale, quantize
 from jax_paged.ops.scatter_rows import scatter_rows
@@ -95,7 +96,7 @@ def mla_paged_attention(
     (1, 2, 8) 1.0
     """
     given = locals()
-    return attend(*_check(given), return_lse)
+    return attend_checked(*_check(given), return_lse)
 
 
 def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
@@ -142,7 +143,7 @@ def _check(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     check_shape("q", q, "tokens num_q_heads latent+rope", (None, None, width))
     expect(q.shape[1] >= 1, "q", "at least one head", 0)
     check_kv_dtype("kv_pages", kv_pages, q.dtype)
-    rows = check_rows(given)
+    rows = check_batch(given)
     whole = isinstance(v_head_dim, int) and v_head_dim is not True and v_head_dim >= 1
     expect(whole, "v_head_dim", "an int >= 1", v_head_dim)
     expect(v_head_dim <= width, "v_head_dim", f"at most latent+rope={width}", v_head_dim)

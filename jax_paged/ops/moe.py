@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixture of experts: the chosen experts' gated MLPs for each token.
 
 Only experts that some token chose are read, each about once for all of its tokens: one mechanism

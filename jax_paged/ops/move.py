@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves within the pages: whole pages onto others, and tokens from slot to slot.
 
 These ops donate the pages they are given, as the writes do (`jax_paged.ops.write`).
@@ -21,7 +22,7 @@ from jax_paged.checks import (
     expect,
     is_per_token,
 )
-from jax_paged.layout import POOLS, Layout, pages_shape
+from jax_paged.layout import LAYOUTS, POOLS, Layout, is_stacked, pages_shape
 from jax_paged.ops import reference
 from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
 from jax_paged.ops.write import native_write, reference_write
@@ -32,16 +33,14 @@ def copy_pages(
     v_pages: Float[Array, "..."],
     src_pages: Int[Array, "n"],
     dst_pages: Int[Array, "n"],
-    *,
-    stacked: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Copies whole pages, dst_pages[i] ← src_pages[i], in every layer; returns the updated pages.
 
     Args:
-      k_pages, v_pages: pages in any layout. Donated: updated in place.
+      k_pages, v_pages: pages in any layout, optionally with a leading num_layers axis. Donated:
+        updated in place.
       src_pages, dst_pages: page ids. A pair with an id outside [0, num_pages) is skipped. No page
         may be named twice in dst_pages; a page that is both read and written is read as it was.
-      stacked: whether the pages carry a leading num_layers axis.
 
     Raises:
       ValueError: shapes disagree.
@@ -56,6 +55,7 @@ def copy_pages(
     check_array("v_pages", v_pages)
     # A page is a page in every layout: HND stands for NHD too, and only K of "vllm5d" has its rank.
     layout = "vllm5d" if len(k_pages.shape) == len(v_pages.shape) + 1 else "HND"
+    stacked = is_stacked(k_pages, layout)
     check_pages(k_pages, v_pages, layout, 0 if stacked else None)
     src_pages, dst_pages = as_index("src_pages", src_pages), as_index("dst_pages", dst_pages)
     check_shape("src_pages", src_pages, "n", (None,))
@@ -87,7 +87,6 @@ def move_slots(
     *,
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
-    stacked: bool = False,
     layout: Layout = "HND",
     implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]:
@@ -99,7 +98,6 @@ def move_slots(
         skipped. All are read before one is written; of several tokens for one slot the last wins.
       k_scale, v_scale: pools of scales per token and head, as for `write_kv`: copied along, donated
         and returned behind the pages. None for other scales, which do not belong to slots.
-      stacked: whether the pages carry a leading num_layers axis.
       implementation: as for `write_kv`.
 
     Raises:
@@ -113,6 +111,9 @@ def move_slots(
     [1. 5. 2. 3. 4. 5.]
     """
     check_choice("implementation", implementation, (None, "native", "reference"))
+    check_choice("layout", layout, LAYOUTS)
+    check_array("k_pages", k_pages)
+    stacked = is_stacked(k_pages, layout)
     shapes = check_pages(k_pages, v_pages, layout, 0 if stacked else None)
     scales = tuple(
         check_kv_scale(name, scale, pages, shape)

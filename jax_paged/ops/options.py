@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of attention, each declared once.
 
 An option is a keyword argument of `paged_attention` and its kin. From its declaration in `OPTIONS`
@@ -13,7 +14,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -418,9 +419,15 @@ def documented(function: Function) -> Function:
     """
     doc = function.__doc__ or ""
     texts = {option.name: option.doc for option in OPTIONS}
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:  # Unpack[of a TypedDict]
+            names += get_args(parameter.annotation)[0].__annotations__
+        else:
+            names.append(parameter.name)
     lines = [
         textwrap.fill(f"{name}: {texts[name]}", 92, subsequent_indent="  ")
-        for name in inspect.signature(function).parameters
+        for name in names
         if name in texts and not re.search(rf"^ *{name}: ", doc, re.M)
     ]
     function.__doc__ = re.sub(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the projections of a layer to its pages: norm, rotary embedding and the write in one call.
 
 The pages are donated, as `write_kv` does.

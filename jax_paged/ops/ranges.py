@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges of a sequence, read from its pages or set in them."""
 
 import functools
@@ -83,7 +84,7 @@ def gather_kv(
     """
     index = _check_pages(k_pages, v_pages, layout, layer)
     scales = _check_scales(k_pages, v_pages, layout, k_scale, v_scale)
-    places = _check_places(page_table, rows, begins, ends, num_pinned, slot_offset)
+    ranges = _check_ranges(page_table, rows, begins, ends, num_pinned, slot_offset)
     whole = isinstance(max_tokens, int) and max_tokens is not True and max_tokens >= 0
     expect(whole, "max_tokens", "an int >= 0", max_tokens)
     if dtype is not None:
@@ -92,7 +93,7 @@ def gather_kv(
         expect(dtype in FLOAT_DTYPES, "dtype", names, dtype.name)
     elif is_eight_bit(k_pages):
         dtype = jnp.dtype(jnp.float32)
-    k, v, exists = _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, places, index)
+    k, v, exists = _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, ranges, index)
     return (k, v, exists) if return_exists else (k, v)
 
 
@@ -142,13 +143,13 @@ def scatter_kv(
      [0. 0. 1. 1.]]
     """
     _check_pages(k_pages, v_pages, layout, layer)
-    places = _check_places(page_table, rows, begins, ends, num_pinned, slot_offset)
+    ranges = _check_ranges(page_table, rows, begins, ends, num_pinned, slot_offset)
     shape = pages_shape(k_pages, layout)
     for name, x in (("k", k), ("v", v)):
-        heads = (places[1].shape[0], None, shape.num_kv_heads, None)
+        heads = (ranges[1].shape[0], None, shape.num_kv_heads, None)
         check_shape(name, x, "n max_tokens num_kv_heads head_dim", heads)
     check_shape("v", v, "n max_tokens num_kv_heads head_dim", (None, k.shape[1], None, None))
-    slots = slots_of_ranges(shape.num_pages, shape.page_size, k.shape[1], *places)
+    slots = slots_of_ranges(shape.num_pages, shape.page_size, k.shape[1], *ranges)
     k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
     return write_kv(
         k_pages, v_pages, k, v, slots.reshape(-1), layer=layer, k_scale=k_scale, v_scale=v_scale,
@@ -168,7 +169,7 @@ def _check_scales(k_pages, v_pages, layout: Layout, k_scale, v_scale) -> tuple[A
     )
 
 
-def _check_places(page_table, rows, begins, ends, num_pinned, slot_offset) -> tuple[Any, ...]:
+def _check_ranges(page_table, rows, begins, ends, num_pinned, slot_offset) -> tuple[Any, ...]:
     page_table, rows = as_index("page_table", page_table), as_index("rows", rows)
     begins, ends = as_index("begins", begins), as_index("ends", ends)
     check_shape("page_table", page_table, "num_seqs pages_per_seq", (None, None))
@@ -212,9 +213,9 @@ def slots_of_ranges(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, places, layer):
+def _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, ranges, layer):
     shape = pages_shape(k_pages, layout)
-    slots = slots_of_ranges(shape.num_pages, shape.page_size, max_tokens, *places)
+    slots = slots_of_ranges(shape.num_pages, shape.page_size, max_tokens, *ranges)
     exists = slots >= 0
     if shape.num_layers is not None:
         exists &= (layer >= 0) & (layer < shape.num_layers)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding: which pairs of dimensions turn, and by which angles.
 
 With style "half" (NeoX, Llama, Qwen) dimension i turns together with i + rotary_dim / 2, with
@@ -17,7 +18,14 @@ from jax_paged.checks import RopeStyle
 
 
 class Rope(NamedTuple):
-    """Tables as `rope_tables` makes them, and which dimensions turn together."""
+    """Tables as `rope_tables` makes them, and which dimensions turn together.
+
+    For the option `rope` of attention, where K is stored as it was before the rotary embedding.
+
+    >>> rope = Rope(*rope_tables(jnp.arange(32), inverse_frequencies(8, 1e4)))
+    >>> rope.cos.shape, rope.style
+    ((32, 4), 'half')
+    """
 
     cos: jax.Array  # f32[max_positions, rotary_dim / 2]
     sin: jax.Array  # the same
@@ -25,7 +33,11 @@ class Rope(NamedTuple):
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """theta ** (−2 i / head_dim) for i < head_dim / 2, float64: radians per position."""
+    """theta ** (−2 i / head_dim) for i < head_dim / 2, float64: radians per position.
+
+    >>> print(inverse_frequencies(4, 100.0))
+    [1.  0.1]
+    """
     return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 

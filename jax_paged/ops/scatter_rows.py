@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of an array set in place, of any dtype: what moves whole pages and tokens of a pool.
 
 XLA:CPU knows no scatter of bf16 and 8-bit floats: it would convert the whole pool to a wider dtype

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token trees for speculative decoding: from parent pointers to what attention masks with.
 
 A row's tree is a list of nodes, each stored behind its parent. In depth-first order, children in
@@ -31,7 +32,7 @@ def tree_intervals(
     Returns:
       (tree i32[num_seqs, max_tree, 2], depths i32[num_seqs, max_tree], status i32[num_seqs]). tree:
       first and end of each node, as `ragged_paged_attention` takes them. depths: the number of
-      ancestors of each node. Both are 0 behind the tree. status: `pages.Status`; BAD_ROW where a
+      ancestors of each node. Both are 0 behind the tree. status: `Status`; BAD_ROW where a
       parent or a size is none: then the row is given as a row of roots, of size 0 or max_tree where
       the size is out of range.
 
@@ -112,8 +113,8 @@ def _subtree_sizes(parents: jax.Array, live: jax.Array) -> jax.Array:
 
     def jump(_, carry):  # count: of the descendants less than 2^round below
         count, pointers = carry
-        place = jnp.where(pointers < 0, max_tree, pointers)
-        count = count.at[row, place].add(count, mode="drop")
+        index = jnp.where(pointers < 0, max_tree, pointers)
+        count = count.at[row, index].add(count, mode="drop")
         return count, _jump(pointers, pointers, -1)
 
     return jax.lax.fori_loop(0, _jumps(parents), jump, (live.astype(jnp.int32), parents))[0]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes to the pages: new tokens into their slots.
 
 These ops donate the pages they are given and update them in place. Called eagerly, the arrays

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pools of zeros: on CPU in huge pages of memory, where decode reads them faster."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test data, oracles and checks of compiled programs, for this package's tests and for yours.
 
 `python -m jax_paged.testing.stress` runs random cases of everything for as long as you like.

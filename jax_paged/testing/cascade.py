@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches whose rows share pages, for `cascade_attention`."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test data: batches of named sizes with hostile contents.
 
 Pages lie in random order, every slot that no sequence owns is NaN, unused table entries are wild,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of `moe_experts`, and what each gives in float64, expert by expert."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of plain K and V, one after another, for `ragged_attention`."""
 
 import dataclasses

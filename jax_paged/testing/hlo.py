@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a compiled program does with arrays as large as a pool."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MLA calls whose latent pages are the K pages of a `Batch`."""
 
 import dataclasses

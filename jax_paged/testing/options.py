@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention calls that combine any of the options, as rows of a table, with float64 beside them.
 
 A row names a value of each of `ATTENTION_FACTORS`. `attention_case` makes a call from it, with its
@@ -227,7 +228,7 @@ def attention_case(
         batch = dataclasses.replace(batch, sm_scale=row["sm_scale"])
     if row["holes"]:
         batch = with_holes(batch, rng)
-    options: dict[str, Any] = {name: row[name] for name in LOGIT_FACTORS}
+    options: dict[str, Any] = {name: row.get(name, off[0]) for name, off in LOGIT_FACTORS.items()}
     options["sliding_window"] = row["sliding_window"]
     if row["sliding_window"] == "per row":
         options["sliding_window"] = rng.choice(np.array([0, 1, 30, 90], np.int32), len(seq_lens))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention in float64, and how far a result may be from it."""
 
 import dataclasses

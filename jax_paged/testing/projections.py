@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of `linear`, and what each gives in float64."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of `qkv_norm_rope_write`, and what each gives in float64."""
 
 import dataclasses

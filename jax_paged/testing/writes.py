@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `write_kv` stores, as a loop."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that need a GPU: skipped, with the reason, wherever jax does not run on one.
 
 JAX_PAGED_GPU_TESTS=require makes a missing GPU a failure; =dry runs the tests on whatever device

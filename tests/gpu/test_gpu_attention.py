@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native ops on a GPU: against the float64 oracle, and what only a device can get wrong."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """8-bit pages on a GPU, of every head_dim that has a tensor-core kernel."""
 
 import dataclasses

@@ -1,12 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
 """MLA, trees, rows that slid, rope inside and fp8 outputs on a GPU, at sizes that fill it."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pinned_batches
 import pytest
-import test_pinned_windows
-import test_rope_inside
+import rope_batches
 
 from jax_paged import ragged_paged_attention
 from jax_paged.testing import (
@@ -72,10 +73,10 @@ def test_trees_on_long_rows_match_float64_softmax(head_dim, dtype, layout, split
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rows_that_slid_match_float64_softmax(head_dim, dtype, layout):
-    batch = test_pinned_windows.small_batch(dtype, head_dim=head_dim, layout=layout)
-    batch, offsets = test_pinned_windows.slid(batch)
+    batch = pinned_batches.small_batch(dtype, head_dim=head_dim, layout=layout)
+    batch, offsets = pinned_batches.slid(batch)
     options = {
-        "sliding_window": test_pinned_windows.WINDOW, "num_pinned": test_pinned_windows.PINNED,
+        "sliding_window": pinned_batches.WINDOW, "num_pinned": pinned_batches.PINNED,
         "slot_offset": offsets,
     }  # fmt: skip
     assert_attention_close(*run(batch, **options), *dense_oracle(batch, **options))
@@ -85,8 +86,8 @@ def test_rows_that_slid_match_float64_softmax(head_dim, dtype, layout):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rope_inside_matches_float64_softmax(head_dim, dtype, style):
-    batch = test_rope_inside.batch_of(jnp.dtype(dtype), head_dim=head_dim)
-    rope = test_rope_inside.tables(200, head_dim, style)
+    batch = rope_batches.batch_of(jnp.dtype(dtype), head_dim=head_dim)
+    rope = rope_batches.tables(200, head_dim, style)
     result = run(batch, rope=rope)
     assert_attention_close(*result, *dense_oracle(batch, rope=rope), logit_size=2)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """write_kv on a GPU: the bytes that a plain loop writes, and nothing else."""
 
 import jax.numpy as jnp

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """These tests compare with transformers on torch, and are skipped without them.
 
 JAX_PAGED_REQUIRE_HF=1 turns the skip into a failure.

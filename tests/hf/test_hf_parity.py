@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our logits against transformers, from checkpoints that transformers wrote, in f32 on the CPU."""
 
 import dataclasses

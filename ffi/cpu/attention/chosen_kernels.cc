@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Which instruction set's kernels a process uses.
 
 #include <cstdlib>

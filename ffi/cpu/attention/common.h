@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Kernel text shared by decode and prefill: loading queries, walking pages, folding partials,
 // output. Included by inst/<isa>.cc inside its target region (isa.h), after vec_<isa>.h.
 //
@@ -83,11 +85,11 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
     int64_t k_stride = k.strides.token;
     int64_t v_stride = v.strides.token;
     if (params.has_atoms) {
-      const int64_t place = half * kKeyBlock + count;
+      const int64_t scratch_row = half * kKeyBlock + count;
       k_stride = params.head_dim * ByteWidth(params.kv_dtype);
       v_stride = params.v_head_dim * ByteWidth(params.kv_dtype);
-      char* k_row = reinterpret_cast<char*>(scratch.k_rows) + place * k_stride;
-      char* v_row = reinterpret_cast<char*>(scratch.v_rows) + place * v_stride;
+      char* k_row = reinterpret_cast<char*>(scratch.k_rows) + scratch_row * k_stride;
+      char* v_row = reinterpret_cast<char*>(scratch.v_rows) + scratch_row * v_stride;
       if (ByteWidth(params.kv_dtype) == 2) {
         CopyAtoms<uint16_t>(params, k_token, v_token, run, k_row, v_row);
       } else {

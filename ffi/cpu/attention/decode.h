@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Decode: a unit of at most 16 packed rows against its K and V, read straight from the pages (of
 // vllm5d pages: each block is first copied to whole rows, which stay in cache; GatherKeys).
 //

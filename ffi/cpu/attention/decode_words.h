@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Decode of bf16 queries against 8-bit K and V with dot products of bf16 words. Included by
 // inst/avx512bf16.cc inside its target region (isa.h), after decode.h.
 //

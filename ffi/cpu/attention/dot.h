@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The tile of dot products that logits of decode and dense projections are made of. Included by
 // inst/<isa>.cc of both folders inside their target regions (isa.h), after
 // common.h.
@@ -18,7 +20,7 @@ JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& ke
   if constexpr (TOKENS <= 2) {
     Vec key[TOKENS * N];
     JAX_PAGED_UNROLL
-    for (int t = 0; t < TOKENS; ++t) keys.Get(t, key + t * N);
+    for (int t = 0; t < TOKENS; ++t) keys.LoadKey(t, key + t * N);
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       JAX_PAGED_UNROLL
@@ -45,7 +47,7 @@ JAX_PAGED_INLINE void ScoreStep(const float* q, int64_t q_stride, const Keys& ke
     JAX_PAGED_UNROLL
     for (int t = 0; t < TOKENS; ++t) {
       Vec key[N];
-      keys.Get(t, key);
+      keys.LoadKey(t, key);
       JAX_PAGED_UNROLL
       for (int r = 0; r < ROWS; ++r) {
         Vec& s = sum[t * ROWS + r];
@@ -61,7 +63,7 @@ template <typename T>
 struct KeyPairs {
   const T* const* k;
   int64_t d;
-  JAX_PAGED_INLINE void Get(int t, Vec* key) const {
+  JAX_PAGED_INLINE void LoadKey(int t, Vec* key) const {
     const Pair x = LoadPair(k[t] + d);
     key[0] = x.a;
     key[1] = x.b;
@@ -71,14 +73,14 @@ template <typename T, bool HALF>
 struct KeyVectors {
   const T* const* k;
   int64_t d;
-  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadPart<HALF>(k[t] + d); }
+  JAX_PAGED_INLINE void LoadKey(int t, Vec* key) const { key[0] = LoadPart<HALF>(k[t] + d); }
 };
 template <typename T>
 struct KeyWords {
   const T* const* k;
   int64_t d;
   int64_t n;  // dimensions left
-  JAX_PAGED_INLINE void Get(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
+  JAX_PAGED_INLINE void LoadKey(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
 };
 
 // sum[token * ROWS + row] of ROWS x TOKENS products, one vector each. If it PREFETCHES, then what

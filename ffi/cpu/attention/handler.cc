@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.attention.v1 on CPU: checks, plan, and the workers that run it.
 
 #include <atomic>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The interface between the handler and the kernels of one instruction set.
 
 #ifndef JAX_PAGED_CPU_ATTENTION_KERNELS_H_

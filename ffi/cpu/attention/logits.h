@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Logits that are more than a product times sm_scale: soft cap and ALiBi; and which keys a query
 // sees: ranges, and in token trees single ones. Included by inst/<isa>.cc inside its target
 // region (isa.h), after common.h.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Kernel text of merge_attention_states: two attention results of one query become one. Included by
 // inst/<isa>.cc inside its target region (isa.h), after common.h.
 

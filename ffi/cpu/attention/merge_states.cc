@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.merge_attention_states.v1 on CPU. Bound by memory: reads both parts and
 // writes their sum once.
 
@@ -5,7 +7,7 @@
 #include <string>
 
 #include "common/ffi_checks.h"
-#include "common/schedule.h"
+#include "common/integers.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Prefill: a block of up to 192 packed rows against K and V in key blocks of 64 tokens, as two
 // small matrix products in registers.
 //

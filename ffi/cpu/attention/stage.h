@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // 8-bit K and V, and K that is turned here (rope inside attention): a block's tokens are converted
 // to floats, times their scale, in the worker's scratch, and the kernels of float run on them.
 // Included by inst/<isa>.cc inside its target

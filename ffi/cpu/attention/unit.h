@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One work item from queries to output, and the table of kernels of an instruction set. Included
 // last by inst/<isa>.cc inside its target region (isa.h).
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The bf16 words that 8-bit codes stand for, as tables of their bytes. Every value of the three
 // 8-bit dtypes is a bf16 exactly.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Shared by the instruction-set files (inst/<isa>.cc, vec_<isa>.h and the kernel text they
 // include).
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Vectors of 8 floats for AVX2 with FMA and F16C. Included by inst/avx2.cc only, see isa.h.
 //
 // The same names as in vec_generic.h, where each is explained.

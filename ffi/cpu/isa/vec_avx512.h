@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Vectors of 16 floats for AVX-512 (F, BW, DQ, VL). Included by inst/avx512.cc only, see
 // isa.h.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // 8-bit codes to bf16 words in registers, for AVX-512 with VBMI and BF16. Included by
 // inst/avx512bf16.cc only, after vec_avx512.h.
 //

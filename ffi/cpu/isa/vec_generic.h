@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Vectors of 8 floats for any architecture, in C++ with the vector extension of gcc and clang.
 // Included by inst/generic.cc only.
 //

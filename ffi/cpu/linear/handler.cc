@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.linear.v1 on CPU: out = x w^T, each column times its scale where w is
 // 8-bit.
 //
@@ -11,7 +13,7 @@
 #include <utility>
 
 #include "common/ffi_checks.h"
-#include "common/schedule.h"
+#include "common/integers.h"
 #include "cpu/handlers.h"
 #include "cpu/linear/kernels.h"
 #include "cpu/parallel_for.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // out = x w^T, the dense projection of a few or of many rows. Included by inst/<isa>.cc inside
 // its target region (isa.h), after dot.h.
 //

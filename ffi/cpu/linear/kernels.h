@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The interface between the handlers of linear and moe_experts and the kernels of one instruction
 // set.
 
@@ -7,7 +9,7 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
-#include "common/schedule.h"
+#include "common/integers.h"
 #include "cpu/attention/kernels.h"
 
 namespace jax_paged::cpu {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.moe_experts.v1 on CPU: out[t] = sum over j of weights[t, j] times the
 // gated MLP of expert experts[t, j] on x[t].
 //
@@ -17,8 +19,8 @@
 #include <string>
 #include <vector>
 
+#include "common/integers.h"
 #include "common/moe_checks.h"
-#include "common/schedule.h"
 #include "cpu/handlers.h"
 #include "cpu/linear/kernels.h"
 #include "cpu/parallel_for.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What handlers share that update a pool in place.
 
 #ifndef JAX_PAGED_CPU_WRITE_IN_PLACE_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Normalising, turning and writing the heads of projected tokens. Included by inst/<isa>.cc
 // inside its target region (isa.h), after common.h.
 //

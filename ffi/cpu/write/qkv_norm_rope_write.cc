@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.qkv_norm_rope_write.v1 on CPU.
 //
 // Items of work: some KV heads of all tokens, in order, so that of two tokens for one slot the
@@ -8,8 +10,8 @@
 #include <string>
 #include <string_view>
 
+#include "common/integers.h"
 #include "common/qkv_checks.h"
-#include "common/schedule.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"
@@ -83,23 +85,6 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QkvNormRopeWriteHandler, QkvNormRopeWrite,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // qkv
-                                  .Arg<ffi::AnyBuffer>()         // k_pages
-                                  .Arg<ffi::AnyBuffer>()         // v_pages
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // positions
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // cos
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // sin
-                                  .Arg<ffi::AnyBuffer>()         // q_norm
-                                  .Arg<ffi::AnyBuffer>()         // k_norm
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // layer
-                                  .Attr<float>("eps")
-                                  .Attr<std::string_view>("style")
-                                  .Attr<std::string_view>("layout")
-                                  .Ret<ffi::AnyBuffer>()    // q
-                                  .Ret<ffi::AnyBuffer>()    // k_pages
-                                  .Ret<ffi::AnyBuffer>());  // v_pages
+                              BindQkv(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 }  // namespace jax_paged::cpu

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.scatter_rows.v1 on CPU: pool[rows[i]] = values[i], in place, for any
 // dtype.
 //
@@ -11,7 +13,7 @@
 #include <vector>
 
 #include "common/ffi_checks.h"
-#include "common/schedule.h"
+#include "common/integers.h"
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"
 #include "cpu/write/in_place.h"

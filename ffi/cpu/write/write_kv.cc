@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.write_kv.v1 on CPU: copies each token's K and V into its page slot, in
 // place.
 //
@@ -11,8 +13,8 @@
 #include <string_view>
 
 #include "common/ffi_checks.h"
+#include "common/integers.h"
 #include "common/page_view.h"
-#include "common/schedule.h"
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"
 #include "cpu/write/in_place.h"

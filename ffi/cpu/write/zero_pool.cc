@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The handler of jax_paged.zero_pool.v1 on CPU: a pool of zeros in huge pages of memory.
 //
 // A pool's pages are visited in any order. In memory pages of 4 KiB, which malloc gives, most KV
@@ -7,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/schedule.h"
+#include "common/integers.h"
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the attention kernels are told about one call, and the layout of their workspace. Knows
 // nothing of XLA; plain C++17, so that handler, kernels and emulator share it.
 
@@ -8,6 +10,7 @@
 
 #include "common/attention_call.h"
 #include "common/dtypes.h"
+#include "common/integers.h"
 #include "common/page_view.h"
 #include "cuda/pointers.h"
 
@@ -112,7 +115,7 @@ struct AttentionArgs {
   Global<RowLengths> row_lengths;  // [max_seqs]
   Global<RowSplits> row_splits;    // [max_seqs]
   Global<int64_t> first_piece;     // [max_seqs + 1]
-  Global<int64_t> first_prefill;   // [max_seqs + 1], by place in prefill_order
+  Global<int64_t> first_prefill;   // [max_seqs + 1], in the order of prefill_order
   Global<uint32_t> arrivals;       // [num_slots]
   Global<int32_t> prefill_order;   // [max_seqs], rows with prefill units
   Global<int32_t> row_trees;       // [max_seqs]: nodes of a row's tree that is no chain, or 0
@@ -176,16 +179,15 @@ struct WorkspaceShape {
 inline int64_t NumSlots(const WorkspaceShape& shape) {
   int64_t splits = 2 * kMaxWorkers;
   if (shape.split_tokens > 0) {
-    const int64_t tokens = (shape.split_tokens + kTileTokens - 1) / kTileTokens * kTileTokens;
-    splits = (shape.capacity + tokens - 1) / tokens;
+    const int64_t tokens = RoundUp(shape.split_tokens, kTileTokens);
+    splits = CeilDiv(shape.capacity, tokens);
   } else if (shape.num_kv_splits > 0) {
     splits = shape.num_kv_splits;
   } else {
     return splits;
   }
   if (splits <= 1) return 0;
-  return shape.max_seqs * shape.num_kv_heads * ((shape.group_size + kTileRows - 1) / kTileRows) *
-         splits;
+  return shape.max_seqs * shape.num_kv_heads * CeilDiv(shape.group_size, kTileRows) * splits;
 }
 
 // The workspace in 4-byte words; jax_paged/ops/attention.py computes the same.

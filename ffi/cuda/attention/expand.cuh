@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // 8-bit K and V of a warp's tile to the 16-bit elements that mma takes (expand_bytes.cuh). Twice
 // the shared memory traffic of 16-bit pages.
 

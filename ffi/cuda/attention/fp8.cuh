@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // f32 to fp8, in integer arithmetic: the instructions for it begin with sm_89.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_FP8_CUH_

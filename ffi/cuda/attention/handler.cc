@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // XLA FFI handler of jax_paged.attention.v1 on CUDA: reads the call, fills AttentionArgs, launches.
 // Operands and attributes are those of the CPU handler; the third result is the workspace.
 
@@ -7,6 +9,7 @@
 #include "common/ffi_checks.h"
 #include "cuda/attention/launch.h"
 #include "cuda/attention/make_args.h"
+#include "cuda/current_device.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged::cuda {

@@ -1,9 +1,8 @@
-#include <atomic>
-#include <mutex>
+// SPDX-License-Identifier: Apache-2.0
 
 #include "cuda/attention/launch.h"
 #include "cuda/attention/plan.cuh"
-#include "cuda/attention/prefill.cuh"
+#include "cuda/attention/prefill_unit.cuh"
 #include "cuda/attention/traits.h"
 
 namespace jax_paged::cuda {
@@ -22,7 +21,7 @@ cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionA
       using Decode = DecodeTraits<head_dim.value, pages.value>;
       const KernelChoice choice =
           ChooseKernels(args, limits, Decode::SharedBytes,
-                        PrefillTraits<head_dim.value>::kSharedBytes, Decode::kTakesSpecialRows);
+                        PrefillTraits<head_dim.value>::kSharedBytes, Decode::kTakesTreesAndPins);
       args.prefill_rows = choice.prefill_rows;
       error = choice.decode.stages == 0
                   ? LaunchSimt<T>(stream, limits, args)
@@ -41,34 +40,6 @@ cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionA
 }
 
 }  // namespace
-
-cudaError_t GetDeviceLimits(DeviceLimits* limits) {
-  constexpr int kMaxDevices = 64;
-  static std::mutex mutex;
-  static DeviceLimits known[kMaxDevices];  // multiprocessors 0: not asked yet
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (device < kMaxDevices && known[device].multiprocessors > 0) {
-    *limits = known[device];
-    return cudaSuccess;
-  }
-  const struct {
-    cudaDeviceAttr attribute;
-    int32_t* value;
-  } wanted[] = {
-      {cudaDevAttrMultiProcessorCount, &limits->multiprocessors},
-      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits->shared_bytes_per_cta},
-      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &limits->shared_bytes_per_multiprocessor},
-  };
-  for (const auto& [attribute, value] : wanted) {
-    error = cudaDeviceGetAttribute(value, attribute, device);
-    if (error != cudaSuccess) return error;
-  }
-  if (device < kMaxDevices) known[device] = *limits;
-  return cudaSuccess;
-}
 
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {
   // One CTA plans; the others help where there is much to fill or to clear.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Launch interface of the CUDA attention kernels. Knows nothing of XLA.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_LAUNCH_H_
@@ -8,11 +10,9 @@
 #include "common/dtypes.h"
 #include "cuda/attention/args.h"
 #include "cuda/attention/select.h"
+#include "cuda/device_limits.h"
 
 namespace jax_paged::cuda {
-
-// Of the current device; asked once per device.
-cudaError_t GetDeviceLimits(DeviceLimits* limits);
 
 // Fills num_workers, stages and prefill_rows, then launches the planner, the decode kernel and,
 // where the shapes leave room for rows that it takes, the prefill kernel.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Kernels and launches to be instantiated in inst/.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_LAUNCH_INST_CUH_
@@ -11,6 +13,7 @@
 #include "cuda/attention/prefill.cuh"
 #include "cuda/attention/simt.cuh"
 #include "cuda/attention/traits.h"
+#include "cuda/device_limits.h"
 #include "cuda/shared_memory.h"
 
 namespace jax_paged::cuda {
@@ -87,5 +90,21 @@ cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, Attentio
 }
 
 }  // namespace jax_paged::cuda
+
+// For files of inst/: one launch for narrow heads, for wide ones, or for all.
+#define JAX_PAGED_INSTANTIATE(Launch, T, DIM, PAGES) \
+  template cudaError_t Launch<T, DIM, PAGES>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+#define JAX_PAGED_INSTANTIATE_NARROW(Launch, T, PAGES) \
+  JAX_PAGED_INSTANTIATE(Launch, T, 64, PAGES)          \
+  JAX_PAGED_INSTANTIATE(Launch, T, 80, PAGES)          \
+  JAX_PAGED_INSTANTIATE(Launch, T, 96, PAGES)          \
+  JAX_PAGED_INSTANTIATE(Launch, T, 112, PAGES)
+#define JAX_PAGED_INSTANTIATE_WIDE(Launch, T, PAGES) \
+  JAX_PAGED_INSTANTIATE(Launch, T, 128, PAGES)       \
+  JAX_PAGED_INSTANTIATE(Launch, T, 192, PAGES)       \
+  JAX_PAGED_INSTANTIATE(Launch, T, 256, PAGES)
+#define JAX_PAGED_INSTANTIATE_ALL(Launch, T, PAGES) \
+  JAX_PAGED_INSTANTIATE_NARROW(Launch, T, PAGES)    \
+  JAX_PAGED_INSTANTIATE_WIDE(Launch, T, PAGES)
 
 #endif  // JAX_PAGED_CUDA_ATTENTION_LAUNCH_INST_CUH_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // From products q.k to logits, and from the sums of a softmax to its result. Order on a logit:
 // scale, soft cap, ALiBi, mask, sink.
 //
@@ -8,6 +10,7 @@
 #ifndef JAX_PAGED_CUDA_ATTENTION_LOGITS_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_LOGITS_CUH_
 
+#include "common/integers.h"
 #include "cuda/attention/args.h"
 #include "cuda/prim.h"
 
@@ -44,17 +47,17 @@ JAX_PAGED_DEVICE int32_t StoredTokens(const AttentionArgs& args, int32_t row) {
     const int32_t offset = prim::LoadConst(args.slot_offset + row);
     if (offset > 0) stored -= offset;
   }
-  return stored < 0 ? 0 : (stored > args.capacity ? args.capacity : stored);
+  return Clamp<int32_t>(stored, 0, args.capacity);
 }
 
-// First key in the window of the query at `position` of a row, pinned ones aside. SPECIAL: whether
-// the kernel takes rows with a tree or pinned tokens.
-template <bool SPECIAL = true>
+// First key in the window of the query at `position` of a row, pinned ones aside. TREES_AND_PINS:
+// whether the kernel takes rows with a tree or pinned tokens.
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE int32_t FirstKey(const AttentionArgs& args, int32_t row, int32_t position) {
   if (!args.sliding_window) return 0;
   int32_t window = prim::LoadConst(args.sliding_window + row * args.window_step);
   if (window <= 0) return 0;
-  const int32_t pinned = SPECIAL ? NumPinned(args, row) : 0;
+  const int32_t pinned = TREES_AND_PINS ? NumPinned(args, row) : 0;
   window = window > pinned ? window - pinned : 1;
   return window > position ? 0 : position - window + 1;
 }

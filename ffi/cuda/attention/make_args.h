@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // From a call to AttentionArgs, with the limits of the CUDA kernels; what holds on every platform,
 // AttentionReader (common/attention_call.h) has checked. All pointers are device addresses.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The planner, launched before the attention kernel: lengths on the device become ranges of work,
 // with no help from the host.
 //
@@ -32,9 +34,11 @@
 
 #include <cstddef>
 
+#include "common/integers.h"
 #include "cuda/attention/args.h"
 #include "cuda/attention/logits.cuh"
 #include "cuda/attention/tree.cuh"
+#include "cuda/block_scan.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
@@ -53,32 +57,12 @@ struct PlanShared {
   int32_t is_empty[kPlanThreads];
 };
 
-JAX_PAGED_DEVICE int32_t ClampTo(int32_t x, int32_t low, int32_t high) {
-  return x < low ? low : (x > high ? high : x);
-}
-JAX_PAGED_DEVICE int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Inclusive scan over the CTA's threads. Every thread gets its own and, in *total, the last result.
+// BlockScan of sums, or of maxima. What an earlier one has left in warp_totals has been read.
 template <bool MAX>
-JAX_PAGED_DEVICE int64_t BlockScan(int64_t x, Shared<int64_t> warp_totals, int64_t* total) {
+JAX_PAGED_DEVICE int64_t PlanScan(int64_t x, Shared<int64_t> warp_totals, int64_t* so_far) {
   const auto join = [](int64_t a, int64_t b) { return MAX ? (a > b ? a : b) : a + b; };
-  const int32_t lane = prim::LaneIndex();
-  JAX_PAGED_UNROLL
-  for (int32_t distance = 1; distance < kWarpLanes; distance *= 2) {
-    const int64_t below = prim::ShuffleUp(x, distance);
-    if (lane >= distance) x = join(below, x);
-  }
-  prim::SyncThreads();  // the last scan has been read
-  if (lane == kWarpLanes - 1) prim::Store(warp_totals + prim::WarpIndex(), x);
   prim::SyncThreads();
-  int64_t sum = prim::Load(warp_totals);
-  for (int32_t w = 1; w < kPlanWarps; ++w) {
-    const int64_t next = prim::Load(warp_totals + w);
-    if (w == prim::WarpIndex()) x = join(sum, x);
-    sum = join(sum, next);
-  }
-  *total = sum;
-  return x;
+  return BlockScan(x, join, kPlanWarps, warp_totals, so_far);
 }
 
 // out = 0 and lse = -inf, or the head's sink, for tokens begin, begin + step, ... below end.
@@ -106,7 +90,7 @@ struct RowPlan {
 // Nodes of a row's tree as it is given, chain or not.
 JAX_PAGED_DEVICE int32_t GivenTree(const AttentionArgs& args, int32_t row, int32_t seq_len) {
   const int32_t most = seq_len < args.max_tree ? seq_len : args.max_tree;
-  return ClampTo(prim::LoadConst(args.tree_sizes + row), 0, most);
+  return Clamp<int32_t>(prim::LoadConst(args.tree_sizes + row), 0, most);
 }
 
 // The same, but 0 for a chain, in which every node sees all before it.
@@ -155,24 +139,24 @@ JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t row, int32_t
   const int32_t first_key = RowFirstKey(args, row, plan.lengths, tree_size);
   const int32_t tiles = (seq_len - 1) / kTileTokens + 1 - FindGap(args, row, first_key).size;
   plan.lengths.num_units =
-      args.num_kv_heads * static_cast<int32_t>(DivideUp(packed_rows, kTileRows));
+      args.num_kv_heads * static_cast<int32_t>(CeilDiv(packed_rows, kTileRows));
   if (args.has_fixed_splits()) {
     if (!is_decode) {
       plan.splits.piece_tiles = tiles;
     } else if (args.split_tokens > 0) {
-      plan.splits.piece_tiles = static_cast<int32_t>(DivideUp(args.split_tokens, kTileTokens));
+      plan.splits.piece_tiles = static_cast<int32_t>(CeilDiv(args.split_tokens, kTileTokens));
     } else {
-      plan.splits.piece_tiles = static_cast<int32_t>(DivideUp(tiles, args.num_kv_splits));
+      plan.splits.piece_tiles = static_cast<int32_t>(CeilDiv(tiles, args.num_kv_splits));
     }
   }
-  plan.splits.num_pieces = static_cast<int32_t>(DivideUp(tiles, plan.splits.piece_tiles));
+  plan.splits.num_pieces = static_cast<int32_t>(CeilDiv(tiles, plan.splits.piece_tiles));
   return plan;
 }
 
 JAX_PAGED_DEVICE int64_t PrefillUnits(const AttentionArgs& args, const RowLengths& lengths) {
   if (args.prefill_rows == 0 || lengths.num_units > 0) return 0;
   if (lengths.q_len == 0 || lengths.seq_len == 0) return 0;
-  return args.num_kv_heads * DivideUp(lengths.q_len * args.group_size, args.prefill_rows);
+  return args.num_kv_heads * CeilDiv(lengths.q_len * args.group_size, args.prefill_rows);
 }
 
 // Bits of the number of keys: about how long the row's longest prefill unit takes. 0: it has none.
@@ -198,16 +182,13 @@ JAX_PAGED_DEVICE void OrderPrefill(const AttentionArgs& args, int64_t size,
       if (row < args.max_seqs) lengths = prim::LoadL2(args.row_lengths + row);  // as it wrote them
       const int64_t row_size = PrefillSize(args, lengths);
       const int64_t mine = row_size == size ? PrefillUnits(args, lengths) << 32 | 1 : 0;
-      int64_t in_block, block_size;
-      const int64_t before = listed - mine + BlockScan</*MAX=*/false>(mine, warp_totals, &in_block);
+      const int64_t before = PlanScan</*MAX=*/false>(mine, warp_totals, &listed) - mine;
       if (mine > 0) {
-        const int32_t place = static_cast<int32_t>(before);
-        prim::Store(args.prefill_order + place, row);
-        prim::Store(args.first_prefill + place, before >> 32);
+        const int32_t rank = static_cast<int32_t>(before);
+        prim::Store(args.prefill_order + rank, row);
+        prim::Store(args.first_prefill + rank, before >> 32);
       }
-      BlockScan</*MAX=*/true>(row_size < size ? row_size : 0, warp_totals, &block_size);
-      if (block_size > next_size) next_size = block_size;
-      listed += in_block;
+      PlanScan</*MAX=*/true>(row_size < size ? row_size : 0, warp_totals, &next_size);
     }
     size = next_size;
   }
@@ -232,11 +213,11 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
 
   const int32_t layer = prim::LoadConst(args.layer);
   const bool has_keys = layer >= 0 && layer < args.num_layers && args.num_pages > 0;
-  const int32_t num_seqs = ClampTo(prim::LoadConst(args.num_seqs), 0, args.max_seqs);
+  const int32_t num_seqs = Clamp<int32_t>(prim::LoadConst(args.num_seqs), 0, args.max_seqs);
   const int32_t first_token =
-      num_seqs == 0 ? 0 : ClampTo(prim::LoadConst(args.cu_q_lens), 0, args.num_tokens);
+      num_seqs == 0 ? 0 : Clamp<int32_t>(prim::LoadConst(args.cu_q_lens), 0, args.num_tokens);
   if (args.max_tree > 0 && UsesPositions(args)) PlanDepths(args, num_seqs);
-  int32_t last_token = first_token;  // carried from one block of rows to the next
+  int64_t last_token = first_token;  // carried from one block of rows to the next
   int64_t num_pieces = 0;
   int64_t num_slots = 0;
   int64_t most_pieces = 0;
@@ -245,14 +226,14 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
     const int32_t row = base + thread;
     const bool is_live = row < num_seqs;
     const int64_t bound =
-        is_live ? ClampTo(prim::LoadConst(args.cu_q_lens + (row + 1)), 0, args.num_tokens) : 0;
-    int64_t last_bound;
-    int64_t end = BlockScan</*MAX=*/true>(bound, warp_totals, &last_bound);
-    if (end < last_token) end = last_token;
-    prim::Store(ends + thread, static_cast<int32_t>(end));
+        is_live ? Clamp<int32_t>(prim::LoadConst(args.cu_q_lens + (row + 1)), 0, args.num_tokens)
+                : 0;
+    const int32_t block_begin = static_cast<int32_t>(last_token);
+    const int32_t end =
+        static_cast<int32_t>(PlanScan</*MAX=*/true>(bound, warp_totals, &last_token));
+    prim::Store(ends + thread, end);
     prim::SyncThreads();
-    const int32_t begin = thread == 0 ? last_token : prim::Load(ends + (thread - 1));
-    if (last_bound > last_token) last_token = static_cast<int32_t>(last_bound);
+    const int32_t begin = thread == 0 ? block_begin : prim::Load(ends + (thread - 1));
 
     const int32_t seq_len = is_live && has_keys ? StoredTokens(args, row) : 0;
     int32_t tree_size = 0;
@@ -260,21 +241,16 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
       if (is_live) tree_size = PlanTree(args, row, seq_len);
       if (writes_plan) prim::Store(args.row_trees + row, tree_size);
     }
-    RowPlan plan = PlanRow(args, row, begin, static_cast<int32_t>(end), seq_len, tree_size);
+    RowPlan plan = PlanRow(args, row, begin, end, seq_len, tree_size);
     const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
     const int64_t row_slots =
         args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;
-    int64_t block_pieces, block_slots, block_most, block_size;
     const int64_t first_piece =
-        num_pieces - row_pieces + BlockScan</*MAX=*/false>(row_pieces, warp_totals, &block_pieces);
+        PlanScan</*MAX=*/false>(row_pieces, warp_totals, &num_pieces) - row_pieces;
     plan.splits.first_slot =
-        num_slots - row_slots + BlockScan</*MAX=*/false>(row_slots, warp_totals, &block_slots);
-    BlockScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &block_most);
-    BlockScan</*MAX=*/true>(PrefillSize(args, plan.lengths), warp_totals, &block_size);
-    num_pieces += block_pieces;
-    num_slots += block_slots;
-    if (block_most > most_pieces) most_pieces = block_most;
-    if (block_size > prefill_size) prefill_size = block_size;
+        PlanScan</*MAX=*/false>(row_slots, warp_totals, &num_slots) - row_slots;
+    PlanScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &most_pieces);
+    PlanScan</*MAX=*/true>(PrefillSize(args, plan.lengths), warp_totals, &prefill_size);
     if (writes_plan && row < args.max_seqs) {
       prim::Store(args.row_lengths + row, plan.lengths);
       prim::Store(args.row_splits + row, plan.splits);
@@ -295,13 +271,14 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   }
   const int32_t step = prim::GridSize();
   FillEmpty(args, prim::BlockIndex(), first_token, step, /*with_sinks=*/false);
-  FillEmpty(args, last_token + prim::BlockIndex(), args.num_tokens, step, /*with_sinks=*/false);
+  const int32_t padding = static_cast<int32_t>(last_token);
+  FillEmpty(args, padding + prim::BlockIndex(), args.num_tokens, step, /*with_sinks=*/false);
 
   if (writes_plan && args.prefill_rows > 0) OrderPrefill(args, prefill_size, warp_totals);
   if (writes_plan && thread == 0) {
-    int64_t chunk = DivideUp(num_pieces, args.num_workers);
+    int64_t chunk = CeilDiv(num_pieces, args.num_workers);
     if (!args.has_fixed_splits()) {
-      int64_t least = DivideUp(most_pieces, kManySplits);
+      int64_t least = CeilDiv(most_pieces, kManySplits);
       if (least > kFewTiles) least = kFewTiles;
       if (chunk < least) chunk = least;
     }

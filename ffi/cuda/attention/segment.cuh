@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the attention kernels share: a worker's walk over its pieces, the way from partial results
 // to the output, and the addresses of both. plan.cuh explains row, unit and piece.
 //
@@ -14,11 +16,13 @@
 
 #include <cstddef>
 
+#include "common/integers.h"
 #include "cuda/attention/args.h"
 #include "cuda/attention/fp8.cuh"
 #include "cuda/attention/logits.cuh"
 #include "cuda/attention/tree.cuh"
 #include "cuda/prim.h"
+#include "cuda/warp_search.cuh"
 
 namespace jax_paged::cuda {
 
@@ -56,23 +60,24 @@ struct Segment {
   JAX_PAGED_DEVICE RowTree Tree() const { return {row, lengths.seq_len - tree_size, tree_size}; }
 };
 
-// SPECIAL: whether the kernel takes rows with a tree or pinned tokens (DecodeTraits).
-template <bool SPECIAL>
+// TREES_AND_PINS: whether the kernel takes rows with a tree or pinned tokens (DecodeTraits).
+template <bool TREES_AND_PINS>
 JAX_PAGED_DEVICE void LoadRow(const AttentionArgs& args, Segment* segment) {
   segment->lengths = prim::LoadConst<RowLengths>(args.row_lengths + segment->row);
   segment->splits = prim::LoadConst<RowSplits>(args.row_splits + segment->row);
-  segment->tree_size =
-      SPECIAL && args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + segment->row) : 0;
+  segment->tree_size = TREES_AND_PINS && args.max_tree > 0
+                           ? prim::LoadConst<int32_t>(args.row_trees + segment->row)
+                           : 0;
   segment->first_key =
-      RowFirstKey<SPECIAL>(args, segment->row, segment->lengths, segment->tree_size);
+      RowFirstKey<TREES_AND_PINS>(args, segment->row, segment->lengths, segment->tree_size);
 }
 
 // The first token of a segment's tile.
-template <bool SPECIAL = true>
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE int32_t TileToken(const AttentionArgs& args, const Segment& segment,
                                    int32_t tile) {
   tile += segment.first_tile;
-  if (SPECIAL && args.num_pinned) {
+  if (TREES_AND_PINS && args.num_pinned) {
     const TileGap gap = FindGap(args, segment.row, segment.first_key);
     if (tile >= gap.begin) tile += gap.size;
   }
@@ -80,14 +85,14 @@ JAX_PAGED_DEVICE int32_t TileToken(const AttentionArgs& args, const Segment& seg
 }
 
 // Whether some query of a segment may see the stored token at `token`.
-template <bool SPECIAL = true>
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE bool IsRead(const AttentionArgs& args, const Segment& segment, int32_t token) {
   if (token >= segment.lengths.seq_len) return false;
   return token >= segment.first_key ||
-         (SPECIAL && args.num_pinned && token < NumPinned(args, segment.row));
+         (TREES_AND_PINS && args.num_pinned && token < NumPinned(args, segment.row));
 }
 
-template <bool SPECIAL>
+template <bool TREES_AND_PINS>
 JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& range,
                                    Segment* segment) {
   const int64_t here = range.end - segment->position;
@@ -95,10 +100,10 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
   segment->num_pieces =
       args.has_fixed_splits() ? 1 : (here < rest ? static_cast<int32_t>(here) : rest);
   const int32_t piece_tiles = segment->splits.piece_tiles;
-  const int32_t unit_tiles = (segment->lengths.seq_len + kTileTokens - 1) / kTileTokens;
+  const int32_t unit_tiles = CeilDiv<int32_t>(segment->lengths.seq_len, kTileTokens);
   segment->first_tile = segment->piece * piece_tiles;
   int32_t rest_tiles = unit_tiles - segment->first_tile;
-  if (SPECIAL && args.num_pinned) {
+  if (TREES_AND_PINS && args.num_pinned) {
     rest_tiles -= FindGap(args, segment->row, segment->first_key).size;
   } else {
     const int32_t left = segment->first_key / kTileTokens;
@@ -109,32 +114,24 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
   segment->num_tiles = tiles < rest_tiles ? tiles : rest_tiles;
 }
 
-// The first segment of a range that is not empty. Each warp finds its row by a 32-way search.
-template <bool SPECIAL = true>
+// The first segment of a range that is not empty. Each warp looks for its row.
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange& range) {
-  int32_t low = 0;
-  int32_t high = args.max_seqs;
-  while (high - low > 1) {
-    const int32_t step = (high - low + kWarpLanes - 1) / kWarpLanes;
-    const int32_t probe = low + prim::LaneIndex() * step;
-    const bool is_left =
-        probe < high && prim::LoadConst<int64_t>(args.first_piece + probe) <= range.begin;
-    low += (prim::PopCount(prim::Ballot(is_left)) - 1) * step;
-    if (high > low + step) high = low + step;
-  }
   Segment segment;
   segment.position = range.begin;
-  segment.row = low;
-  LoadRow<SPECIAL>(args, &segment);
-  const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_piece + low);
+  segment.row = WarpSearch(args.max_seqs, [&](int32_t row) {
+    return prim::LoadConst<int64_t>(args.first_piece + row) <= range.begin;
+  });
+  LoadRow<TREES_AND_PINS>(args, &segment);
+  const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_piece + segment.row);
   segment.unit = static_cast<int32_t>(within / segment.splits.num_pieces);
   segment.piece = static_cast<int32_t>(within - int64_t{segment.unit} * segment.splits.num_pieces);
-  ShapeSegment<SPECIAL>(args, range, &segment);
+  ShapeSegment<TREES_AND_PINS>(args, range, &segment);
   return segment;
 }
 
 // Moves on; false at the end of the range.
-template <bool SPECIAL = true>
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& range,
                                   Segment* segment) {
   segment->position += segment->num_pieces;
@@ -146,11 +143,11 @@ JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& ra
       segment->unit = 0;
       do {
         ++segment->row;
-        LoadRow<SPECIAL>(args, segment);
+        LoadRow<TREES_AND_PINS>(args, segment);
       } while (segment->lengths.num_units == 0);
     }
   }
-  ShapeSegment<SPECIAL>(args, range, segment);
+  ShapeSegment<TREES_AND_PINS>(args, range, segment);
   return true;
 }
 
@@ -199,7 +196,7 @@ struct KeyRange {
 
 // The keys that a packed row sees beside pinned ones, of those of its tree at least what it sees
 // (SeesKey tells); none for rows beyond the unit's. Without a tree both ends ascend with the row.
-template <bool SPECIAL = true>
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& segment,
                                       const UnitRows& rows, int32_t row) {
   if (row >= rows.count) return {0, 0};
@@ -210,18 +207,18 @@ JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& 
     keys.first = FirstKey(args, segment.row, PositionOf(args, tree, position));
     if (tree.NodeOf(position) >= 0 && keys.first > tree.root) keys.first = tree.root;
   } else {
-    keys.first = FirstKey<SPECIAL>(args, segment.row, position);
+    keys.first = FirstKey<TREES_AND_PINS>(args, segment.row, position);
   }
   if (args.causal) keys.end = position < 0 ? 0 : position + 1;
   return keys;
 }
 
 // Whether a packed row that sees `keys` beside pinned ones sees a key.
-template <bool SPECIAL = true>
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE bool Sees(const AttentionArgs& args, const Segment& segment, const KeyRange& keys,
                            int32_t key) {
-  return keys.Contains(key) ||
-         (SPECIAL && args.num_pinned && key < keys.end && key < NumPinned(args, segment.row));
+  return keys.Contains(key) || (TREES_AND_PINS && args.num_pinned && key < keys.end &&
+                                key < NumPinned(args, segment.row));
 }
 
 // Where the stored token at `token` stands in the sequence.
@@ -230,13 +227,13 @@ JAX_PAGED_DEVICE int32_t TokenAt(const AttentionArgs& args, const Segment& segme
 }
 
 // s[n][2 half + i], the products of a packed row with keys `first_key` + 8 n + i, become logits.
-template <bool SPECIAL = true, int N>
+template <bool TREES_AND_PINS = true, int N>
 JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segment,
                                  const UnitRows& rows, int32_t row, int32_t half, int32_t first_key,
                                  float (&s)[N][4]) {
   const LogitEdit edit = LoadEdit(args, row < rows.count ? QueryHead(args, rows, row) : 0);
   int32_t position = QueryPosition(segment.lengths, args.by_group_size(rows.first + row));
-  if (args.logits.alibi_slopes && (segment.tree_size > 0 || (SPECIAL && args.num_pinned))) {
+  if (args.logits.alibi_slopes && (segment.tree_size > 0 || (TREES_AND_PINS && args.num_pinned))) {
     position = TokenAt(args, segment, position);
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < N; ++n) {
@@ -257,6 +254,12 @@ JAX_PAGED_DEVICE void EditLogits(const AttentionArgs& args, const Segment& segme
       x = edit(x, distance + static_cast<float>(8 * n + i));
     }
   }
+}
+
+// Where the scale of a stored token and a KV head stands among those per token.
+JAX_PAGED_DEVICE int64_t ScaleIndex(const AttentionArgs& args, int64_t layer, int32_t page,
+                                    int32_t kv_head, int32_t slot) {
+  return ((layer * args.num_pages + page) * args.num_kv_heads + kv_head) * args.page_size + slot;
 }
 
 // From the pool's first byte to the layer's.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Which kernel serves a call, and with what launch shape. Plain C++, shared with the emulator.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_SELECT_H_
@@ -7,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/attention/args.h"
+#include "cuda/device_limits.h"
 
 namespace jax_paged::cuda {
 
@@ -16,7 +19,9 @@ inline bool HasTensorCorePages(const AttentionArgs& args) {
 }
 
 // Whether rows of a call may have a tree or pinned tokens.
-inline bool IsSpecial(const AttentionArgs& args) { return args.max_tree > 0 || args.num_pinned; }
+inline bool HasTreesOrPins(const AttentionArgs& args) {
+  return args.max_tree > 0 || args.num_pinned;
+}
 
 // Calls f(std::integral_constant<PageKind, PAGES>) for what the pages are. There are no 8-bit ones
 // of layout vllm5d (common/ffi_checks.h).
@@ -82,15 +87,6 @@ inline int64_t MaxPrefillUnits(const AttentionArgs& args) {
   return (full_tiles + rows) * args.num_kv_heads;
 }
 
-inline constexpr int32_t kReservedBytes = 1024;  // of shared memory per CTA, by the driver
-
-// What a device can hold.
-struct DeviceLimits {
-  int32_t multiprocessors;
-  int32_t shared_bytes_per_cta;  // with opt-in
-  int32_t shared_bytes_per_multiprocessor;
-};
-
 // All that run at a time must be in the first wave, since a CTA's first unit is the one of its
 // number.
 inline int32_t PrefillCtasPerMultiprocessor(const DeviceLimits& limits, int32_t shared_bytes) {
@@ -127,14 +123,14 @@ struct KernelChoice {
 };
 
 // For a head_dim with tensor-core kernels, given the shared memory that they need and whether
-// decode takes special rows: both, or what of them the pages and the device allow; neither turns
-// keys (rope inside attention). Of 99 KiB (sm_86, 89 and 120) the decode kernel does not get enough
-// above head_dim 128.
+// decode takes trees and pinned tokens: both, or what of them the pages and the device allow;
+// neither turns keys (rope inside attention). Of 99 KiB (sm_86, 89 and 120) the decode kernel does
+// not get enough above head_dim 128.
 inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
                                   int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
-                                  bool takes_special_rows) {
+                                  bool takes_trees_and_pins) {
   KernelChoice choice = {};
-  if (!HasTensorCorePages(args) || args.cos || (IsSpecial(args) && !takes_special_rows))
+  if (!HasTensorCorePages(args) || args.cos || (HasTreesOrPins(args) && !takes_trees_and_pins))
     return choice;
   choice.decode = ShapeDecode(limits, decode_bytes);
   if (MayPrefill(args) && PrefillCtasPerMultiprocessor(limits, prefill_bytes) > 0) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Attention without tensor cores: f32, any head_dim or v_head_dim that decode.cuh has no kernel
 // for, rope inside attention, 8-bit K and V, vllm5d pages of odd sizes, and devices with too little
 // shared memory for decode.cuh (select.h). Right rather than fast.
@@ -21,6 +23,7 @@
 
 #include <cstddef>
 
+#include "common/integers.h"
 #include "cuda/attention/args.h"
 #include "cuda/attention/segment.cuh"
 #include "cuda/prim.h"
@@ -44,7 +47,7 @@ struct SimtShared {
   MergeShared merge;
 };
 
-inline constexpr int32_t kSimtStateBytes = (sizeof(SimtShared) + 15) / 16 * 16;
+inline constexpr int32_t kSimtStateBytes = RoundUp<int32_t>(sizeof(SimtShared), 16);
 
 JAX_PAGED_HOST_DEVICE inline int32_t SimtSharedBytes(int32_t head_dim, int32_t v_head_dim) {
   return kSimtStateBytes + kTileRows * (head_dim + v_head_dim) * 4;
@@ -73,13 +76,13 @@ class SimtCta {
       for (int32_t tile = 0; tile < segment.num_tiles; ++tile) {
         const int32_t first_token = TileToken(args_, segment, tile);
         LookUp(segment, rows.kv_head, first_token);
-        prim::SyncThreads();  // places, and before the first tile q, o, m and l
+        prim::SyncThreads();  // look-ups, and before the first tile q, o, m and l
         Scores(segment, rows, first_token);
         prim::SyncThreads();  // scores
         Softmax(rows);
         prim::SyncThreads();  // weights, m, l and keep
         Values(rows);
-        prim::SyncThreads();  // o; places and weights may be overwritten
+        prim::SyncThreads();  // o; look-ups and weights may be overwritten
       }
       Finish(range, segment, rows);
       prim::SyncThreads();  // q, o, m and l may be overwritten
@@ -130,7 +133,7 @@ class SimtCta {
     return args_.cos || args_.logits.alibi_slopes ? TokenAt(args_, segment, position) : position;
   }
 
-  // Whether the tables of rope have a place for this position.
+  // Whether the tables of rope reach this position.
   JAX_PAGED_DEVICE bool HasAngle(int32_t position) const {
     return position >= 0 && position < args_.max_positions;
   }
@@ -213,23 +216,20 @@ class SimtCta {
     int64_t k_offset = 0;
     int64_t v_offset = 0;
     if (exists) {
-      const int32_t index = args_.by_page_size(token);
+      const int32_t column = args_.by_page_size(token);  // of the page table
       const int32_t page =
-          prim::LoadConst(args_.page_table + (segment.row * args_.pages_per_seq + index));
+          prim::LoadConst(args_.page_table + (segment.row * args_.pages_per_seq + column));
       exists = page >= 0 && page < args_.num_pages;
       if (exists) {
-        const int32_t slot = token - index * args_.page_size;
+        const int32_t slot = token - column * args_.page_size;
         k_offset = args_.k_strides.Offset(page, kv_head, slot);
         v_offset = args_.v_strides.Offset(page, kv_head, slot);
-        const int64_t place =
-            ((int64_t{layer_} * args_.num_pages + page) * args_.num_kv_heads + kv_head) *
-                args_.page_size +
-            slot;
+        const int64_t index = ScaleIndex(args_, layer_, page, kv_head, slot);
         if (args_.k_scale.data) {
-          prim::Store(KScaleOf() + thread, LoadScaleOf(args_.k_scale, kv_head, place));
+          prim::Store(KScaleOf() + thread, LoadScaleOf(args_.k_scale, kv_head, index));
         }
         if (args_.v_scale.data) {
-          prim::Store(VScaleOf() + thread, LoadScaleOf(args_.v_scale, kv_head, place));
+          prim::Store(VScaleOf() + thread, LoadScaleOf(args_.v_scale, kv_head, index));
         }
       }
     }
@@ -239,8 +239,8 @@ class SimtCta {
   }
 
   JAX_PAGED_DEVICE static float LoadScaleOf(const DeviceKvScale& scale, int32_t kv_head,
-                                            int64_t place) {
-    return prim::LoadConst(scale.data + (scale.per_token ? place : kv_head));
+                                            int64_t index) {
+    return prim::LoadConst(scale.data + (scale.per_token ? index : kv_head));
   }
 
   // Contiguous dimensions of a token.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Sizes of the decode kernel and the layout of its shared memory, of which prefill.cuh takes how a
 // row of Q, K or V lies there.
 
@@ -38,9 +40,9 @@ struct DecodeTraits {
   static constexpr bool kSwizzled = kRowChunks % 8 == 0;
   static constexpr int32_t kRowBytes = (kSwizzled ? kRowChunks : kRowChunks | 1) * 16;
   static constexpr int32_t kWarpTileBytes = kWarpTokens * kRowBytes;
-  // Whether rows may be special: have a tree or pinned tokens. The others have no register left for
+  // Whether rows may have a tree or pinned tokens. The others have no register left for
   // them: simt.cuh takes their place.
-  static constexpr bool kTakesSpecialRows =
+  static constexpr bool kTakesTreesAndPins =
       PAGES == PageKind::kRows || (PAGES == PageKind::kEightBit && HEAD_DIM <= 192);
   // 8-bit pages: a stage holds their bytes as they are, K, then V, then the scales of the tokens' K
   // and V; a warp turns a stage into 16-bit elements, in a tile of its own behind its stages.

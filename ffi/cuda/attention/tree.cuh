@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Token trees: the last stored tokens of a row, each with its interval in depth-first order
 // (common/tree.h says what is seen). Intervals are read where they are needed, by the masked tiles
 // at the end of a row; the planner leaves which rows have a tree that is no chain, and, where
@@ -6,6 +8,7 @@
 #ifndef JAX_PAGED_CUDA_ATTENTION_TREE_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_TREE_CUH_
 
+#include "common/integers.h"
 #include "cuda/attention/args.h"
 #include "cuda/attention/logits.cuh"
 #include "cuda/prim.h"
@@ -27,10 +30,9 @@ struct RowTree {
 // The interval of a node, clamped to a tree of `size` nodes.
 JAX_PAGED_DEVICE TreeInterval LoadInterval(const AttentionArgs& args, int32_t row, int32_t size,
                                            int32_t node) {
-  const auto clamp = [size](int32_t x) { return x < 0 ? 0 : (x > size ? size : x); };
   const TreeInterval found =
       prim::LoadConst<TreeInterval>(args.tree + (int64_t{row} * args.max_tree + node));
-  return {clamp(found.first), clamp(found.end)};
+  return {Clamp<int32_t>(found.first, 0, size), Clamp<int32_t>(found.end, 0, size)};
 }
 
 // Whether the subtree of a node holds the place of another.
@@ -53,12 +55,12 @@ JAX_PAGED_DEVICE int32_t PositionOf(const AttentionArgs& args, const RowTree& tr
 }
 
 // First key in the window of any query of a row: of its first one, or of a root of its tree.
-template <bool SPECIAL = true>
+template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE int32_t RowFirstKey(const AttentionArgs& args, int32_t row,
                                      const RowLengths& lengths, int32_t tree_size) {
   const int32_t first = QueryPosition(lengths, /*query=*/0);
   const int32_t root = lengths.seq_len - tree_size;
-  return FirstKey<SPECIAL>(args, row, tree_size > 0 && first > root ? root : first);
+  return FirstKey<TREES_AND_PINS>(args, row, tree_size > 0 && first > root ? root : first);
 }
 
 // Tiles of a row that hold pinned tokens and lie before those of its windows; between the two are

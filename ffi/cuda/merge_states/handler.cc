@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // XLA FFI handler of jax_paged.merge_attention_states.v1 on CUDA: checks shapes, launches.
 
 #include <string>

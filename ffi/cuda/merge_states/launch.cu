@@ -1,3 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "common/integers.h"
 #include "cuda/merge_states/launch.h"
 #include "cuda/merge_states/merge.cuh"
 
@@ -22,7 +25,7 @@ cudaError_t LaunchMergeStates(cudaStream_t stream, Dtype dtype, const MergeCall&
   args.lse = Global<float>(call.lse);
   args.num_heads = call.num_heads;
   args.row_chunks = static_cast<int32_t>(call.head_dim * ByteWidth(dtype) / 16);
-  const int64_t ctas = (call.num_heads * args.row_chunks + kMergeThreads - 1) / kMergeThreads;
+  const int64_t ctas = CeilDiv(call.num_heads * args.row_chunks, kMergeThreads);
   if (ctas == 0) return cudaSuccess;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   const unsigned grid = static_cast<unsigned>(ctas);

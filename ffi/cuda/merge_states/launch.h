@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Launch interface of the CUDA merge_attention_states kernel. Knows nothing of XLA.
 
 #ifndef JAX_PAGED_CUDA_MERGE_STATES_LAUNCH_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // merge_attention_states: two attention results of one query become one.
 //
 // Grid: CTAs of 256 threads over the 16-byte chunks of out; a thread merges one chunk, 8 or 4

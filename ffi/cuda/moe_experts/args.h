@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the CUDA kernels of moe_experts are told about one call. Knows nothing of XLA; plain C++17,
 // so that handler, kernels and emulator share it.
 
@@ -9,6 +11,7 @@
 
 #include "common/checks.h"
 #include "common/dtypes.h"
+#include "common/integers.h"
 #include "common/moe_params.h"
 #include "cuda/pointers.h"
 
@@ -75,7 +78,7 @@ inline int64_t MaxMoeTiles(int64_t num_pairs, int64_t num_experts, int64_t tile_
 inline int64_t MoeWorkspaceWords(int64_t num_tokens, int64_t experts_per_token, int64_t num_experts,
                                  int64_t hidden, int64_t inner, int64_t element_bytes) {
   const int64_t pairs = MoeTurnTokens(num_tokens, experts_per_token) * experts_per_token;
-  return 4 + 4 * MaxMoeTiles(pairs, num_experts, kMoeSimtTokens) + (pairs + 3) / 4 * 4 +
+  return 4 + 4 * MaxMoeTiles(pairs, num_experts, kMoeSimtTokens) + RoundUp(pairs, 4) +
          pairs * inner * element_bytes / 4 + pairs * hidden;
 }
 
@@ -133,7 +136,7 @@ inline MoeArgs MakeMoeArgs(const MoeParams& in, int32_t* workspace, int64_t firs
   args.num_tiles = words;
   args.tiles = (words + 4).As<MoeTile>();
   args.pairs = words + (4 + 4 * tiles);
-  const Global<int32_t> h = args.pairs + (args.num_pairs + 3) / 4 * 4;
+  const Global<int32_t> h = args.pairs + RoundUp(args.num_pairs, 4);
   args.h = h.As<char>();
   args.y = (h + args.num_pairs * in.inner * bytes / 4).As<float>();
   return args;

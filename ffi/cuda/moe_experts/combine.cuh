@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The last kernel of moe_experts: out[t] = sum over j of weights[t, j] * y[t, j], in the order of j
 // and in f32. Pairs whose id is no expert have no y and add nothing.
 //
@@ -10,6 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/integers.h"
 #include "cuda/moe_experts/args.h"
 #include "cuda/prim.h"
 
@@ -20,7 +23,7 @@ inline constexpr int32_t kMoeCombineColumns = 4;
 
 inline int64_t MoeCombineCtas(const MoeArgs& args) {
   const int64_t threads = int64_t{args.num_tokens} * (args.hidden / kMoeCombineColumns);
-  return (threads + kMoeCombineThreads - 1) / kMoeCombineThreads;
+  return CeilDiv(threads, kMoeCombineThreads);
 }
 
 template <typename T>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The two grouped products of moe_experts on tensor cores (bf16, f16; experts of that dtype or
 // 8-bit): gate and up, with h = silu(gate) * up, and down, with y. Experts' weights [rows, depth]
 // are the A of mma.m16n8k16 (16 rows), tokens its B (8 tokens): with few tokens per expert, as in
@@ -30,6 +32,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/integers.h"
 #include "cuda/expand_bytes.cuh"
 #include "cuda/moe_experts/args.h"
 #include "cuda/prim.h"
@@ -83,7 +86,7 @@ struct MoeProduct {
         scale(IS_GATED ? args.gate_up_scale : args.down_scale),
         num_rows(IS_GATED ? args.inner : args.hidden),
         depth(IS_GATED ? args.hidden : args.inner),
-        num_blocks((num_rows + kItemRows - 1) / kItemRows) {}
+        num_blocks(CeilDiv<int32_t>(num_rows, kItemRows)) {}
 
   // Of the weights of all experts: where a row of an expert begins.
   JAX_PAGED_DEVICE int64_t WeightRow(int32_t expert, int32_t row) const {

@@ -1,9 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // XLA FFI handler of jax_paged.moe_experts.v1 on CUDA: checks, reads the device, launches.
 
 #include <string>
 
 #include "common/moe_checks.h"
-#include "cuda/attention/launch.h"
+#include "cuda/current_device.h"
 #include "cuda/moe_experts/launch.h"
 #include "xla/ffi/api/ffi.h"
 

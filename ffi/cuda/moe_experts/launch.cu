@@ -1,7 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The launches of moe_experts; plan.cuh, gemm.cuh, simt.cuh and combine.cuh say how they work.
 
 #include <type_traits>
 
+#include "common/integers.h"
 #include "cuda/moe_experts/combine.cuh"
 #include "cuda/moe_experts/launch.h"
 #include "cuda/moe_experts/plan.cuh"
@@ -32,9 +35,8 @@ template <typename T, typename W, bool IS_GATED>
 cudaError_t LaunchMoeSimt(cudaStream_t stream, const DeviceLimits& limits, const MoeArgs& args) {
   const int64_t warps = kMoeThreads / kWarpLanes;
   const int64_t row_pairs = IS_GATED ? args.inner : args.hidden / 2;
-  const unsigned ctas =
-      MoeCtas(limits, args, (row_pairs + kMoeSimtRowPairs * warps - 1) / (kMoeSimtRowPairs * warps),
-              /*ctas_per_multiprocessor=*/4);
+  const unsigned ctas = MoeCtas(limits, args, CeilDiv(row_pairs, kMoeSimtRowPairs * warps),
+                                /*ctas_per_multiprocessor=*/4);
   MoeSimtKernel<T, W, IS_GATED><<<ctas, kMoeThreads, /*smem=*/0, stream>>>(args);
   return cudaGetLastError();
 }

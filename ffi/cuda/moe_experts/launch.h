@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Launch interface of the CUDA kernels of moe_experts. Knows nothing of XLA.
 
 #ifndef JAX_PAGED_CUDA_MOE_EXPERTS_LAUNCH_H_
@@ -5,7 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/attention/select.h"
+#include "cuda/device_limits.h"
 #include "cuda/moe_experts/args.h"
 
 namespace jax_paged::cuda {

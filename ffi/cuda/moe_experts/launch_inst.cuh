@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Kernels and launches to be instantiated in inst/.
 
 #ifndef JAX_PAGED_CUDA_MOE_EXPERTS_LAUNCH_INST_CUH_

@@ -1,6 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The planner of moe_experts: sorts the pairs (token, chosen expert) of a turn by expert, each
 // expert's by token, and cuts them into tiles of at most tile_tokens pairs of one expert. Ids that
-// are no expert get no place, so nothing is read for them.
+// are no expert are left out, so nothing is read for them.
 //
 // One CTA of up to 32 warps. A counting sort: each warp owns a run of pairs and, in shared memory,
 // a count for every expert.
@@ -16,6 +18,8 @@
 
 #include <cstdint>
 
+#include "common/integers.h"
+#include "cuda/block_scan.cuh"
 #include "cuda/moe_experts/args.h"
 #include "cuda/prim.h"
 
@@ -52,20 +56,20 @@ class MoePlanCta {
       prim::Store(counts_ + i, 0);
     }
     prim::SyncThreads();
-    SortPairs(/*places=*/false);
+    SortPairs(/*writes=*/false);
     prim::SyncThreads();
     PlaceExperts(threads);
     prim::SyncThreads();
-    SortPairs(/*places=*/true);
+    SortPairs(/*writes=*/true);
   }
 
  private:
-  // Adds each of the warp's pairs to the count of its expert; with `places`, puts it where that
+  // Adds each of the warp's pairs to the count of its expert; with `writes`, puts it where that
   // count says.
-  JAX_PAGED_DEVICE void SortPairs(bool places) {
+  JAX_PAGED_DEVICE void SortPairs(bool writes) {
     const int32_t warp = prim::WarpIndex(), lane = prim::LaneIndex();
-    const int32_t steps = (args_.num_pairs + kWarpLanes - 1) / kWarpLanes;
-    const int32_t own_steps = (steps + warps_ - 1) / warps_;
+    const int32_t steps = CeilDiv<int32_t>(args_.num_pairs, kWarpLanes);
+    const int32_t own_steps = CeilDiv<int32_t>(steps, warps_);
     const Shared<int32_t> counts = counts_ + warp * args_.num_experts;
     for (int32_t step = warp * own_steps; step < (warp + 1) * own_steps; ++step) {
       const int32_t pair = step * kWarpLanes + lane;
@@ -74,7 +78,7 @@ class MoePlanCta {
       const uint32_t same = prim::MatchAny(expert);
       const int32_t before = prim::PopCount(same & ((1u << lane) - 1));
       const int32_t count = expert < 0 ? 0 : prim::Load(counts + expert);
-      if (places && expert >= 0) prim::Store(args_.pairs + (count + before), pair);
+      if (writes && expert >= 0) prim::Store(args_.pairs + (count + before), pair);
       prim::SyncWarp();
       if (expert >= 0 && before == 0) {
         prim::Store(counts + expert, count + prim::PopCount(same));
@@ -94,23 +98,23 @@ class MoePlanCta {
           total += prim::Load(counts_ + (warp * args_.num_experts + expert));
         }
       }
-      const int32_t tiles = (total + args_.tile_tokens - 1) / args_.tile_tokens;
-      int32_t place = Prefix(total, sums_, &first_pair);
+      const int32_t tiles = CeilDiv<int32_t>(total, args_.tile_tokens);
+      int32_t first = Prefix(total, sums_, &first_pair);
       const int32_t tile = Prefix(tiles, sums_ + kMoePlanWarps, &first_tile);
       for (int32_t i = 0; i < tiles; ++i) {
         const int32_t skipped = i * args_.tile_tokens;
         const int32_t left = total - skipped;
         prim::Store(
             args_.tiles + (tile + i),
-            MoeTile{expert, place + skipped, left < args_.tile_tokens ? left : args_.tile_tokens,
+            MoeTile{expert, first + skipped, left < args_.tile_tokens ? left : args_.tile_tokens,
                     /*unused=*/0});
       }
       if (total == 0) continue;
       for (int32_t warp = 0; warp < warps_; ++warp) {
         const Shared<int32_t> count = counts_ + (warp * args_.num_experts + expert);
         const int32_t pairs = prim::Load(count);
-        prim::Store(count, place);
-        place += pairs;
+        prim::Store(count, first);
+        first += pairs;
       }
     }
     if (prim::ThreadIndex() == 0) prim::Store(args_.num_tiles, first_tile);
@@ -119,22 +123,8 @@ class MoePlanCta {
   // *sum plus x of the threads before; adds x of all threads to *sum. `sums`: a word per warp, not
   // those of the call before: its barrier is what ends the reads of the one before that.
   JAX_PAGED_DEVICE int32_t Prefix(int32_t x, Shared<int32_t> sums, int32_t* sum) {
-    const int32_t lane = prim::LaneIndex(), warp = prim::WarpIndex();
-    int32_t upto = x;
-    JAX_PAGED_UNROLL
-    for (int32_t distance = 1; distance < kWarpLanes; distance *= 2) {
-      const int32_t below = prim::ShuffleUp(upto, distance);
-      if (lane >= distance) upto += below;
-    }
-    if (lane == kWarpLanes - 1) prim::Store(sums + warp, upto);
-    prim::SyncThreads();
-    int32_t before = *sum;
-    for (int32_t i = 0; i < warps_; ++i) {
-      const int32_t of_warp = prim::Load(sums + i);
-      if (i < warp) before += of_warp;
-      *sum += of_warp;
-    }
-    return before + upto - x;
+    const auto add = [](int32_t a, int32_t b) { return a + b; };
+    return BlockScan(x, add, warps_, sums, sum) - x;
   }
 
   const MoeArgs& args_;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Which kernels serve a call: one list for the launch on a GPU and the emulator.
 
 #ifndef JAX_PAGED_CUDA_MOE_EXPERTS_SELECT_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The two grouped products of moe_experts on plain multiply-adds: f32, and what gemm.cuh does not
 // take (8-bit experts whose rows are no whole chunks of 16 bytes).
 //
@@ -15,6 +17,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/integers.h"
 #include "cuda/moe_experts/args.h"
 #include "cuda/moe_experts/gemm.cuh"
 #include "cuda/prim.h"
@@ -55,7 +58,7 @@ template <typename T, typename W, bool IS_GATED>
 JAX_PAGED_DEVICE void MoeSimtCta(const MoeArgs& args) {
   const MoeProduct<IS_GATED> product(args);
   const int32_t row_pairs = IS_GATED ? product.num_rows : product.num_rows / 2;
-  const int32_t blocks = (row_pairs + kMoeSimtRowPairs - 1) / kMoeSimtRowPairs;
+  const int32_t blocks = CeilDiv<int32_t>(row_pairs, kMoeSimtRowPairs);
   const Global<const int32_t> num_tiles = args.num_tiles, pairs = args.pairs;
   const Global<const char> source = IS_GATED ? args.x : Global<const char>(args.h);
   const int32_t num_items = prim::LoadConst(num_tiles) * blocks;

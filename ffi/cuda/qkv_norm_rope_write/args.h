@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the CUDA kernel of qkv_norm_rope_write is told about one call. Knows nothing of XLA; plain
 // C++17, so that handler, kernel and emulator share it.
 
@@ -6,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/integers.h"
 #include "common/page_view.h"
 #include "common/qkv_params.h"
 #include "cuda/pointers.h"
@@ -93,7 +96,7 @@ inline bool MakeQkvArgs(const QkvParams& in, QkvArgs* out) {
     args.lanes_per_head *= 2;
   }
   const int64_t heads_per_cta = kQkvThreads / args.lanes_per_head;
-  const int64_t ctas_per_token = (in.num_heads() + heads_per_cta - 1) / heads_per_cta;
+  const int64_t ctas_per_token = CeilDiv(in.num_heads(), heads_per_cta);
   args.ctas_per_token = static_cast<int32_t>(ctas_per_token);
   return in.num_tokens * ctas_per_token <= INT32_MAX;
 }

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // XLA FFI handler of jax_paged.qkv_norm_rope_write.v1 on CUDA: checks, fills QkvArgs, launches.
 
 #include <string>
@@ -50,24 +52,7 @@ ffi::Error QkvNormRopeWrite(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuf
 
 // kCmdBufferCompatible: no allocation, no synchronisation, no read of device memory by the host.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QkvNormRopeWriteHandler, QkvNormRopeWrite,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()         // qkv
-                                  .Arg<ffi::AnyBuffer>()         // k_pages
-                                  .Arg<ffi::AnyBuffer>()         // v_pages
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // positions
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // cos
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // sin
-                                  .Arg<ffi::AnyBuffer>()         // q_norm
-                                  .Arg<ffi::AnyBuffer>()         // k_norm
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // layer
-                                  .Attr<float>("eps")
-                                  .Attr<std::string_view>("style")
-                                  .Attr<std::string_view>("layout")
-                                  .Ret<ffi::AnyBuffer>()   // q
-                                  .Ret<ffi::AnyBuffer>()   // k_pages
-                                  .Ret<ffi::AnyBuffer>(),  // v_pages
+                              BindQkv(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_paged::cuda

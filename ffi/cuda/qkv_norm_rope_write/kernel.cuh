@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // qkv_norm_rope_write: splits the projected q, k and v of each token, normalises and turns the
 // heads of q and k, writes K and V to their page slots and q to its result.
 //

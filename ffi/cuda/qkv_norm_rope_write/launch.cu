@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The launch of qkv_norm_rope_write. kernel.cuh says how it works.
 
 #include "cuda/qkv_norm_rope_write/kernel.cuh"

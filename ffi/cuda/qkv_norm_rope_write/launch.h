@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Launch interface of the CUDA qkv_norm_rope_write kernel. Knows nothing of XLA.
 
 #ifndef JAX_PAGED_CUDA_QKV_NORM_ROPE_WRITE_LAUNCH_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Which instance of the kernel serves a call: one list for the launch on a GPU and the emulator.
 
 #ifndef JAX_PAGED_CUDA_QKV_NORM_ROPE_WRITE_SELECT_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // XLA FFI handler of jax_paged.write_kv.v1 on CUDA: checks shapes, fills WriteKvParams, launches.
 #include <string>
 #include <string_view>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // write_kv: scatters each token's K and V into the page slot that slot_mapping names.
 //
 // Grid: (num_tokens, 2): one CTA copies one token of one pool, all its KV heads; 128 threads walk

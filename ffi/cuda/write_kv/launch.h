@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Launch interface of the CUDA write_kv kernel. Knows nothing of XLA.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "emu/attention/tensor_core.h"
 
 namespace jax_paged::emu {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "cuda/attention/simt.cuh"
 #include "emu/attention/kernels.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The attention kernels as the emulator runs them; one source per element type, so that they
 // compile in parallel.
 
@@ -6,6 +8,7 @@
 
 #include "cuda/attention/args.h"
 #include "cuda/attention/select.h"
+#include "cuda/device_limits.h"
 
 namespace jax_paged::emu {
 

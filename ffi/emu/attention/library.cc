@@ -1,4 +1,6 @@
-// C interface of the emulated attention kernels, for ctypes (tests/emulation.py).
+// SPDX-License-Identifier: Apache-2.0
+
+// C interface of the emulated attention kernels, for ctypes (tests/support/emulation.py).
 
 #include <cstdint>
 #include <string>
@@ -6,6 +8,7 @@
 #include <type_traits>
 
 #include "common/attention_call.h"
+#include "common/operand_names.h"
 #include "cuda/attention/make_args.h"
 #include "cuda/attention/plan.cuh"
 #include "cuda/attention/select.h"
@@ -29,7 +32,7 @@ const char* Keep(std::string text) {
 
 extern "C" {
 
-// tests/emulation.py has the same structs, field by field.
+// tests/support/emulation.py has the same structs, field by field.
 struct EmulatedArray {
   const char* name;
   void* data;
@@ -75,13 +78,13 @@ jax_paged::Array ArrayOf(const EmulatedArray& x) {
 // The Source of an AttentionReader.
 class Operands {
  public:
-  explicit Operands(const EmulatedCall& call) : call_(call) {}
+  explicit Operands(const EmulatedCall& call) : call_(call) {
+    for (int32_t i = 0; i < call_.num_operands; ++i) names_.Add(call_.operands[i].name);
+  }
 
   jax_paged::Array Find(std::string_view name) {
-    for (int32_t i = 0; i < call_.num_operands; ++i) {
-      if (call_.operands[i].name == name) return ArrayOf(call_.operands[i]);
-    }
-    return {};
+    const int index = names_.Find(name);
+    return index < 0 ? jax_paged::Array{} : ArrayOf(call_.operands[index]);
   }
   template <typename T>
   T Attribute(std::string_view name, T otherwise) {
@@ -96,11 +99,12 @@ class Operands {
     }
     return otherwise;
   }
-  std::string problem() { return ""; }
-  std::string Unread() { return ""; }
+  std::string problem() const { return ""; }
+  std::string Unread() const { return names_.Unread(); }
 
  private:
   const EmulatedCall& call_;
+  jax_paged::OperandNames names_;
 };
 
 void AddArray(const EmulatedArray& x, bool is_input) {

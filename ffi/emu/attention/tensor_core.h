@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The kernels of a call whose Q has 16-bit elements, as the emulator runs them.
 
 #ifndef JAX_PAGED_EMU_ATTENTION_TENSOR_CORE_H_
@@ -22,7 +24,7 @@ AttentionKernels TensorCoreKernels(const cuda::AttentionArgs& args,
     cuda::WithPageKind(args, [&](auto pages) {
       using Decode = cuda::DecodeTraits<head_dim.value, pages.value>;
       kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes,
-                                           Decode::kTakesSpecialRows);
+                                           Decode::kTakesTreesAndPins);
       if (kernels.choice.decode.stages > 0) {
         kernels.decode = {cuda::DecodeCta<T, head_dim.value, pages.value>,
                           Decode::SharedBytes(args.stages)};

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moving K and V from one cache to another: prefill here, decode there.
 
 The receiver `prepare`s a row and gives the sender a `Ticket`: which transfer this is, from which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens read from one cache and written into another, on the device: exported by `transfer`.
 
 The receiver keeps, row by row and layer by layer, how far tokens have come without a gap. That is
@@ -12,18 +13,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_paged.cache import pages
 from jax_paged.cache.state import KVState
 from jax_paged.cache.table import (
     STALE,
     Integers,
     all_ok,
-    check_kind,
     first_status,
+    if_ok,
     look_up,
     replace,
 )
-from jax_paged.checks import as_index, check_shape, check_size, expect, is_eight_bit, is_per_token
+from jax_paged.checks import (
+    as_index,
+    check_shape,
+    check_size,
+    expect,
+    is_eight_bit,
+    is_per_token,
+    kind_text,
+)
 from jax_paged.checks.status import Status, code
 from jax_paged.layout import pages_shape
 from jax_paged.ops import reference
@@ -92,7 +100,7 @@ def prepare(
     check_shape("rows", rows, "N", (None,))
     check_shape("num_tokens", num_tokens, "N", rows.shape)
     table, inbox, *rest = _prepare(state.table, inbox, rows, num_tokens)
-    return dataclasses.replace(state, table=table), inbox, *rest
+    return state.replace(table=table), inbox, *rest
 
 
 @jax.jit
@@ -100,7 +108,7 @@ def _prepare(table, inbox, rows, num_tokens):
     takes_part, _, safe = look_up(rows, table.max_seqs)
     begins = table.seq_lens[safe]
     waits = (inbox.ids[safe] >= 0) & (jnp.min(inbox.received[safe], axis=1) < inbox.ends[safe])
-    reserved, of_reserve = pages.reserve(table, rows, num_tokens)
+    reserved, of_reserve = table.reserve(rows, num_tokens)
     status = first_status(
         (rows == STALE, Status.STALE_ROW),
         (takes_part & (num_tokens < 1), Status.BAD_ROW),
@@ -109,7 +117,7 @@ def _prepare(table, inbox, rows, num_tokens):
     )
     status = jnp.where(status == code(Status.OK), of_reserve, status)
     ok = all_ok(status)
-    table = jax.tree.map(lambda new, old: jnp.where(ok, new, old), reserved, table)
+    table = if_ok(ok, reserved, table)
     live = takes_part & ok
     index = jnp.where(live, rows, table.max_seqs)
     ends = begins + jnp.where(live, num_tokens, 0)
@@ -185,13 +193,13 @@ def _read(state, rows, begins, ends, layer_begin, max_tokens, num_layers):
     table = state.table
     inside = (rows >= 0) & (rows < table.max_seqs)
     ends = jnp.minimum(ends, jnp.where(inside, table.seq_lens[jnp.where(inside, rows, 0)], 0))
-    places = (table.page_table, rows, begins, ends)
+    ranges = (table.page_table, rows, begins, ends)
     # 8-bit values are exact in bf16; without a scale they come as they are.
     dtype = jnp.bfloat16 if is_eight_bit(state.k_pages) else state.k_pages.dtype
 
     def one_layer(layer):
         k, v = gather_kv(
-            state.k_pages, state.v_pages, *places, max_tokens=max_tokens, layer=layer, dtype=dtype,
+            state.k_pages, state.v_pages, *ranges, max_tokens=max_tokens, layer=layer, dtype=dtype,
             layout=state.layout,
         )  # fmt: skip
         tokens = Payload(k.astype(state.k_pages.dtype), v.astype(state.v_pages.dtype))
@@ -200,7 +208,7 @@ def _read(state, rows, begins, ends, layer_begin, max_tokens, num_layers):
         assert state.k_scale is not None
         assert state.v_scale is not None
         k_scale, v_scale = gather_kv(  # like pages with a head_dim of 1
-            state.k_scale[..., None], state.v_scale[..., None], *places, max_tokens=max_tokens,
+            state.k_scale[..., None], state.v_scale[..., None], *ranges, max_tokens=max_tokens,
             layer=layer,
         )  # fmt: skip
         return tokens._replace(k_scale=k_scale[..., 0], v_scale=v_scale[..., 0])
@@ -242,9 +250,9 @@ def receive(
       ValueError: a shape or dtype is wrong.
     """
     check_state(state)
-    places = {"rows": rows, "ids": ids, "begins": begins, "ends": ends}
-    indices = [as_index(name, value) for name, value in places.items()]
-    for name, x in zip(places, indices, strict=True):
+    given = {"rows": rows, "ids": ids, "begins": begins, "ends": ends}
+    indices = [as_index(name, value) for name, value in given.items()]
+    for name, x in zip(given, indices, strict=True):
         check_shape(name, x, "N", (None,) if name == "rows" else indices[0].shape)
     slots = as_index("slots", slots)
     check_shape("slots", slots, "N max_tokens", (*indices[0].shape, None))
@@ -254,12 +262,14 @@ def receive(
 
 
 def check_state(state: KVState) -> None:
-    """A ValueError for a state that cannot be transferred: one of groups, or with windows."""
-    check_kind("state", state, KVState)
+    """A ValueError for a state that cannot be transferred: of groups, latent, or with windows."""
+    expect(isinstance(state, KVState), "state", "a KVState", kind_text(state))
+    one = len(state.groups) == 1 and not state.groups[0].is_latent
+    expect(one, "state", "one of K and V of a single group", f"one of {state.kinds}")
     expect(state.table.windows is None, "state", "one made without windows", "one with windows")
 
 
-def _check_payload(state: KVState, payload: Payload, places: tuple[int, ...]) -> None:
+def _check_payload(state: KVState, payload: Payload, sizes_of_slots: tuple[int, ...]) -> None:
     per_token = is_per_token(state.k_scale, state.k_pages)
     num_layers, most = payload.k.shape[0] if payload.k.ndim else None, state.k_pages.shape[0]
     expect(
@@ -271,7 +281,7 @@ def _check_payload(state: KVState, payload: Payload, places: tuple[int, ...]) ->
     ):
         shape = pages_shape(pages_, state.layout, "k" if pool == "k" else "v")
         axes = "num_layers N max_tokens num_kv_heads head_dim"
-        sizes = (num_layers, *places, shape.num_kv_heads, shape.head_dim)
+        sizes = (num_layers, *sizes_of_slots, shape.num_kv_heads, shape.head_dim)
         check_shape(f"payload.{pool}", tokens, axes, sizes)
         if tokens.dtype != pages_.dtype:
             raise ValueError(
@@ -287,8 +297,7 @@ def _check_payload(state: KVState, payload: Payload, places: tuple[int, ...]) ->
 def _receive(state, inbox, *operands):
     pools = (state.k_pages, state.v_pages, state.k_scale, state.v_scale)
     pools, table, inbox, status = _write(state.layout, pools, state.table, inbox, *operands)
-    k_pages, v_pages, k_scale, v_scale = pools
-    return KVState(k_pages, v_pages, table, state.layout, k_scale, v_scale), inbox, status
+    return state.with_pages(0, *pools).replace(table=table), inbox, status
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

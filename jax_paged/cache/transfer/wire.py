@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers and arrays as bytes that say what they hold, and tell when they are damaged.
 
 A frame is a magic number, the length of the header, the header as JSON, the arrays, and a CRC of it

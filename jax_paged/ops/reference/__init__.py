@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public ops in plain jax.numpy: the same signatures, the same results, any platform.
 
 They gather the pages into dense arrays, so they are slow and need memory for it; they are the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over pages in jax.numpy. Differentiable."""
 
 import functools
@@ -77,8 +78,8 @@ def _turn(x, position, rope) -> tuple[jax.Array, jax.Array]:
     """Tokens [tokens, heads, head_dim] turned in f32, and whether the tables have their place."""
     cos, sin, style = rope
     has_angle = (position >= 0) & (position < cos.shape[0])
-    place = jnp.where(has_angle, position, 0)
-    return apply_rope(x.astype(jnp.float32), cos[place], sin[place], style=style), has_angle
+    entry = jnp.where(has_angle, position, 0)
+    return apply_rope(x.astype(jnp.float32), cos[entry], sin[entry], style=style), has_angle
 
 
 def _softmax_attention(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The merge of attention states in jax.numpy."""
 
 import jax

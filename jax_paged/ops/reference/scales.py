@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of 8 bits and their scales."""
 
 import jax

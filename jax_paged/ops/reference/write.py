@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes to the pages in jax.numpy. Differentiable."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random cases of everything, for as long as one likes: `python -m jax_paged.testing.stress`.
 
 - `ops`: every op with random combinations of its options, beside float64.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the stress runs.
 
     python -m jax_paged.testing.stress --minutes 45 --what ops --isa avx2

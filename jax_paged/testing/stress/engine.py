@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of an engine under preemption, swapping, drafts and cancellation: each as if alone."""
 
 import dataclasses
@@ -9,10 +10,10 @@ import jax
 import numpy as np
 
 from jax_paged.models import Decoder, generate, score
-from jax_paged.models.engine import Engine
-from jax_paged.models.generation import create_state
-from jax_paged.models.parameters import random_source
-from jax_paged.models.request import Request
+from jax_paged.models.decoder.generation import create_state
+from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.serving.engine import Engine
+from jax_paged.models.serving.request import Request
 from jax_paged.models.testing import noisy, small_config
 
 from .report import Report, Stop

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutated checkpoints and messages, in a child process that has limits of memory and time."""
 
 import json
@@ -12,7 +13,7 @@ CASES = 500  # of one child
 
 def run(report: Report, stop: Stop, seed: int, begin: int = 0) -> None:
     """Reads CASES mutations of each kind in turn, from number `begin` on."""
-    from jax_paged.models._hostile import KINDS
+    from jax_paged.testing.stress.hostile import KINDS
 
     while True:
         for kind in KINDS:
@@ -25,7 +26,7 @@ def run(report: Report, stop: Stop, seed: int, begin: int = 0) -> None:
 
 
 def _run_child(report: Report, kind: str, begin: int, seed: int) -> None:
-    command = [sys.executable, "-P", "-m", "jax_paged.models._hostile_run", kind]
+    command = [sys.executable, "-P", "-m", "jax_paged.testing.stress.hostile_run", kind]
     command += ["--begin", str(begin), "--end", str(begin + CASES), "--seed", str(seed)]
     environment = os.environ | {"MALLOC_ARENA_MAX": "2"}
     child = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws cases of the ops, runs them, and makes those that fail as simple as they can be."""
 
 import itertools

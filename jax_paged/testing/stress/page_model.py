@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a page table must do, in plain Python: the model of `test_state_machine`.
 
 It knows rows as lists of page ids and of token values, and free pages as a list used as a stack. It
@@ -6,7 +7,9 @@ handles the rows of a call one after the other, in loops.
 
 from dataclasses import dataclass, field
 
-from jax_paged.cache.pages import NO_TREE, STALE, Status
+from jax_paged.cache.table import STALE
+from jax_paged.cache.trees import NO_TREE
+from jax_paged.checks.status import Status
 from jax_paged.layout import Layout
 
 

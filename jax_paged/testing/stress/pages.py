@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops that write pages, or move what they hold."""
 
 import dataclasses
@@ -183,10 +184,10 @@ def _move(row: Row, seed: int, implementation: Any) -> float:
     k_pages, v_pages = map(jnp.array, pools)
     ids = jnp.asarray(source.astype("i4")), jnp.asarray(target.astype("i4"))
     if by_pages:
-        moved = copy_pages(k_pages, v_pages, *ids, stacked=row["stacked"])
+        moved = copy_pages(k_pages, v_pages, *ids)
     else:
         moved = move_slots(
-            k_pages, v_pages, *ids, stacked=row["stacked"], layout=row["layout"],
+            k_pages, v_pages, *ids, layout=row["layout"],
             implementation=implementation,
         )  # fmt: skip
     whole = [slice(None)] * (3 if by_pages else 2)  # what stands behind a page, or a slot

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops that read pages, or K and V, or merge what others have read."""
 
 import dataclasses
@@ -48,11 +49,11 @@ def _attend(batch: Batch, options, more, implementation: Any, seed: int):
 
 def emulator() -> Any:
     """The module that runs the CUDA kernels on the CPU; it is a part of the tests."""
-    tests = Path.cwd() / "tests"
-    if not (tests / "emulation.py").exists():
+    support = Path.cwd() / "tests" / "support"
+    if not (support / "emulation.py").exists():
         raise SystemExit("the emulator needs a checkout: start this in its root")
-    if str(tests) not in sys.path:
-        sys.path.insert(0, str(tests))
+    if str(support) not in sys.path:
+        sys.path.insert(0, str(support))
     import emulation
 
     return emulation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a stress run has seen, and when it ends."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random verbs on a `KVState`, side by side with a plain Python model, contents included.
 
 After each operation the page table must equal that of the model (`page_model`), entry by entry, and
@@ -21,11 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jax_paged.cache import pages, state
-from jax_paged.cache.pages import NO_TREE, Status
+from jax_paged.cache.layers import write
 from jax_paged.cache.state import KVState
+from jax_paged.cache.trees import NO_TREE
+from jax_paged.checks.status import Status
 from jax_paged.layout import slots_first
-from jax_paged.ops.write import write_kv
 
 from ..oracle import ancestors
 from .page_model import Config, Model, Row
@@ -48,28 +49,24 @@ CONFIGS = [
 
 
 # One compiled program per verb and configuration, with the state donated.
-_reserve = jax.jit(state.reserve, donate_argnums=0)
-_reserve_one = jax.jit(lambda kv, rows: state.reserve(kv, rows, 1), donate_argnums=0)
-_release = jax.jit(state.release, donate_argnums=0)
-_fork = jax.jit(state.fork, donate_argnums=0)
-_truncate = jax.jit(state.truncate, donate_argnums=0)
-_commit = jax.jit(state.commit_tree, donate_argnums=0)
-_set_window = jax.jit(state.set_window, donate_argnums=0)
-_reset = jax.jit(state.reset, donate_argnums=0)
+_reserve = jax.jit(KVState.reserve, donate_argnums=0)
+_reserve_one = jax.jit(lambda kv, rows: kv.reserve(rows, 1), donate_argnums=0)
+_release = jax.jit(KVState.release, donate_argnums=0)
+_fork = jax.jit(KVState.fork, donate_argnums=0)
+_truncate = jax.jit(KVState.truncate, donate_argnums=0)
+_commit = jax.jit(KVState.commit_tree, donate_argnums=0)
+_set_window = jax.jit(KVState.set_window, donate_argnums=0)
+_reset = jax.jit(KVState.reset, donate_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
 def _step(kv, rows, q_lens, values, parents, size):
     """A step that writes values[t] as K and -values[t] as V of token t, layers told apart."""
-    kv, batch, status = state.step_batch(kv, rows, q_lens, num_tokens=size, tree_parents=parents)
-    k_pages, v_pages = kv.k_pages, kv.v_pages
-    for layer in range(k_pages.shape[0]):
+    kv, batch, status = kv.step(rows, q_lens, num_tokens=size, tree_parents=parents)
+    for layer in kv.layers:
         k = jnp.full((size, 1, 1), layer / 2, jnp.float32) + values[:, None, None]
-        k_pages, v_pages = write_kv(
-            k_pages, v_pages, k, -k, batch.slot_mapping,
-            layer=layer, layout=kv.layout, implementation="reference",
-        )  # fmt: skip
-    return KVState(k_pages, v_pages, kv.table, kv.layout), batch, status
+        kv = write(k, -k, kv, batch, layer=layer, implementation="reference")
+    return kv, batch, status
 
 
 @jax.jit
@@ -78,11 +75,11 @@ def _observe(kv):
     table = kv.table
     pools = [slots_first(pool, kv.layout)[..., 0, 0] for pool in (kv.k_pages, kv.v_pages)]
     queries = {
-        "free_rows": pages.free_rows(table),
-        "num_free": pages.num_free_pages(table),
-        "peak": pages.peak_pages_in_use(table),
-        "total": pages.total_tokens(table),
-        "empty": pages.is_empty(table),
+        "free_rows": table.free_rows,
+        "num_free": table.free_pages,
+        "peak": table.peak_pages,
+        "total": table.total_tokens,
+        "empty": table.is_empty,
     }
     return table, pools, queries
 

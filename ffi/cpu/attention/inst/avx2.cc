@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Attention kernels for x86 with AVX2, FMA and F16C. Rules for this file: isa.h.
 
 #include <immintrin.h>
@@ -20,24 +22,10 @@
 JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 // clang-format off: in this order
 #include "cpu/isa/vec_avx2.h"
-#include "cpu/attention/common.h"
-#include "cpu/attention/dot.h"
-#include "cpu/attention/logits.h"
-#include "cpu/attention/stage.h"
-#include "cpu/attention/decode.h"
-#include "cpu/attention/prefill.h"
-#include "cpu/attention/unit.h"
-#include "cpu/write/kernel_qkv.h"
-#include "cpu/attention/merge.h"
+#include "cpu/attention/all_kernels.h"
 // clang-format on
 namespace jax_paged::cpu::avx2 {
-constexpr Kernels kKernels = {"avx2",
-                              {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
-                              /*run_words=*/nullptr,
-                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
-                              {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},
-                              {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>},
-                              {MergeHeads<BFloat16>, MergeHeads<Float16>, MergeHeads<float>}};
+constexpr Kernels kKernels = AllKernels("avx2");
 }
 JAX_PAGED_END_TARGET
 

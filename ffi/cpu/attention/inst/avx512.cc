@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Attention kernels for x86 with AVX-512 F, BW, DQ and VL. Rules for this file: isa.h.
 
 // gcc 12 takes the "undefined" operand inside its own AVX-512 intrinsics for a mistake.
@@ -24,24 +26,10 @@
 JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 // clang-format off: in this order
 #include "cpu/isa/vec_avx512.h"
-#include "cpu/attention/common.h"
-#include "cpu/attention/dot.h"
-#include "cpu/attention/logits.h"
-#include "cpu/attention/stage.h"
-#include "cpu/attention/decode.h"
-#include "cpu/attention/prefill.h"
-#include "cpu/attention/unit.h"
-#include "cpu/write/kernel_qkv.h"
-#include "cpu/attention/merge.h"
+#include "cpu/attention/all_kernels.h"
 // clang-format on
 namespace jax_paged::cpu::avx512 {
-constexpr Kernels kKernels = {"avx512",
-                              {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
-                              /*run_words=*/nullptr,
-                              {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
-                              {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},
-                              {QkvPages<BFloat16>, QkvPages<Float16>, QkvPages<float>},
-                              {MergeHeads<BFloat16>, MergeHeads<Float16>, MergeHeads<float>}};
+constexpr Kernels kKernels = AllKernels("avx512");
 }
 JAX_PAGED_END_TARGET
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Attention kernels for x86 with AVX-512 F, BW, DQ, VL, VBMI and BF16: those of
 // inst/avx512.cc, with logits of bf16 from dot products of bf16 words. Half the work, and
 // products and sums are as exact (only subnormal values count as 0). 8-bit pages become bf16 words

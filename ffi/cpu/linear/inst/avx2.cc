@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Projection kernels for x86 with AVX2, FMA and F16C.
 // Rules for this file: isa.h.
 
@@ -8,9 +10,9 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
+#include "common/integers.h"
 #include "common/page_view.h"
 #include "common/params.h"
-#include "common/schedule.h"
 #include "common/tree.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/isa/isa.h"

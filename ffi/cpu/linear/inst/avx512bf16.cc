@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Projection kernels for x86 with AVX-512 BF16: bf16 by dot products of words, the rest as with
 // AVX-512. Rules for this file: isa.h.
 
@@ -12,9 +14,9 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
+#include "common/integers.h"
 #include "common/page_view.h"
 #include "common/params.h"
-#include "common/schedule.h"
 #include "common/tree.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/isa/isa.h"

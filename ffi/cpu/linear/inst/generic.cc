@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Projection kernels in plain C++, for any architecture.
 // Rules for this file: isa.h.
 
@@ -7,9 +9,9 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
+#include "common/integers.h"
 #include "common/page_view.h"
 #include "common/params.h"
-#include "common/schedule.h"
 #include "common/tree.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/isa/isa.h"

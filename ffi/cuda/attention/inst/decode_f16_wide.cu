@@ -1,9 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "cuda/attention/launch_inst.cuh"
 
 namespace jax_paged::cuda {
 
-template cudaError_t LaunchDecode<Float16, 128>(cudaStream_t, const DeviceLimits&, AttentionArgs);
-template cudaError_t LaunchDecode<Float16, 192>(cudaStream_t, const DeviceLimits&, AttentionArgs);
-template cudaError_t LaunchDecode<Float16, 256>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+JAX_PAGED_INSTANTIATE_WIDE(LaunchDecode, Float16, PageKind::kRows)
 
 }  // namespace jax_paged::cuda

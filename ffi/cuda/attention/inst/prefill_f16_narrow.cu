@@ -1,10 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "cuda/attention/launch_inst.cuh"
 
 namespace jax_paged::cuda {
 
-template cudaError_t LaunchPrefill<Float16, 64>(cudaStream_t, const DeviceLimits&, AttentionArgs);
-template cudaError_t LaunchPrefill<Float16, 80>(cudaStream_t, const DeviceLimits&, AttentionArgs);
-template cudaError_t LaunchPrefill<Float16, 96>(cudaStream_t, const DeviceLimits&, AttentionArgs);
-template cudaError_t LaunchPrefill<Float16, 112>(cudaStream_t, const DeviceLimits&, AttentionArgs);
+JAX_PAGED_INSTANTIATE_NARROW(LaunchPrefill, Float16, PageKind::kRows)
 
 }  // namespace jax_paged::cuda

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "cuda/attention/launch_inst.cuh"
 
 namespace jax_paged::cuda {

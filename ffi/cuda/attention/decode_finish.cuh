@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The end of a segment in the decode kernel: the warps' results become one.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_DECODE_FINISH_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_DECODE_FINISH_CUH_
+
+#include <cstddef>
+
+#include "cuda/attention/args.h"
+#include "cuda/attention/decode_tile.cuh"
+#include "cuda/attention/segment.cuh"
+#include "cuda/attention/traits.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+// Adds up the warps' results and sends them where they go.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& range,
+                                    const Segment& segment, const UnitRows& rows,
+                                    Shared<char> exchange, DecodeState<HEAD_DIM>* state) {
+  constexpr int32_t kPitch = ExchangeShared::kColumnPitch;
+  constexpr int32_t kColumns = ExchangeShared::kColumns;
+  constexpr int32_t kQuads = kColumns / 4;
+  static_assert(kTileRows * kQuads == kAttentionThreads, "one float4 per thread");
+  const Shared<float> sums = (exchange + offsetof(ExchangeShared, sums)).As<float>();
+  const Shared<float> ms = (exchange + offsetof(ExchangeShared, m)).As<float>();
+  const Shared<float> ls = (exchange + offsetof(ExchangeShared, l)).As<float>();
+  const int32_t lane = prim::LaneIndex();
+  const int32_t warp = prim::WarpIndex();
+  const int32_t lane_row = lane / 4;
+
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    float l = state->l[half];
+    l += prim::ShuffleXor(l, 1);
+    l += prim::ShuffleXor(l, 2);
+    if (lane % 4 == 0) {
+      prim::Store(ms + (warp * kTileRows + lane_row + 8 * half), state->m[half]);
+      prim::Store(ls + (warp * kTileRows + lane_row + 8 * half), l);
+    }
+  }
+  prim::SyncThreads();
+  float factor[2];
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    float m = kNegativeInfinity;
+    for (int32_t w = 0; w < kWarps; ++w) {
+      m = prim::Max(m, prim::Load(ms + (w * kTileRows + lane_row + 8 * half)));
+    }
+    factor[half] = prim::Exp2(state->m[half] - Base(m)) * state->v_scale;
+  }
+
+  const Destination to = DestinationOf(args, range, segment);
+  const int32_t row = prim::ThreadIndex() / kQuads;
+  float row_m = kNegativeInfinity;
+  float row_l = 0.0f;
+  for (int32_t w = 0; w < kWarps; ++w) {
+    row_m = prim::Max(row_m, prim::Load(ms + (w * kTileRows + row)));
+  }
+  for (int32_t w = 0; w < kWarps; ++w) {
+    const float m = prim::Load(ms + (w * kTileRows + row));
+    row_l = prim::Fma(prim::Load(ls + (w * kTileRows + row)), prim::Exp2(m - Base(row_m)), row_l);
+  }
+  JAX_PAGED_UNROLL
+  for (int32_t first = 0; first < HEAD_DIM; first += kColumns) {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < kColumns / 8; ++n) {
+      if (first + n * 8 >= HEAD_DIM) continue;
+      const float (&o)[4] = state->o[first / 8 + n];
+      JAX_PAGED_UNROLL
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t at = (warp * kTileRows + lane_row + 8 * half) * kPitch + n * 8 + lane % 4 * 2;
+        prim::Store((sums + at).As<Float2>(),
+                    Float2{o[2 * half] * factor[half], o[2 * half + 1] * factor[half]});
+      }
+    }
+    prim::SyncThreads();
+    const int32_t column = prim::ThreadIndex() % kQuads * 4;
+    if (row < rows.count && first + column < HEAD_DIM) {
+      Float4 sum = {0, 0, 0, 0};
+      for (int32_t w = 0; w < kWarps; ++w) {
+        const Float4 x =
+            prim::Load((sums + ((w * kTileRows + row) * kPitch + column)).As<Float4>());
+        sum.x += x.x;
+        sum.y += x.y;
+        sum.z += x.z;
+        sum.w += x.w;
+      }
+      WriteSegment<T>(args, segment, rows, to, row, first + column, sum, row_m, row_l);
+    }
+    prim::SyncThreads();  // sums, and after the last columns m and l, may be overwritten
+  }
+  MergeIfLast<T>(args, segment, rows, to, exchange + offsetof(ExchangeShared, merge));
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_DECODE_FINISH_CUH_

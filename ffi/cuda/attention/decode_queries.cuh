@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The decode kernel's Q: a unit's packed rows as mma takes them.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_DECODE_QUERIES_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_DECODE_QUERIES_CUH_
+
+#include "cuda/attention/args.h"
+#include "cuda/attention/segment.cuh"
+#include "cuda/attention/tensor_core.cuh"
+#include "cuda/attention/traits.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+// The unit's queries as the A operand of mma, in registers.
+template <typename T, int HEAD_DIM, bool SHARED>
+class DecodeQueries {
+ public:
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char>) {}
+  JAX_PAGED_DEVICE void Load(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, const LogitScale& scale);
+  JAX_PAGED_DEVICE void Operand(int32_t step, uint32_t (&a)[4]) const {
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 4; ++i) a[i] = q_[step][i];
+  }
+
+ private:
+  uint32_t q_[HEAD_DIM / 16][4];
+};
+
+template <typename T, int HEAD_DIM, bool SHARED>
+JAX_PAGED_DEVICE void DecodeQueries<T, HEAD_DIM, SHARED>::Load(const AttentionArgs& args,
+                                                               const Segment& segment,
+                                                               const UnitRows& rows,
+                                                               const LogitScale& scale) {
+  const int32_t row = prim::LaneIndex() / 4;
+  const int32_t column = prim::LaneIndex() % 4 * 2;
+  JAX_PAGED_UNROLL
+  for (int32_t half = 0; half < 2; ++half) {
+    const bool valid = row + 8 * half < rows.count && !scale.is_zero;
+    const int64_t head = valid ? HeadIndex(args, segment, rows, row + 8 * half) : 0;
+    const Global<const char> source = args.q + (head * HEAD_DIM + column) * int64_t{sizeof(T)};
+    const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
+    JAX_PAGED_UNROLL
+    for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
+      q_[k][half] = q_[k][half + 2] = 0;
+      if (valid) {
+        q_[k][half] = prim::LoadConst((source + k * 32).template As<const uint32_t>()) ^ sign;
+        q_[k][half + 2] =
+            prim::LoadConst((source + (k * 32 + 16)).template As<const uint32_t>()) ^ sign;
+      }
+    }
+  }
+}
+
+// The same in shared memory, for all warps: with O they would not fit in the registers.
+template <typename T, int HEAD_DIM>
+class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
+ public:
+  using Traits = DecodeTraits<HEAD_DIM>;
+
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char> tile) : tile_(tile) {}
+
+  JAX_PAGED_DEVICE void Load(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, const LogitScale& scale) {
+    for (int32_t i = prim::ThreadIndex(); i < kTileRows * Traits::kRowChunks;
+         i += kAttentionThreads) {
+      const int32_t row = i / Traits::kRowChunks;
+      const int32_t chunk = i % Traits::kRowChunks;
+      prim::Store((tile_ + Traits::Offset(row, chunk)).template As<Word4>(),
+                  LoadQueries<T, HEAD_DIM>(args, segment, rows, scale, row, chunk));
+    }
+    prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next
+                          // Load
+  }
+  JAX_PAGED_DEVICE void Operand(int32_t step, uint32_t (&a)[4]) const {
+    const int32_t lane = prim::LaneIndex();
+    prim::LoadMatrix(a, tile_ + Traits::Offset(lane % 16, 2 * step + lane / 16));
+  }
+
+ private:
+  Shared<char> tile_;
+};
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_DECODE_QUERIES_CUH_

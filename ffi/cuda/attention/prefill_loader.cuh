@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The prefill kernel's loads: K and V of a unit's tiles, from their pages into the stages.
+
+#ifndef JAX_PAGED_CUDA_ATTENTION_PREFILL_LOADER_CUH_
+#define JAX_PAGED_CUDA_ATTENTION_PREFILL_LOADER_CUH_
+
+#include <cstddef>
+
+#include "common/integers.h"
+#include "cuda/attention/args.h"
+#include "cuda/attention/prefill_unit.cuh"
+#include "cuda/attention/segment.cuh"
+#include "cuda/attention/traits.h"
+#include "cuda/prim.h"
+
+namespace jax_paged::cuda {
+
+// Brings a unit's K and V into the stages, with all threads. Keeps little, since registers are
+// short: what is needed once per tile is worked out once per tile.
+template <int HEAD_DIM, PageKind PAGES>
+class PrefillLoader {
+ public:
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Row = typename Traits::Row;
+  static constexpr bool kIsVllm5d = PAGES == PageKind::kVllm5d;
+
+  // `num_keys`: tokens that the unit's last row sees.
+  JAX_PAGED_DEVICE explicit PrefillLoader(int32_t num_keys) : num_keys_(num_keys) {}
+
+  JAX_PAGED_DEVICE bool HasTile(int32_t tile) const {
+    return tile < CeilDiv<int32_t>(num_keys_, Traits::kTokens);
+  }
+
+  // Thread t reads the page id of token t of `tile`; kVllm5d: also if only another of the 8 tokens
+  // around it is wanted.
+  JAX_PAGED_DEVICE void Find(const AttentionArgs& args, int32_t tile) {
+    page_id_ = -1;
+    if (prim::ThreadIndex() >= Traits::kTokens || !HasTile(tile)) return;
+    const int32_t token = tile * Traits::kTokens + prim::ThreadIndex();
+    const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+    if constexpr (kIsVllm5d) {
+      if ((token | 7) < unit.first_key || token / 8 * 8 >= num_keys_) return;
+    } else {
+      if (token < unit.first_key || token >= num_keys_) return;
+    }
+    page_id_ = prim::LoadConst(args.page_table +
+                               (unit.row * args.pages_per_seq + args.by_page_size(token)));
+  }
+
+  // Tells all threads what Find found.
+  JAX_PAGED_DEVICE void Publish(const AttentionArgs& args, int32_t tile) const {
+    const int32_t thread = OpaqueThread();
+    if (thread >= Traits::kTokens) return;
+    const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
+    bool has_token = has_page;
+    int64_t offset = -1;
+    int64_t v_offset = -1;
+    if (has_page) {
+      const int32_t token = tile * Traits::kTokens + thread;
+      const int32_t slot = token - args.by_page_size(token) * args.page_size;
+      const int32_t kv_head = LoadUnit<HEAD_DIM>().rows.kv_head;
+      offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head, slot);
+      if constexpr (kIsVllm5d) {
+        v_offset =
+            LayerOffset(args, args.v_strides) + args.v_strides.Offset(page_id_, kv_head, slot);
+        has_token = token >= LoadUnit<HEAD_DIM>().first_key && token < num_keys_;
+        if (!has_token) offset = -1;
+      }
+    }
+    prim::Store(Offsets(tile) + thread, offset);
+    if (kIsVllm5d && thread % 8 == 0) prim::Store(ValueOffsets(tile) + thread / 8, v_offset);
+    const uint32_t mask = prim::Ballot(has_token);
+    if (thread % kWarpLanes == 0) prim::Store(TokenMasks(tile) + thread / kWarpLanes, mask);
+  }
+
+  // Starts the copies of `tile`, which was published before the last barrier.
+  JAX_PAGED_DEVICE static void Issue(const AttentionArgs& args, int32_t tile) {
+    const Shared<char> k_tile = KTile(tile);
+    const Shared<char> v_tile = VTile(tile);
+    if constexpr (kIsVllm5d) {
+      CopyAtoms(args, tile, k_tile, v_tile);
+    } else {
+      CopyRows(args, tile, k_tile, v_tile);
+    }
+    prim::CpAsyncCommit();
+  }
+
+  // kVllm5d. Between the wait for the copies of `tile` and the barrier: of V that this thread has
+  // copied, sets tokens to zero that do not exist, since 0 x NaN is NaN.
+  JAX_PAGED_DEVICE static void ClearMissing(int32_t tile) {
+    const int32_t thread = OpaqueThread();
+    const int32_t eight = thread % kEights;
+    const uint32_t mask = prim::Load(TokenMasks(tile) + eight / 4) >> eight % 4 * 8 & 0xffu;
+    if (mask == 0xffu) return;
+    JAX_PAGED_NO_UNROLL
+    for (int32_t dim = thread / kEights; dim < HEAD_DIM; dim += kDimStep) {
+      const Shared<Word4> atom =
+          (VTile(tile) + Traits::TransposedOffset(dim, eight)).template As<Word4>();
+      const Word4 x = prim::Load(atom);
+      prim::Store(atom, Word4{x.x & PairMask(mask, 0), x.y & PairMask(mask, 2),
+                              x.z & PairMask(mask, 4), x.w & PairMask(mask, 6)});
+    }
+  }
+
+  JAX_PAGED_DEVICE static Shared<char> KTile(int32_t tile) {
+    return prim::SharedMemory() +
+           (Traits::kQueryBytes + tile % kPrefillStages * Traits::kStageBytes);
+  }
+  JAX_PAGED_DEVICE static Shared<char> VTile(int32_t tile) {
+    return KTile(tile) + Traits::kTileBytes;
+  }
+  // Which tokens of a tile exist, 32 a word.
+  JAX_PAGED_DEVICE static Shared<uint32_t> TokenMasks(int32_t tile) {
+    return Traits::template Field<uint32_t>(offsetof(typename Traits::State, token_masks)) +
+           tile % kMaskSlots * Traits::kMaskWords;
+  }
+
+ private:
+  // kVllm5d, where all threads together copy so many chunks of a tile's tokens at a time, or so
+  // many dimensions.
+  static constexpr int32_t kEights = Traits::kTokens / 8;  // 16 bytes of V are 8 tokens
+  static constexpr int32_t kChunkStep = kAttentionThreads / Traits::kTokens;
+  static constexpr int32_t kDimStep = kAttentionThreads / kEights;
+
+  JAX_PAGED_DEVICE static void CopyRows(const AttentionArgs& args, int32_t tile,
+                                        Shared<char> k_tile, Shared<char> v_tile) {
+    const int32_t thread = OpaqueThread();
+    int64_t offsets[Traits::kLoads];
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      offsets[i] = prim::Load(Offsets(tile) + CopiedRow(thread, i));
+    }
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      const int32_t row = CopiedRow(thread, i);
+      const int32_t chunk = (i * kAttentionThreads + thread) % Row::kRowChunks;
+      const bool valid = offsets[i] >= 0;
+      const int64_t source = (valid ? offsets[i] : 0) + chunk * 16;
+      prim::CpAsync16(k_tile + Row::Offset(row, chunk), args.k_pages + source, valid);
+      prim::CpAsync16(v_tile + Row::Offset(row, chunk), args.v_pages + source, valid);
+    }
+  }
+
+  // kVllm5d. Thread t copies chunks t / kTokens, ... of token t % kTokens of K, and the 8 tokens
+  // from t % kEights * 8 of dimensions t / kEights, ... of V: what lies side by side in a page goes
+  // to lanes side by side.
+  JAX_PAGED_DEVICE static void CopyAtoms(const AttentionArgs& args, int32_t tile,
+                                         Shared<char> k_tile, Shared<char> v_tile) {
+    const int32_t thread = OpaqueThread();
+    const int32_t token = thread % Traits::kTokens;
+    const int32_t chunk = thread / Traits::kTokens;
+    const int32_t eight = thread % kEights;
+    const int32_t dim = thread / kEights;
+    const int64_t k_offset = prim::Load(Offsets(tile) + token);
+    const int64_t v_offset = prim::Load(ValueOffsets(tile) + eight);
+    const bool has_token = k_offset >= 0;
+    const bool has_atom = v_offset >= 0;
+    const Global<const char> k_from =
+        args.k_pages + (has_token ? k_offset + chunk * args.k_strides.atom : 0);
+    const Global<const char> v_from =
+        args.v_pages + (has_atom ? v_offset + dim * args.v_strides.atom : 0);
+    // Within a page and head 32 bits address an atom (MakeArgs checks it).
+    const int32_t k_step = static_cast<int32_t>(args.k_strides.atom) * kChunkStep;
+    const int32_t v_step = static_cast<int32_t>(args.v_strides.atom) * kDimStep;
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < Traits::kLoads; ++i) {
+      prim::CpAsync16(k_tile + Row::Offset(token, chunk + i * kChunkStep), k_from + i * k_step,
+                      has_token);
+      prim::CpAsync16(v_tile + Traits::TransposedOffset(dim + i * kDimStep, eight),
+                      v_from + i * v_step, has_atom);
+    }
+  }
+
+  // Of the i-th chunk that a thread copies; the first form shows the compiler constant distances.
+  JAX_PAGED_DEVICE static int32_t CopiedRow(int32_t thread, int32_t i) {
+    return kAttentionThreads % Row::kRowChunks == 0
+               ? thread / Row::kRowChunks + i * (kAttentionThreads / Row::kRowChunks)
+               : (i * kAttentionThreads + thread) / Row::kRowChunks;
+  }
+
+  JAX_PAGED_DEVICE static Shared<int64_t> Offsets(int32_t tile) {
+    return Traits::template Field<int64_t>(offsetof(typename Traits::State, offsets)) +
+           tile % kPrefillStages * Traits::kTokens;
+  }
+  JAX_PAGED_DEVICE static Shared<int64_t> ValueOffsets(int32_t tile) {
+    return Traits::template Field<int64_t>(offsetof(typename Traits::State, v_offsets)) +
+           tile % kPrefillStages * kEights;
+  }
+
+  int32_t num_keys_;
+  int32_t page_id_ = -1;
+};
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_ATTENTION_PREFILL_LOADER_CUH_

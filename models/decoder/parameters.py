@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that a published checkpoint of a configuration holds, and how they reach the model.
+
+Names are those of Hugging Face, with one exception: the experts of a layer count as one stacked
+tensor, `…mlp.experts.gate_proj.weight` [num_experts, inner, hidden] and so on. The readers in
+`checkpoint/` (`weights.py`, `gguf_file.py`) say how their format stores a name; the decoder asks
+for tensors by name through a `TensorSource` and joins some of them into one leaf.
+"""
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_paged.checks.fields import short
+
+from .config import DecoderConfig
+
+Shape = tuple[int, ...]
+# fill(name, out): writes a tensor of `expected_tensors` to an array of its shape, any float dtype.
+Fill = Callable[[str, np.ndarray], None]
+_ALIGNMENT = 64  # bytes: an array that starts there becomes a CPU device's memory as it is
+
+
+class TensorSource(Protocol):
+    """Gives the named tensors, joined along `axis`, as one array in `dtype`; None = the model's."""
+
+    def __call__(self, *names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array: ...
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
+    """Name → shape of every tensor of the configuration, in the order the decoder reads them.
+
+    A configuration from a file may promise any number of them: see `each_expected_tensor`.
+
+    >>> from jax_paged.models.checkpoint.hf_config import config_from_hf
+    >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    >>> config = config_from_hf(dict(sizes, model_type="llama", num_attention_heads=2,
+    ...                              max_position_embeddings=64))
+    >>> print(expected_tensors(config)["model.layers.0.mlp.up_proj.weight"])
+    (24, 16)
+    """
+    return dict(each_expected_tensor(config))
+
+
+def each_expected_tensor(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    """The items of `expected_tensors`, one after another."""
+    hidden = config.hidden_size
+    q_out, kv_out = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        yield layer + "input_layernorm.weight", (hidden,)
+        for name, rows, columns in (
+            ("q_proj", q_out, hidden),
+            ("k_proj", kv_out, hidden),
+            ("v_proj", kv_out, hidden),
+            ("o_proj", hidden, q_out),
+        ):
+            yield f"{layer}self_attn.{name}.weight", (rows, columns)
+            if config.attention_bias:
+                yield f"{layer}self_attn.{name}.bias", (rows,)
+        if config.qk_norm:
+            yield layer + "self_attn.q_norm.weight", (config.head_dim,)
+            yield layer + "self_attn.k_norm.weight", (config.head_dim,)
+        yield layer + "post_attention_layernorm.weight", (hidden,)
+        experts, inner, mlp, bias = (), config.intermediate_size, layer + "mlp.", config.mlp_bias
+        if config.moe_layers[i]:
+            yield layer + "mlp.gate.weight", (config.num_experts, hidden)
+            experts, inner, bias = (config.num_experts,), config.moe_intermediate_size, False
+            mlp += "experts."
+        for name, rows, columns in (
+            ("gate_proj", inner, hidden),
+            ("up_proj", inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
+            yield f"{mlp}{name}.weight", (*experts, rows, columns)
+            if bias:
+                yield f"{mlp}{name}.bias", (rows,)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def check_tensors(
+    where: object, expected: Iterable[tuple[str, Shape]], found: Mapping[str, Shape]
+) -> None:
+    """Raises a ValueError of one line unless a file holds just the expected tensors.
+
+    Args:
+      expected: (name, shape), no name twice. Of a configuration that promises more tensors than
+        the file has, little more is looked at than the file has.
+    """
+    expected = iter(expected)
+    shapes = dict(itertools.islice(expected, len(found) + 1000))
+    missing = [name for name in shapes if name not in found]
+    if missing:
+        name, more = missing[0], len(missing) - 1
+        at_least = "at least " if next(expected, None) else ""
+        others = f" ({at_least}{more} more are missing too)" if more else ""
+        raise ValueError(
+            f"{where}: tensor {name!r} is missing; expected shape {shapes[name]}{others}"
+        )
+    for name, shape in found.items():
+        if name not in shapes:
+            raise ValueError(
+                f"{where}: tensor {short(name)} of shape {short(shape)} has no place in this "
+                f"model; expected {len(shapes)} tensors, got {len(found)}"
+            )
+        if tuple(shape) != shapes[name]:
+            raise ValueError(
+                f"{where}: tensor {name!r} must have shape {shapes[name]}, got {short(shape)}"
+            )
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether bf16, f16 or f32 values hold no NaN and no infinity; 8 to 20 GB/s."""
+    if values.dtype.itemsize != 2:
+        return bool(np.isfinite(values).all())
+    exponent = np.uint16(0x7C00 if values.dtype == np.float16 else 0x7F80)
+    bits = values.view(np.uint16) & exponent
+    return not bits.size or bits.max() != exponent
+
+
+def filling_source(
+    shape_of: Callable[[str], Shape],
+    fill: Fill,
+    dtype: DTypeLike,
+    on_tensor: Callable[[str], object] = lambda name: None,
+) -> TensorSource:
+    """A source that loads one tensor at a time and hands it to the device.
+
+    Args:
+      shape_of: the shape of a tensor; those that are joined differ along their axis only.
+      fill: where tensors come from.
+      dtype: what the arrays become, unless the source is asked for another.
+      on_tensor: called with each name that was loaded, for progress.
+    """
+    default = dtype
+
+    def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
+        joined = list(shape_of(names[0]))
+        joined[axis] = sum(shape_of(name)[axis] for name in names)
+        out = _empty(joined, np.dtype(default if dtype is None else dtype))
+        begin = 0
+        for name in names:
+            end = begin + shape_of(name)[axis]
+            fill(name, out[(slice(None),) * axis + (slice(begin, end),)])
+            on_tensor(name)
+            begin = end
+        return jax.device_put(out)  # without a copy on a CPU, unlike jnp.asarray
+
+    return source
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def random_source(
+    config: DecoderConfig, seed: int = 0, dtype: DTypeLike = jnp.float32, scale: float = 1.0
+) -> TensorSource:
+    """Random weights, for tests and benchmarks: normal, variance scale / fan-in; norms near 1."""
+    shapes = expected_tensors(config)
+
+    def fill(name: str, out: np.ndarray) -> None:
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        values = rng.standard_normal(shapes[name], np.float32)
+        if name.endswith("norm.weight"):
+            out[...] = 1 + 0.1 * values
+        else:
+            fan_in = 1 if "embed" in name else shapes[name][-1]
+            out[...] = values * np.float32((scale / fan_in) ** 0.5)
+
+    return filling_source(shapes.__getitem__, fill, dtype)
+
+
+def abstract_source(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> TensorSource:
+    """Shapes and dtypes only: a decoder to lower and compile, not to run."""
+    shapes = expected_tensors(config)
+    default = dtype
+
+    def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None):
+        joined = list(shapes[names[0]])
+        joined[axis] = sum(shapes[name][axis] for name in names)
+        return jax.ShapeDtypeStruct(tuple(joined), default if dtype is None else dtype)
+
+    return source  # type: ignore[return-value]

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: many requests at once, each getting what it gets alone.
+
+    engine = Engine(model, num_pages=512, max_seqs=16)
+    requests = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
+    engine.run()
+    requests[0].tokens, requests[0].reason
+
+One program serves every step: decode rows and chunks of prompts side by side, in one of a few
+compiled sizes. The host plans a step (`scheduler`), the device runs it (`step`), and the
+host reads back the tokens that were drawn, nothing else, one step behind: while it plans and reads,
+the device works. docs/serving.md tells what is guaranteed.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jax_paged._start.interrupt import uninterrupted
+from jax_paged.cache.state import KVState
+from jax_paged.checks import check_choice, expect
+
+from ..decoder.executables import compiled
+from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window, create_state
+from ..decoder.protocol import Model, split_model
+from ..decoder.sample import Sampler
+from ..decoder.stream import Decode, as_searches
+from ..progress import progress_bar
+from .plan import as_page_orders, fill_plan, step_sizes
+from .prefix_cache import CacheCounts, PrefixCache
+from .request import OnTokens, Request, Sampling
+from .scheduler import Feed, Scheduler
+from .speculate import RULES, draft_tree, look_up, look_up_tree
+from .step import FAILED, EngineState, PageOrders, StepPlan, keep, step
+from .swap import Swapper, chunk_pages
+
+__all__ = ["Engine", "Request"]
+
+
+class Engine:
+    """Serves requests on a model, from a pool of pages of its own.
+
+    Args:
+      model: a `Decoder` or any other `Model`.
+      num_pages: pages in the pool.
+      max_seqs: most requests that run at once.
+      pages_per_seq: most pages of a request; None = what the model's context needs, or num_pages.
+      page_size: tokens in a page.
+      max_tokens: most tokens of a step, at least max_seqs · (1 + max_drafts): prompts are fed in
+        chunks that fill a step up.
+      prefix_cache: whether full pages are kept and found again by requests that start alike; None =
+        yes, but not with a window.
+      max_drafts: guesses per row and step (`speculate`), looked up in the request's own text unless
+        there is a draft model; the engine then waits for each step, because it guesses from the
+        tokens that came out of it.
+      draft_branches: how many earlier places a look-up takes its guesses from, or how many first
+        tokens a draft model goes on from; with more than 1 the guesses make a token tree.
+      draft_model: a smaller `Model` with the same vocabulary, which makes the guesses. Its K and
+        V have pages of their own, under the same page ids.
+      draft_rule: which of a draft model's guesses are kept: "same_noise" (tokens are those without
+        drafts) or "rejection" (keeps more; drawn tokens have the same distribution).
+      ahead: steps that are dispatched before the oldest is read back; None = 1, without drafts.
+      kv_dtype: of K and V, as for `generate`.
+      preemption: what becomes of a request that has to make room: "recompute" (it computes its K
+        and V anew) or "swap" (they are copied to host memory and back).
+      swap_pages: most pages in host memory, with "swap"; taken 8 at a time; None = num_pages. A
+        request that finds no room there is recomputed.
+      window: most tokens that a token sees, itself and the pinned ones included. Those that no
+        later one sees are dropped, so a request's pages stop growing; it may go on to the end of
+        the model's context. Without prefix cache, drafts and swapping. None = all tokens.
+      num_pinned: with a window, the first tokens of each request, which all later ones see (the
+        attention sinks of StreamingLLM, Xiao et al., 2023); below the window.
+      progress: whether to show a bar on stderr while compiling, if it is a terminal.
+
+    Raises:
+      ValueError: a size is no integer or out of range, or a model lacks something (`Model`).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_pages: int,
+        max_seqs: int = 8,
+        pages_per_seq: int | None = None,
+        page_size: int = PAGE_SIZE,
+        max_tokens: int = 256,
+        prefix_cache: bool | None = None,
+        max_drafts: int = 0,
+        draft_branches: int = 1,
+        draft_model: Model | None = None,
+        draft_rule: str = "same_noise",
+        ahead: int | None = None,
+        kv_dtype: str = "auto",
+        preemption: str = "recompute",
+        swap_pages: int | None = None,
+        window: int | None = None,
+        num_pinned: int = 0,
+        progress: bool = True,
+    ):
+        self._graph, self._params = split_model(model)
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            check_count(name, value, 1)
+        check_count("max_seqs", max_seqs, 1)
+        check_count("max_drafts", max_drafts, 0)
+        check_count("max_tokens", max_tokens, max_seqs * (1 + max_drafts))
+        ahead = int(max_drafts == 0) if ahead is None else ahead
+        check_count("ahead", ahead, 0)
+        expect(not (ahead and max_drafts), "ahead", "0 with max_drafts", ahead)
+        check_count("draft_branches", draft_branches, 1)
+        has_drafts = draft_branches == 1 or max_drafts > 0
+        expect(has_drafts, "draft_branches", "1 without drafts", draft_branches)
+        check_choice("draft_rule", draft_rule, RULES)
+        self._drafter, self._drafter_params = None, None
+        if draft_model is not None:
+            self._drafter, self._drafter_params = split_model(draft_model, "draft_model")
+            expect(max_drafts > 0, "max_drafts", "at least 1 with a draft model", max_drafts)
+            have, want = draft_model.config.vocab_size, model.config.vocab_size
+            expect(have == want, "draft_model", f"a vocab_size of {want}", have)
+            few = draft_branches <= max_drafts
+            expect(few, "draft_branches", f"at most max_drafts={max_drafts}", draft_branches)
+        check_choice("preemption", preemption, ("recompute", "swap"))
+        swaps = preemption == "swap"
+        expect(swaps or swap_pages is None, "swap_pages", "None without swapping", swap_pages)
+        if swap_pages is None:
+            swap_pages = num_pages if swaps else 0
+        check_count("swap_pages", swap_pages, int(swaps))
+        self.swap_pages = swap_pages
+        check_window(window, num_pinned)
+        if window is not None:
+            expect(not prefix_cache, "prefix_cache", "False with a window", prefix_cache)
+            expect(max_drafts == 0, "max_drafts", "0 with a window", max_drafts)
+            expect(not swaps, "preemption", "'recompute' with a window", repr(preemption))
+        prefix_cache = window is None if prefix_cache is None else prefix_cache
+        self._window = None if window is None else (int(window), int(num_pinned))
+        if pages_per_seq is None:
+            pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
+        self.config, self.max_drafts, self.ahead = model.config, max_drafts, ahead
+        sizes = {
+            "num_pages": num_pages, "max_seqs": max_seqs, "pages_per_seq": pages_per_seq,
+            "page_size": page_size, "kv_dtype": kv_dtype, "max_tree": max_drafts + 1,
+            "windows": window is not None,
+        }  # fmt: skip
+        state, drafter = create_state(model, **sizes), None
+        self._draft_rule = draft_rule
+        self._branches = draft_branches
+        self._draft_parents: list[int] = []  # of a draft model's trees
+        if draft_model is not None:
+            drafter = create_state(draft_model, **sizes)
+            if draft_branches > 1:
+                _, self._draft_parents = draft_tree(max_drafts, draft_branches)
+        table = state.table
+        self._device = EngineState.create(state, drafter)
+        dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
+        salt = repr((model.config, *dtypes, state.layout))
+        self._cache = PrefixCache(num_pages, page_size, salt) if prefix_cache else None
+        self._scheduler = Scheduler(
+            num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
+            page_size=page_size, max_tokens=max_tokens, cache=self._cache, swap_pages=swap_pages,
+            chunk_pages=chunk_pages(pages_per_seq), window=self._window,
+        )  # fmt: skip
+        self._swapper: Swapper | None = None
+        self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
+        self._num_holds = max_seqs + -(-max_tokens // page_size)
+        self._nothing = PageOrders.create(table, self._num_holds)
+        self._flying: deque[tuple[jax.Array, list[Feed]]] = deque()
+        self._untold: deque[Request] = deque()
+        self._num_requests = self.num_steps = self.num_fed = 0
+        self.num_drafted = self.num_accepted = 0
+        self.compile_seconds = 0.0
+        self._compile(max_seqs, progress, swaps)
+
+    # Requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        draw_index: int = 0,
+        stop_tokens: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        decode: Decode | None = None,
+        priority: int = 0,
+        on_tokens: OnTokens | None = None,
+    ) -> Request:
+        """Adds a request; `step`, `run` and `stream` serve it.
+
+        Args:
+          prompt: token ids, at least one.
+          max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, stop_strings, decode: as
+            for `generate`, which gives the same tokens to its prompt number `draw_index`.
+          priority: higher goes first, and may preempt lower.
+          on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
+            a reason (None before) at the end.
+
+        Returns:
+          A `Request`. One that can never fit the context or the pool is refused: it is done,
+          `reason` is "refused" and `detail` says why.
+
+        Raises:
+          ValueError: an option or a token id is out of range.
+        """
+        vocab_size = self.config.vocab_size
+        text = as_tokens("prompt", prompt, vocab_size)
+        check_count("max_new_tokens", max_new_tokens, 0)
+        Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        check_count("draw_index", draw_index, 0)
+        ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
+        (search,) = as_searches([text.tolist()], stop_strings, decode)
+        request = Request(
+            prompt=text,
+            limit=min(max_new_tokens, max(self.config.context_length - len(text), 0)),
+            stop_tokens=frozenset(ids.tolist()),
+            search=search,
+            sampling=Sampling(float(temperature), top_k, top_p, int(seed), int(draw_index)),
+            priority=int(priority),
+            number=self._num_requests,
+            on_tokens=on_tokens,
+        )
+        self._num_requests += 1
+        need = self._scheduler.pages_needed(len(text) + max(request.limit - 1, 0))
+        most = self._scheduler.most_pages
+        if len(text) > self.config.context_length:
+            have = f"the model's context has {self.config.context_length}"
+            self._end(request, "refused", f"{len(text)} prompt tokens, {have}")
+        elif need > most:
+            what = f"{len(text)} prompt and {request.limit} new tokens need {need} pages"
+            self._end(request, "refused", f"{what}, a request can have {most}")
+        elif request.limit == 0:
+            self._end(request, "length")
+        else:
+            self._scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request; its pages are free before the next step. A done one stays as it is."""
+        if not request.is_done:
+            self._scheduler.remove(request)
+            self._end(request, "cancelled")
+
+    def _end(self, request: Request, reason: str, detail: str = "") -> None:
+        request.reason, request.detail = reason, detail
+        request.tell()
+
+    # Serving
+
+    @property
+    def is_idle(self) -> bool:
+        """No request waits or runs."""
+        return not (self._scheduler.waiting or self._scheduler.running)
+
+    def step(self) -> bool:
+        """Dispatches one step and reads back what is due; False if there was nothing to do."""
+        with uninterrupted():  # or host and device would no longer agree
+            draft = self._draft if self.max_drafts else None
+            feeds = self._scheduler.plan(draft, self.max_drafts)
+            self._keep()
+            if feeds:
+                self._dispatch(feeds)
+            due = len(self._flying) - (self.ahead if feeds else 0)
+            for _ in range(due):
+                self._read_back()
+        while self._untold:
+            self._untold.popleft().tell()
+        return bool(feeds) or due > 0 or not self.is_idle
+
+    def run(self) -> None:
+        """Steps until every request is done."""
+        while self.step():
+            pass
+
+    def stream(self, request: Request) -> Iterator[int]:
+        """The new tokens of a request as they come; steps the engine, so the others go on too."""
+        told = 0
+        while True:
+            while told < len(request.tokens):  # others may step the engine between two tokens
+                yield request.tokens[told]
+                told += 1
+            if request.is_done:
+                return
+            self.step()
+
+    def clear_cache(self) -> None:
+        """Forgets all cached pages that no request uses."""
+        with uninterrupted():
+            self._scheduler.clear_cache()
+            self._keep()
+
+    # Counters
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row and pages."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a running request had to make room."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_swaps(self) -> tuple[int, int]:
+        """Times that a request was copied to host memory, and back; the rest was recomputed."""
+        return self._scheduler.num_swapped_out, self._scheduler.num_swapped_in
+
+    @property
+    def num_free_swap_pages(self) -> int:
+        """Pages of host memory that no preempted request has."""
+        return self._scheduler.num_free_swap
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that neither a request nor the cache has."""
+        return self._scheduler.num_free
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        """Counters of the prefix cache; all 0 without one."""
+        return self._cache.counts if self._cache else CacheCounts()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self._device.state.table.num_pages
+
+    @property
+    def state(self) -> KVState:
+        """The pages and their table after the steps so far; good until the next step takes it."""
+        return self._device.state
+
+    # The device
+
+    def _compile(self, max_seqs: int, progress: bool, swaps: bool) -> None:
+        start, table = time.perf_counter(), self._device.state.table
+        self._steps = {}
+        count = len(self._sizes) + 1 + swaps
+        with progress_bar(count, "compiling", "programs", shown=progress) as update:
+            self._keep_program = compiled(keep, self._device, self._nothing, window=self._window)
+            update()
+            if swaps:
+                self._swapper = Swapper(self._device, table.pages_per_seq)
+                update()
+            for size in self._sizes:
+                self._steps[size] = compiled(
+                    step, self._graph, self._params, self._device,
+                    StepPlan.create(max_seqs, size), self._drafter_params,
+                    max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
+                    branches=self._branches,
+                )  # fmt: skip
+                update()
+        self.compile_seconds = time.perf_counter() - start
+
+    def _draft(self, request: Request, most: int) -> tuple[list[int], list[int]]:
+        if self._drafter is not None:
+            return [0] * most, self._draft_parents[:most]  # the device will tell which tokens
+        text = request.known(0, request.num_known)
+        if self._branches > 1:
+            return look_up_tree(text, most, self._branches)
+        return look_up(text, most), []
+
+    def _keep(self) -> None:
+        """Sends the scheduler's orders to the device, in as many calls as they fill."""
+        orders = self._scheduler.take_orders()
+        for request, row in orders.swap_outs:
+            assert self._swapper is not None
+            num_pages = self._scheduler.pages_needed(request.swapped)
+            request.chunks = self._swapper.out(self._device, row, num_pages)
+        holds, evictions = orders.holds, orders.evictions
+        size = self._num_holds
+        while len(holds) > size:
+            self._send_orders(as_page_orders(self._nothing, holds[:size], [], [], []))
+            holds = holds[size:]
+        releases, adoptions = orders.releases, orders.adoptions
+        while len(evictions) > size:
+            self._send_orders(as_page_orders(self._nothing, holds, releases, evictions[:size], []))
+            holds, releases, evictions = [], [], evictions[size:]
+        if holds or releases or evictions or adoptions:
+            self._send_orders(as_page_orders(self._nothing, holds, releases, evictions, adoptions))
+        for row, begin, chunks in orders.swap_ins:
+            assert self._swapper is not None
+            self._device = self._swapper.back(self._device, row, begin, chunks)
+
+    def _send_orders(self, orders: PageOrders) -> None:
+        self._device = self._keep_program(self._device, orders)
+
+    def _dispatch(self, feeds: list[Feed]) -> None:
+        feeds.sort(key=lambda feed: feed.row)
+        num_tokens = sum(feed.num_tokens for feed in feeds)
+        size = next(size for size in self._sizes if size >= num_tokens)
+        plan = fill_plan(feeds, self._nothing.release_rows.shape[0], size)
+        self._device, out = self._steps[size](
+            self._params, self._device, plan, self._drafter_params
+        )
+        self._scheduler.dispatched(feeds)
+        self._flying.append((out, feeds))
+        self.num_steps += 1
+        self.num_fed += num_tokens
+
+    def _read_back(self) -> None:
+        """Takes the tokens of the oldest step on its way; waits for it."""
+        out, feeds = self._flying.popleft()
+        tokens = np.asarray(out)
+        if (tokens == FAILED).any():
+            raise RuntimeError("engine: a page operation failed that the host had planned")
+        for feed in feeds:
+            if feed.draws:
+                self._take(feed, tokens)
+
+    def _take(self, feed: Feed, tokens: np.ndarray) -> None:
+        request = feed.request
+        request.in_flight -= 1
+        if request.is_done:
+            return
+        new = [int(token) for token in tokens[feed.row] if token >= 0]
+        if feed.drafts:
+            wrong = len(feed.drafts) + 1 - len(new)
+            self.num_drafted += len(feed.drafts)
+            self.num_accepted += len(new) - 1
+            if wrong:
+                self._scheduler.cut(request, wrong)
+        request.take(new)
+        self._untold.append(request)
+        self._scheduler.offer(request)
+        if request.is_done:
+            self._scheduler.remove(request)

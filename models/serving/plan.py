@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host has planned, as the arrays that the engine's programs take."""
+
+import jax
+import numpy as np
+
+from ..decoder.steps import chunk_size
+from .scheduler import Feed
+from .step import PageOrders, StepPlan
+
+
+def step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
+    """The compiled sizes: all rows decoding, then by factors of 4 to 8 up to a full step."""
+    sizes = [min(chunk_size(decode_tokens), max_tokens)]
+    while sizes[-1] < max_tokens:
+        larger = 4 * sizes[-1]
+        sizes.append(larger if 2 * larger < max_tokens else max_tokens)
+    return sizes
+
+
+def as_page_orders(nothing: PageOrders, holds, releases, evictions, adoptions) -> PageOrders:
+    """`nothing` filled with a scheduler's `Orders`."""
+    filled = jax.tree.map(np.copy, nothing)
+    for i, (row, column, entry) in enumerate(holds):
+        filled.hold_rows[i], filled.hold_columns[i] = row, column
+        filled.hold_entries[i] = entry
+    filled.release_rows[: len(releases)] = releases
+    filled.evict_entries[: len(evictions)] = evictions
+    for i, (row, entries, tokens, swapped) in enumerate(adoptions):
+        filled.adopt_rows[i], filled.adopt_tokens[i] = row, tokens
+        filled.swap_tokens[i] = swapped
+        filled.adopt_entries[i, : len(entries)] = entries
+    return filled
+
+
+def fill_plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
+    """The feeds, in the order of their rows, as a step of `size` tokens takes them."""
+    plan = StepPlan.create(max_seqs, size)
+    samplers, end = plan.samplers, 0
+    for feed in feeds:
+        request, row = feed.request, feed.row
+        known = request.known(request.fed, min(request.fed + feed.count, request.num_known))
+        plan.feeds_last[row] = len(known) < feed.count
+        ids = [*known, *[0] * (feed.count - len(known)), *feed.drafts]
+        plan.tokens[end : end + len(ids)] = ids
+        if feed.parents:  # node 0 is the token that exists
+            nodes = [-1, *(parent + 1 for parent in feed.parents)]
+            plan.parents[end : end + len(ids)] = nodes
+        end += len(ids)
+        plan.q_lens[row], plan.num_drafts[row] = len(ids), len(feed.drafts)
+        plan.lengths[row], plan.draws[row] = request.fed, feed.draws
+        plan.made[row] = len(request.tokens) + request.in_flight
+        sampling = request.sampling
+        samplers.seed[row], samplers.draw_index[row] = sampling.seed, sampling.draw_index
+        samplers.temperature[row] = sampling.temperature
+        samplers.top_k[row] = sampling.top_k or 0
+        samplers.top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
+    return plan

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request to the engine: what is asked for, and what has become of it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..decoder.stream import TextStream
+
+OnTokens = Callable[[list[int], str | None], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a request draws its tokens: the options of `Sampler.create`, and its draw_index.
+
+    draw_index: `generate` draws the tokens of prompts[i] with draw_index i.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    draw_index: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One request. `Engine.submit` makes it; read tokens, reason, detail and the counters.
+
+    tokens: the new ids so far, without the stop token.
+    reason: None while it goes on, else "stop_token", "stop_string" (the last tokens hold it),
+      "length" (max_new_tokens reached, or the model's context used up), "cancelled" or "refused".
+    detail: why it was refused.
+    """
+
+    prompt: np.ndarray  # i32[n]
+    limit: int  # most new tokens
+    stop_tokens: frozenset[int]
+    search: TextStream | None  # for stop strings
+    sampling: Sampling
+    priority: int
+    number: int  # in the order of arrival
+    on_tokens: OnTokens | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    detail: str = ""
+    num_preemptions: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache when it first started
+
+    # The engine's own. In its row it has `fed` tokens on the device, in pages that are those of
+    # cache entries, or its own where `columns` has -1.
+    row: int | None = None
+    fed: int = 0
+    in_flight: int = 0  # steps that draw for it and that have not been read back
+    columns: list[int] = dataclasses.field(default_factory=list)
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    num_told: int = 0  # new tokens that on_tokens has had
+    end_told: bool = False
+    num_offered: int = 0  # full pages that the cache has been told of
+    # Preempted by swap: its first `swapped` tokens are in host memory, in chunks of pages.
+    swapped: int = 0
+    chunks: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        """No more tokens will come."""
+        return self.reason is not None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What sorts requests: higher priority first, then earlier arrival."""
+        return -self.priority, self.number
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that the host knows: prompt and new ones."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def num_to_feed(self) -> int:
+        """Tokens that exist, here or on the device, and that its row has not seen."""
+        return self.num_known + self.in_flight - self.fed
+
+    @property
+    def num_left(self) -> int:
+        """Draws that may still be asked for."""
+        return self.limit - len(self.tokens) - self.in_flight
+
+    def known(self, begin: int, end: int) -> list[int]:
+        """Known tokens begin … end − 1."""
+        size = len(self.prompt)
+        new = self.tokens[max(begin - size, 0) : max(end - size, 0)]
+        return [*self.prompt[begin:end].tolist(), *new]
+
+    def take(self, new: Sequence[int]) -> None:
+        """Appends drawn tokens, up to the end of the request."""
+        kept = []
+        for token in new:
+            if token in self.stop_tokens:
+                self.reason = "stop_token"
+                break
+            kept.append(token)
+            if self.search is not None and self.search.is_stopped_by(token):
+                self.reason = "stop_string"
+                break
+            if len(self.tokens) + len(kept) == self.limit:
+                self.reason = "length"
+                break
+        self.tokens.extend(kept)
+
+    def tell(self) -> None:
+        """Streams what has not been streamed: new tokens, and the reason at the end."""
+        new = self.tokens[self.num_told :]
+        if self.on_tokens is not None and (new or (self.is_done and not self.end_told)):
+            self.num_told, self.end_told = len(self.tokens), self.is_done
+            self.on_tokens(new, self.reason)

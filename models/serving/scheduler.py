@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests run in the engine's next step, and in which pages: plain Python on the host.
+
+The scheduler never asks the device. It counts pages: each is free, or the own page of one row, or
+the page of a cache entry, whatever the number of rows that share it. From that it knows when a
+reservation will succeed, and what to do when it would not:
+
+- A request starts when all the pages of its prompt are there, and one for each running request to
+  grow into. Requests start in their order (priority, then arrival), nobody overtakes.
+- When a running request needs a page and there is none, the cache gives up pages that nobody uses;
+  then the running request that is last in the order is preempted: its row is released and it waits
+  again, to compute prompt and new tokens anew (what the cache has kept of them is not computed).
+  With swapping its pages are copied to host memory first, and back when it starts again; where they
+  do not fit into what is free of `swap_pages`, it computes anew as it would without.
+  The first in the order is never preempted and fits the pool, so everything comes to its end.
+- A request of higher priority that waits preempts running ones of lower priority.
+- Decode rows come first, then prefill chunks fill the step up.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax_paged.ops.batch import pages_for
+
+from .prefix_cache import PrefixCache
+from .request import Request
+
+Draft = Callable[[Request, int], tuple[list[int], list[int]]]  # tokens, parents in a tree or []
+
+
+@dataclasses.dataclass
+class Feed:
+    """Tokens that a request feeds in a step: `count` that exist, then guesses."""
+
+    request: Request
+    row: int
+    count: int
+    drafts: list[int]
+    draws: bool  # whether a token is drawn behind them
+    parents: list[int] = dataclasses.field(default_factory=list)  # of guesses that make a tree
+
+    @property
+    def num_tokens(self) -> int:
+        return self.count + len(self.drafts)
+
+
+@dataclasses.dataclass
+class Orders:
+    """What the device must do before the step, see `step.PageOrders`."""
+
+    holds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    releases: list[int] = dataclasses.field(default_factory=list)
+    evictions: list[int] = dataclasses.field(default_factory=list)
+    # row, cache entries, tokens to reserve room for behind them, tokens of those to swap in
+    adoptions: list[tuple[int, list[int], int, int]] = dataclasses.field(default_factory=list)
+    swap_outs: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # and its row
+    # row, its first column that is not the cache's, its chunks
+    swap_ins: list[tuple[int, int, list[Any]]] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """The waiting and the running requests, and the count of pages.
+
+    Args:
+      num_pages, max_seqs, pages_per_seq, page_size: of the page table.
+      max_tokens: most tokens of a step.
+      cache: the prefix cache, or None.
+      swap_pages: pages of preempted requests in host memory; 0 = none, they compute anew.
+      chunk_pages: host memory is taken by so many pages at a time.
+      window: the tokens that a token of any request sees, and those of them that are pinned; None =
+        all. Then there is neither cache nor swapping, and a row counts as what it holds at most.
+    """
+
+    def __init__(
+        self, *, num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int,
+        max_tokens: int, cache: PrefixCache | None, swap_pages: int = 0, chunk_pages: int = 1,
+        window: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        self.page_size, self.max_tokens, self.cache = page_size, max_tokens, cache
+        self.num_free_swap, self.chunk_pages = swap_pages, chunk_pages
+        self.num_swapped_out = self.num_swapped_in = 0
+        self.most_pages = min(num_pages, pages_per_seq)
+        self._window_pages: int | None = None  # most pages of a row with a window
+        if window is not None:
+            # What the first token of the longest chunk sees of those before it, from anywhere in a
+            # page on, and the chunk; behind the pages with pinned tokens.
+            tokens, num_pinned = window
+            behind = tokens - num_pinned - 1 + max_tokens + page_size - 1
+            self._window_pages = pages_for(num_pinned, page_size) + pages_for(behind, page_size)
+        self.num_free = num_pages
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.orders = Orders()
+        self.num_preemptions = 0
+        self._free_rows = list(range(max_seqs))[::-1]
+        self._bumped: set[int] = set()  # requests preempted by the present plan
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or that the cache would give up."""
+        return self.num_free + (self.cache.num_idle if self.cache else 0)
+
+    def pages_needed(self, tokens: int) -> int:
+        """Pages of a row with so many tokens; with a window, those that it holds at most."""
+        pages = pages_for(tokens, self.page_size)
+        return pages if self._window_pages is None else min(pages, self._window_pages)
+
+    def add(self, request: Request) -> None:
+        """Lets a request wait for its turn."""
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, wherever it is; its pages are free or in the cache then."""
+        if request.row is not None:
+            self._leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self._drop_swapped(request)
+
+    def take_orders(self) -> Orders:
+        """The orders since the last time."""
+        orders, self.orders = self.orders, Orders()
+        return orders
+
+    def plan(self, draft: Draft | None = None, max_drafts: int = 0) -> list[Feed]:
+        """Chooses what the next step feeds, and gives the orders that must come before it.
+
+        Args:
+          draft: guesses up to so many tokens behind the known ones of a request; None = no guesses.
+          max_drafts: most guesses per request.
+        """
+        feeds: list[Feed] = []
+        room = self.max_tokens
+        self._bumped.clear()
+        for request in sorted(self.running, key=lambda r: r.order):
+            row = request.row
+            if row is None or request.num_to_feed != 1 or request.num_left <= 0:
+                continue  # preempted just now, or with nothing to do
+            if not self._grow(request, request.fed + 1):
+                continue
+            drafts, parents = [], []
+            if draft is not None and request.in_flight == 0:
+                most = min(max_drafts, request.num_left - 1)
+                drafts, parents = self._drafts(request, draft, most)
+            feeds.append(Feed(request, row, 1, drafts, True, parents))
+            room -= feeds[-1].num_tokens
+        prefill = sum(r.num_to_feed for r in self.running if r.num_to_feed > 1)
+        while room > prefill and self._start_one():
+            prefill += self.running[-1].num_to_feed
+        fed = {feed.request.number for feed in feeds}
+        for request in sorted(self.running, key=lambda r: r.order):
+            row, count = request.row, min(room, request.num_to_feed)
+            if row is not None and count > 0 and request.num_left > 0 and request.number not in fed:
+                feeds.append(Feed(request, row, count, [], count == request.num_to_feed))
+                room -= count
+        # A victim of a start above may have been planned already.
+        return [feed for feed in feeds if feed.request.row is not None]
+
+    def dispatched(self, feeds: list[Feed]) -> None:
+        """A step with these feeds has gone to the device."""
+        for feed in feeds:
+            feed.request.fed += feed.num_tokens
+            feed.request.in_flight += feed.draws
+            self.offer(feed.request)
+
+    def cut(self, request: Request, count: int) -> None:
+        """The device has dropped the last `count` tokens of the request's row."""
+        request.fed -= count
+        keep = self.pages_needed(request.fed)
+        self.num_free += len(request.columns) - keep
+        del request.columns[keep:]
+
+    def offer(self, request: Request) -> None:
+        """Puts the full pages of known tokens into the cache."""
+        if self.cache is None or request.row is None:
+            return
+        known = min(request.fed, request.num_known)
+        full = known // self.page_size
+        if full <= request.num_offered:
+            return
+        tokens = request.known(0, full * self.page_size)
+        request.digests = self.cache.digests(tokens, request.digests[:full])
+        for column in range(request.num_offered, full):
+            entry = self.cache.insert(request.digests[column])
+            if entry is not None:
+                request.columns[column] = entry
+                self.orders.holds.append((request.row, column, entry))
+        request.num_offered = full
+
+    def clear_cache(self) -> None:
+        """Gives up all cached pages that no row uses."""
+        if self.cache is not None:
+            self._evict(self.cache.num_idle)
+
+    def _drafts(self, request: Request, draft: Draft, most: int) -> tuple[list[int], list[int]]:
+        """Guesses, in pages that are free after every running request has got one."""
+        spare = max(self.num_available - len(self.running), 0) + len(request.columns)
+        most = min(most, spare * self.page_size - request.fed - 1)
+        drafts, parents = draft(request, most) if most > 0 else ([], [])
+        if drafts:
+            self._grow(request, request.fed + 1 + len(drafts))
+        return drafts, parents
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Finds the pages for a row of so many tokens; False if the row had to go instead."""
+        need = self.pages_needed(tokens) - len(request.columns)
+        while self.num_available < need:
+            last = max(self.running, key=lambda r: r.order)
+            self._preempt(last)
+            if last is request:
+                return False
+        self._take(request, need)
+        return True
+
+    def _take(self, request: Request, count: int) -> None:
+        if count > 0:
+            self._evict(count - self.num_free)
+            self.num_free -= count
+            request.columns.extend([-1] * count)
+
+    def _evict(self, count: int) -> None:
+        if self.cache is not None and count > 0:
+            gone = self.cache.evict(count)
+            self.orders.evictions.extend(gone)
+            self.num_free += len(gone)
+
+    def _start_one(self) -> bool:
+        """Starts the first waiting request if there is room for it."""
+        if not self.waiting:
+            return False
+        request = self.waiting[0]
+        # Tokens of a preempted request may still be on their way.
+        if request.in_flight > 0 or request.number in self._bumped:
+            return False
+        entries = self._match(request)
+        need = self.pages_needed(request.num_known) - len(entries)
+        if self.cache is not None:
+            self.cache.acquire(entries)
+        if not self._make_room(request, need):
+            if self.cache is not None:
+                self.cache.release(entries)
+            return False
+        self.waiting.pop(0)
+        self.running.append(request)
+        request.row = self._free_rows.pop()
+        request.columns = list(entries)
+        cached = len(entries) * self.page_size
+        swapped = max(request.swapped - cached, 0)
+        request.fed = cached + swapped
+        request.num_offered = len(entries)
+        self._take(request, need)
+        # With a window a chunk gets its pages in its own step, where others become free.
+        rest = request.num_known - cached if self._window_pages is None else 0
+        self.orders.adoptions.append((request.row, list(entries), rest, swapped))
+        if swapped:
+            self.orders.swap_ins.append((request.row, len(entries), request.chunks))
+            self.num_swapped_in += 1
+        self._drop_swapped(request)
+        if self.cache is not None and request.num_preemptions == 0:
+            request.num_cached = cached
+            self.cache.counts.looked_up += request.num_known
+            self.cache.counts.found += cached
+        return True
+
+    def _match(self, request: Request) -> list[int]:
+        """The cache entries that the request can start with: at least one token is left to feed."""
+        if self.cache is None:
+            return []
+        tokens = request.known(0, request.num_known)
+        request.digests = self.cache.digests(tokens, request.digests)
+        return self.cache.match(request.digests[: (request.num_known - 1) // self.page_size])
+
+    def _make_room(self, request: Request, need: int) -> bool:
+        """Whether a row and pages are there; preempts rows of lower priority where that helps."""
+
+        def lacks():
+            growth = len(self.running)  # a page for each to grow into
+            return not self._free_rows or self.num_available < need + growth
+
+        if not lacks():
+            return True
+        victims = [r for r in self.running if r.priority < request.priority]
+        hope = self.num_available + sum(len(r.columns) for r in victims)
+        if not victims or hope < need + len(self.running) - len(victims):
+            return False
+        for victim in sorted(victims, key=lambda r: r.order, reverse=True):
+            if not lacks():
+                break
+            self._preempt(victim)
+        return not lacks()
+
+    def _preempt(self, request: Request) -> None:
+        need = self._swap_need(request.fed)
+        if 0 < need <= self.num_free_swap and request.row is not None:
+            self.num_free_swap -= need
+            request.swapped = request.fed
+            self.orders.swap_outs.append((request, request.row))
+            self.num_swapped_out += 1
+        self._leave(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._bumped.add(request.number)
+        self.add(request)
+
+    def _leave(self, request: Request) -> None:
+        assert request.row is not None
+        self.running.remove(request)
+        self.orders.releases.append(request.row)
+        self._free_rows.append(request.row)
+        own = request.columns.count(-1)
+        self.num_free += own
+        if self.cache is not None:
+            self.cache.release([entry for entry in request.columns if entry >= 0])
+        request.row, request.columns, request.fed, request.num_offered = None, [], 0, 0
+
+    def _swap_need(self, tokens: int) -> int:
+        """Pages of host memory for so many tokens: whole chunks."""
+        chunks = -(-self.pages_needed(tokens) // self.chunk_pages)
+        return chunks * self.chunk_pages
+
+    def _drop_swapped(self, request: Request) -> None:
+        """Forgets what host memory has of a request."""
+        self.num_free_swap += self._swap_need(request.swapped)
+        request.swapped, request.chunks = 0, []

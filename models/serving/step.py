@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled programs of the engine: one step of mixed prefill and decode, and page keeping.
+
+Both work on all rows of the state at once, in fixed shapes, and neither waits for the host: what a
+step needs of the step before it (the last tokens, the page ids of cache entries) stays on the
+device. The host plans with page *counts*, which it knows without asking; should it ever be wrong,
+a verb reports it or a row's length tells it, and `failed` makes that step and every later one say
+so instead of a token.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged.cache.page_table import PageTable
+from jax_paged.cache.state import KVState
+from jax_paged.cache.trees import NO_TREE
+
+from ..decoder.protocol import Graph, run_model
+from ..decoder.sample import RowSamplers
+from .speculate import propose, reject, walk_tree
+
+FAILED = -2  # in place of a token: a verb refused what the host had planned
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """What lives on the device between steps."""
+
+    state: KVState
+    last: jax.Array  # i32[max_seqs], the token that each row drew last
+    entry_pages: jax.Array  # i32[num_pages], the page of each cache entry
+    failed: jax.Array  # bool[]
+    drafter: KVState | None = None  # a draft model's pages, under the page ids of the same table
+
+    @staticmethod
+    def create(state: KVState, drafter: KVState | None = None) -> "EngineState":
+        """Takes empty states over; of the draft model's only the pages."""
+        if drafter is not None:
+            drafter = drafter.replace(table=None)
+        return EngineState(
+            drafter=drafter,
+            state=state,
+            last=jnp.zeros(state.table.max_seqs, jnp.int32),
+            entry_pages=jnp.full(state.table.num_pages, -1, jnp.int32),
+            failed=jnp.zeros((), jnp.bool_),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageOrders:
+    """What happens to rows and pages before a step, in this order; -1 takes no part."""
+
+    hold_rows: np.ndarray  # i32[H]: page hold_columns of hold_rows goes into hold_entries
+    hold_columns: np.ndarray  # i32[H]
+    hold_entries: np.ndarray  # i32[H]
+    release_rows: np.ndarray  # i32[max_seqs]
+    evict_entries: np.ndarray  # i32[H]
+    adopt_rows: np.ndarray  # i32[max_seqs], rows that start
+    adopt_entries: np.ndarray  # i32[max_seqs, pages_per_seq], what they start with
+    adopt_tokens: np.ndarray  # i32[max_seqs], room that they reserve beyond it
+    swap_tokens: np.ndarray  # i32[max_seqs], tokens there that will come from host memory
+
+    @staticmethod
+    def create(table: PageTable, size: int) -> "PageOrders":
+        """One that does nothing, for up to `size` = H holds and evictions."""
+        rows, columns = table.page_table.shape
+        none, per_row = np.full(size, -1, np.int32), np.full(rows, -1, np.int32)
+        return PageOrders(
+            hold_rows=none,
+            hold_columns=none.copy(),
+            hold_entries=none.copy(),
+            release_rows=per_row,
+            evict_entries=none.copy(),
+            adopt_rows=per_row.copy(),
+            adopt_entries=np.full((rows, columns), -1, np.int32),
+            adopt_tokens=np.zeros(rows, np.int32),
+            swap_tokens=np.zeros(rows, np.int32),
+        )
+
+
+@functools.partial(jax.jit, donate_argnames="device", static_argnames="window")
+def keep(
+    device: EngineState, orders: PageOrders, *, window: tuple[int, int] | None = None
+) -> EngineState:
+    """Carries out `orders`. Rows that start get the window, of so many tokens and pinned ones."""
+    table, entry_pages = device.state.table, device.entry_pages
+    size = entry_pages.shape[0]
+
+    def pages_of(entries):
+        return jnp.where(entries >= 0, entry_pages[jnp.maximum(entries, 0)], -1)
+
+    table, held, status = table.hold(orders.hold_rows, orders.hold_columns)
+    statuses = [status]
+    entries = jnp.where(orders.hold_entries >= 0, orders.hold_entries, size)
+    entry_pages = entry_pages.at[entries].set(held, mode="drop")
+    table, status = table.release(orders.release_rows)
+    statuses.append(status)
+    table, status = table.unhold(pages_of(orders.evict_entries))
+    statuses.append(status)
+    table, status = table.adopt(orders.adopt_rows, pages_of(orders.adopt_entries))
+    statuses.append(status)
+    table, status = table.reserve(orders.adopt_rows, orders.adopt_tokens)
+    statuses.append(status)
+    if window is not None:
+        table, status = table.set_window(orders.adopt_rows, *window)
+        statuses.append(status)
+    starting = jnp.where(orders.adopt_rows >= 0, orders.adopt_rows, table.max_seqs)
+    table = dataclasses.replace(
+        table, seq_lens=table.seq_lens.at[starting].add(orders.swap_tokens, mode="drop")
+    )
+    statuses.append(jnp.where(orders.swap_tokens > orders.adopt_tokens, jnp.int32(1), 0))
+    return dataclasses.replace(
+        device,
+        state=device.state.replace(table=table),
+        entry_pages=entry_pages,
+        failed=device.failed | jnp.any(jnp.concatenate(statuses) != 0),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What a step feeds, row after row in the order of their numbers, and what it draws."""
+
+    tokens: np.ndarray  # i32[T], flat, then padding
+    q_lens: np.ndarray  # i32[max_seqs], tokens of each row, drafts included
+    lengths: np.ndarray  # i32[max_seqs], what a row that feeds has before the step: a check
+    feeds_last: np.ndarray  # bool[max_seqs]: the row's first token is the one that it drew last
+    draws: np.ndarray  # bool[max_seqs]: the row draws a token behind its last one
+    num_drafts: np.ndarray  # i32[max_seqs], how many of its tokens are guesses, at its end
+    parents: np.ndarray  # i32[T], of the nodes of draft trees (`step`), else NO_TREE
+    made: np.ndarray  # i32[max_seqs], new tokens so far: the position of the draw
+    samplers: RowSamplers
+
+    @staticmethod
+    def create(max_seqs: int, num_tokens: int) -> "StepPlan":
+        """One that feeds nothing, for up to T = num_tokens tokens."""
+        zeros = np.zeros(max_seqs, np.int32)
+        return StepPlan(
+            tokens=np.zeros(num_tokens, np.int32),
+            q_lens=zeros,
+            lengths=zeros.copy(),
+            feeds_last=np.zeros(max_seqs, np.bool_),
+            draws=np.zeros(max_seqs, np.bool_),
+            num_drafts=zeros.copy(),
+            parents=np.full(num_tokens, NO_TREE, np.int32),
+            made=zeros.copy(),
+            samplers=RowSamplers(
+                seed=np.zeros(max_seqs, np.uint32),
+                draw_index=zeros.copy(),
+                temperature=np.zeros(max_seqs, np.float32),
+                top_k=zeros.copy(),
+                top_p=np.ones(max_seqs, np.float32),
+            ),
+        )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule", "branches"),
+    donate_argnames="device",
+)  # fmt: skip
+def step(
+    graph: Graph, params: Any, device: EngineState, plan: StepPlan, drafter_params: Any = None, *,
+    max_drafts: int, drafter: Graph = None, rule: str = "same_noise", branches: int = 1,
+) -> tuple[EngineState, jax.Array]:  # fmt: skip
+    """Feeds the tokens of a plan to the model and draws the next ones.
+
+    A row with drafts draws at the token before them and at each of them. With "same_noise" it keeps
+    its draws up to the first that differs from the draft behind it: a draw never depends on the
+    drafts, so the tokens are those that a row without drafts gets. "rejection" is
+    `speculate.reject`. The drafts that are not kept are cut off again.
+
+    Args:
+      drafter, drafter_params: a draft model, which makes the drafts (the plan then has their number
+        only) and is fed all that the model is fed; None = the drafts are in the plan.
+      branches: with more than 1, drafts are the nodes of trees, of which the row's last token is
+        the root, and a way through the tree is kept.
+
+    Returns:
+      (device, tokens i32[max_seqs, max_drafts + 1]): the new tokens of each row, then -1; all
+      FAILED if the host's plan did not hold.
+    """
+    state, trees = device.state, branches > 1
+    num_rows, size = device.last.shape[0], plan.tokens.shape[0]
+    rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
+    as_planned = (rows == -1) | (state.table.seq_lens == plan.lengths)
+    state, reserved = state.reserve(rows, plan.q_lens)
+    roomy = state.table
+    state, batch, stepped = state.step(
+        rows, plan.q_lens, num_tokens=size, tree_parents=plan.parents if trees else None
+    )
+    statuses = [reserved, stepped]
+    first = jnp.where(plan.feeds_last, batch.cu_q_lens[:-1], size)
+    tokens = jnp.asarray(plan.tokens).at[first].set(device.last, mode="drop")
+
+    column = jnp.arange(max_drafts + 1, dtype=jnp.int32)[None, :]
+    number = (batch.cu_q_lens[1:] - 1 - plan.num_drafts)[:, None] + column
+    number = jnp.clip(number, 0, size - 1)  # flat, of the tokens whose successors are drawn
+    is_draft = column[:, 1:] <= plan.num_drafts[:, None]
+    num_drafts, made = jnp.asarray(plan.num_drafts), jnp.asarray(plan.made)
+    pool, drafts, refused = device.drafter, None, jnp.zeros((), jnp.bool_)
+    if pool is not None:
+        pool, drafts, refused = propose(
+            drafter, drafter_params, pool.replace(table=roomy), tokens[number[:, 0]],
+            num_drafts, made, plan.samplers, max_drafts=max_drafts, branches=branches, rule=rule,
+        )  # fmt: skip
+        at = jnp.where(is_draft, number[:, 1:], size)
+        tokens = tokens.at[at].set(drafts.tokens, mode="drop")
+        nothing = jnp.zeros(1, jnp.int32)
+        _, pool = run_model(drafter, drafter_params, tokens, batch, pool, logit_rows=nothing)
+
+    logits, state = run_model(graph, params, tokens, batch, state, logit_rows=number.ravel())
+    samplers = jax.tree.map(lambda x: jnp.repeat(x, max_drafts + 1), plan.samplers)
+    depth = batch.positions[number] - batch.positions[number[:, :1]] if trees else column
+    drawn = samplers(logits, (made[:, None] + depth).ravel()).reshape(number.shape)
+    if drafts is not None and rule == "rejection":
+        p = samplers.probabilities(logits).reshape(*number.shape, -1)
+        leaf, drawn, kept = reject(
+            p, drawn, drafts, num_drafts, made, plan.samplers, branches=branches
+        )
+    elif trees:
+        parents = jnp.asarray(plan.parents)[number]
+        leaf, drawn, kept = walk_tree(drawn, tokens[number], parents, num_drafts + 1)
+    else:
+        agrees = (drawn[:, :-1] == tokens[number[:, 1:]]) & is_draft
+        kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        leaf = kept
+
+    if trees:
+        grown = jnp.where(num_drafts > 0, rows, -1)
+        if pool is not None:  # moved as the model's are
+            pool, _ = pool.replace(table=state.table).commit_tree(grown, leaf)
+        state, status = state.commit_tree(grown, leaf)
+        statuses.append(status)
+        table, _, status = state.table.truncate(grown, 0)  # pages that it needs no more
+        statuses.append(status)
+        state = state.replace(table=table)
+    elif max_drafts > 0:
+        wrong = plan.num_drafts - kept
+        # The pages of drafts are the row's own, so there is nothing to copy.
+        table, _, status = state.table.truncate(jnp.where(wrong > 0, rows, -1), wrong)
+        statuses.append(status)
+        state = state.replace(table=table)
+    failed = device.failed | jnp.any(jnp.stack(statuses) != 0) | ~jnp.all(as_planned) | refused
+    new = jnp.where((column <= kept[:, None]) & plan.draws[:, None], drawn, -1)
+    newest = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
+    device = dataclasses.replace(
+        device,
+        state=state,
+        last=jnp.where(plan.draws, newest, device.last),
+        failed=failed,
+        drafter=None if pool is None else pool.replace(table=None),
+    )
+    return device, jnp.where(failed, jnp.int32(FAILED), new)

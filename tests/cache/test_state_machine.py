@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random operations on a `KVState`, side by side with a plain Python model, contents included.
+
+The machine is of `jax_paged.testing.stress.state`. 10,000 operations run by default. The long run
+has 200,000 and takes some minutes on two cores:
+
+    JAX_PAGED_LONG=1 pytest tests/cache/test_state_machine.py
+"""
+
+import os
+import random
+from collections import Counter
+
+from jax_paged import Status
+from jax_paged.testing.stress.state import PagesMachine, run_machine
+
+IS_LONG = os.environ.get("JAX_PAGED_LONG") == "1"
+NUM_OPERATIONS = 200_000 if IS_LONG else 10_000
+
+
+def test_random_operations_agree_with_a_plain_model():
+    PagesMachine.operations = PagesMachine.copies = PagesMachine.moves = 0
+    PagesMachine.slides = PagesMachine.moves_behind_gap = 0
+    PagesMachine.outcomes = Counter()
+    seed_number = random.randrange(2**32) if IS_LONG else None
+    run_machine(PagesMachine, num_operations=NUM_OPERATIONS, seed_number=seed_number)
+    assert PagesMachine.operations >= NUM_OPERATIONS
+    seen = PagesMachine.outcomes
+    common = {Status.OK, Status.BAD_ROW}
+    reports = {
+        "reserve": common | {Status.ROW_FULL, Status.POOL_FULL, Status.STALE_ROW},
+        "step": common | {Status.ROW_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
+        "grow": common | {Status.ROW_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
+        "commit": common | {Status.STALE_ROW},
+        "release": common | {Status.STALE_ROW},
+        "fork": common | {Status.POOL_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE},
+        "truncate": common
+        | {Status.POOL_FULL, Status.STALE_ROW, Status.UNCOMMITTED_TREE, Status.SLID_OUT},
+        "set_window": common | {Status.STALE_ROW},
+    }
+    for verb, statuses in reports.items():
+        assert {status for name, status in seen if name == verb} == statuses, (verb, seen)
+    assert PagesMachine.copies >= NUM_OPERATIONS // 500
+    assert PagesMachine.moves >= NUM_OPERATIONS // 500
+    assert PagesMachine.slides >= NUM_OPERATIONS // 200
+    assert PagesMachine.moves_behind_gap >= NUM_OPERATIONS // 2000
+    assert all(seen[verb, Status.OK] >= NUM_OPERATIONS // 50 for verb in reports), seen

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks in dry mode: each runs, in one form, and the documents come from their files."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "benchmarks"
+NAMES = sorted(path.stem.removeprefix("bench_") for path in SCRIPTS.glob("bench_*.py"))
+NUMBER = (int, float)
+
+
+@pytest.fixture
+def documents(monkeypatch):
+    """The module that writes tables."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import documents
+
+    return documents
+
+
+def run_all(*arguments):
+    command = [sys.executable, SCRIPTS / "run_all.py", "--dry", "--no-peers", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory):
+    """What one dry run of everything leaves."""
+    folder = tmp_path_factory.mktemp("dry")
+    run = run_all("--out", folder)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return folder
+
+
+def test_every_benchmark_is_run(documents):
+    assert sorted(documents.TITLES) == NAMES
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_one_form(dry, name):
+    record = json.loads((dry / "results" / f"{name}.json").read_text())
+    environment = record["environment"]
+    assert all(environment[key] for key in ("device", "cpu", "threads", "isa", "jax", "date"))
+    assert "commit" in environment  # empty in a copy
+    assert record["rows"]
+    for row in record["rows"]:
+        assert all(isinstance(row[key], str) for key in ("kind", "case", "size", "dtype"))
+        ours, *peers = row["ms"]
+        assert ours == "native"
+        assert list(row["ratio"]) == peers
+        for median, p10, p90 in row["ms"].values():
+            assert 0 < p10 <= median <= p90
+        for peer, ratio in row["ratio"].items():
+            assert ratio == pytest.approx(row["ms"][peer][0] / row["ms"]["native"][0])
+        assert ("rate" in row) == ("unit" in row)
+        if "limit" in row:
+            assert row["percent_of_limit"] == pytest.approx(100 * row["rate"] / row["limit"])
+
+
+@pytest.mark.deep
+def test_the_model_s_rows_are_decode_and_prefill_in_three_dtypes(dry):
+    rows = json.loads((dry / "results" / "model.json").read_text())["rows"]
+    assert {(row["kind"], row["dtype"]) for row in rows} == {
+        (kind, dtype) for kind in ("decode", "prefill") for dtype in ("float32", "bfloat16", "int8")
+    }
+    assert all("limit" in row for row in rows if row["kind"] == "decode")
+
+
+@pytest.mark.deep
+def test_all_that_may_grow_is_measured(dry):
+    rows = json.loads((dry / "results" / "growth.json").read_text())["rows"]
+    assert {row["kind"] for row in rows} == {"context", "batch", "pool", "layers", "compile"}
+
+
+@pytest.mark.deep
+def test_documents_hold_the_rows_and_nothing_else_changes(dry, documents):
+    blocks = {}
+    for file in ("README.md", "docs/performance.md"):
+        before = (ROOT / file).read_text(encoding="utf-8")
+        after = (dry / file).read_text(encoding="utf-8")
+        for text in ("<!-- measured -->\n", "<!-- end -->"):
+            assert after.count(text) == before.count(text) == 1
+        assert after.split("<!-- measured -->")[0] == before.split("<!-- measured -->")[0]
+        assert after.split("<!-- end -->")[1] == before.split("<!-- end -->")[1]
+        blocks[file] = after.split("<!-- measured -->")[1].split("<!-- end -->")[0]
+    assert "Not measured yet" not in blocks["docs/performance.md"]
+    for name in NAMES:
+        record = json.loads((dry / "results" / f"{name}.json").read_text())
+        for row in record["rows"]:
+            assert f"| {row['size']} | {row['dtype']} |" in blocks["docs/performance.md"]
+        assert record["environment"]["jax"] in blocks["docs/performance.md"]
+    for pick in documents.PICKS:  # a dry run has tiny sizes: README must not take them for others
+        assert pick.title in blocks["README.md"].split("Not measured yet: ")[1]
+
+
+def test_readme_has_six_measured_rows(documents):
+    results = documents.load(documents.harness.RESULTS)
+    text = documents.summary(results, ["plot.svg"])
+    assert text.count("Measured on ") == text.count(" threads, ") == 1, "the processor, once"
+    assert text.count("](plot.svg)") == 1
+    lines = text.split("| --- | --- | --- |\n")[1].splitlines()
+    assert len(lines) == len(documents.PICKS) == 6
+    for pick, line in zip(documents.PICKS, lines, strict=True):
+        assert pick.title in line
+        for row in pick.rows(results):
+            assert all(number in pick.title for number in re.findall(r"\d+", row["size"]))
+            assert f"{row['rate']:.1f}" in line or f"{row['ms']['native'][0]:.2f} ms" in line
+            for peer in pick.peers or row["ratio"]:
+                assert f"{row['ratio'][peer]:.2f}×" in line
+
+
+def test_a_row_of_readme_that_is_not_measured_is_named(documents):
+    results = documents.load(documents.harness.RESULTS)
+    served = results.pop("serving")
+    text = documents.summary(results, [])
+    assert text.endswith(f"Not measured yet: {documents.PICKS[-1].title}.")
+    assert documents.PICKS[0].title in text
+    other = served | {"environment": served["environment"] | {"cpu": "another processor"}}
+    text = documents.summary(results | {"serving": other}, [])
+    assert all(name in text for name in ("(Zen 4)", "another processor")), "both are named"
+
+
+def test_the_documents_are_what_the_result_files_give(documents, tmp_path, monkeypatch):
+    """No figure in them is typed, and none is older than its file."""
+    results = documents.load(documents.harness.RESULTS)
+    assert results
+    drawn = ["peers.svg", "attention.svg", "model.svg", "growth.svg"]
+    monkeypatch.setattr(documents, "draw", lambda found, folder: drawn)
+    (tmp_path / "docs").mkdir()
+    for file in ("README.md", "docs/performance.md"):
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+    documents.write(documents.harness.RESULTS, tmp_path)
+    for file in ("README.md", "docs/performance.md"):
+        assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes(), file
+
+
+def test_plots_are_the_same_from_the_same_figures(documents, tmp_path):
+    pytest.importorskip("matplotlib")
+    results = documents.load(documents.harness.RESULTS)
+    for folder in ("a", "b"):
+        drawn = documents.draw(results, tmp_path / folder)
+        assert drawn == ["peers.svg", "attention.svg", "model.svg", "growth.svg"]
+    for name in drawn:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.deep
+def test_growth_is_drawn(dry, documents, tmp_path):
+    pytest.importorskip("matplotlib")
+    made = documents.draw(documents.load(dry / "results"), tmp_path)
+    assert made == ["attention.svg", "model.svg", "growth.svg"]
+    for text in ("tokens of context", "free pages beside"):
+        assert text in (tmp_path / "growth.svg").read_text()
+
+
+def test_what_was_skipped_or_not_measured_is_said(documents):
+    record = {
+        "environment": {"cpu": "X", "isa": "avx2", "jax": "1", "commit": "c", "date": "d"},
+        "rows": [
+            {"kind": "merge", "case": "a", "size": "3", "dtype": "float32", "ratio": {},
+             "ms": {"native": [0.5, 0.4, 0.6]}}
+        ],
+        "skipped": {"torch": "not installed: pip install torch"},
+    }  # fmt: skip
+    titles = {"merge": "Merging", "growth": "Growth"}
+    text = documents.sections({"merge": record}, titles, [])
+    assert "torch: not installed: pip install torch." in text
+    assert "| merge | a | 3 | float32 | 0.500 |" in text
+    assert text.endswith("Not measured yet: `bench_growth.py`.")
+
+
+def test_a_benchmark_that_fails_is_told(documents, monkeypatch, tmp_path, capfd):
+    import run_all as module
+
+    monkeypatch.setattr(module.documents, "write", lambda results, root: None)
+    monkeypatch.setattr(module.sys, "executable", "false")
+    monkeypatch.setattr(module.sys, "argv", ["run_all.py", "--dry", "--only", "merge"])
+    with pytest.raises(SystemExit, match="failed: merge"):
+        module.main()
+    assert "merge: FAILED (1)" in capfd.readouterr().out

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA attention kernels, run by the emulator (ffi/emu), against float64 softmax.
+
+What these tests cannot see is speed, registers and whether a GPU agrees; all else is the very
+source that nvcc compiles.
+"""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import Device, EmulationError, emulate, library
+
+from jax_paged.layout import LAYOUTS
+from jax_paged.ops.attention import _cuda_workspace_words
+from jax_paged.testing import (
+    TOLERANCES,
+    WILD_PAGE,
+    Case,
+    assert_attention_close,
+    dense_oracle,
+    make_batch,
+)
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+GROUPS = (1, 2, 3, 4, 7, 8, 16, 71)
+PAGE_SIZES = (1, 5, 8, 16, 32, 544)
+I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
+SMALL = Case("small", 8, 2, 64, page_size=8)
+
+
+def assert_same_bits(a, b):
+    """Both (out, lse) pairs hold the same bytes."""
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
+def check(batch, device=None, **options):
+    """Runs a batch and compares it with the oracle; returns (out, lse)."""
+    result = emulate(batch, Device() if device is None else device, **options)
+    assert_attention_close(*result, *dense_oracle(batch))
+    return result
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_decode_matches_float64_softmax_whatever_the_order(head_dim, group, page_size):
+    # Dtype, layout, KV heads, stages and workers go through their values as the sizes do.
+    count = (HEAD_DIMS.index(head_dim) * 8 + GROUPS.index(group)) * 6 + PAGE_SIZES.index(page_size)
+    heads = 1 + count % 3 if group < 16 else 1
+    layout = LAYOUTS[count // 2 % 3]
+    case = Case("sizes", group * heads, heads, head_dim, page_size, layout=layout)
+    dtype = ("bfloat16", "float16")[count % 2]
+    long = page_size + 40 if page_size > 64 else 3 * max(page_size, 16) + count % 50
+    batch = make_batch(case, jnp.dtype(dtype), [1, 1, 1, 1], [long, 0, 1, 64], seed=count)
+    device = Device(num_workers=1 + count % 9, stages=2 + count % 3, seed=count)
+    first = check(batch, device)
+    assert_same_bits(emulate(batch, dataclasses.replace(device, seed=count + 1)), first)
+
+
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 128}], ids=str)
+def test_bits_do_not_depend_on_the_order_of_ctas_warps_and_copies(options, dtype, layout):
+    case = dataclasses.replace(SMALL, layout=layout)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 1, 2, 1], [700, 3, 130, 300], seed=1)
+    first = check(batch, Device(num_workers=7, seed=0), **options)
+    for seed in range(1, 13):
+        device = Device(num_workers=7, plan_ctas=1 + seed % 4, seed=seed)
+        assert_same_bits(emulate(batch, device, **options), first)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24, 32, 544])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_vllm5d_gives_the_bits_of_hnd(head_dim, page_size):
+    # Every row length up to two tiles and a half: each edge of the 8 tokens that V is loaded by.
+    lengths = range(1, 160, 1 if head_dim == 64 and page_size == 8 else 13)
+    case = Case("edges", 2, 1, head_dim, page_size)
+    results = []
+    for layout in ("HND", "vllm5d"):
+        batch = make_batch(
+            dataclasses.replace(case, layout=layout), jnp.bfloat16, [1] * len(lengths), lengths
+        )  # fmt: skip
+        results.append(check(batch, Device(seed=head_dim)))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 24, 40, 264])
+def test_any_number_of_workers_serves(num_workers):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 1, 1, 0, 1], [900, 1, 0, 7, 64], seed=2)
+    check(batch, Device(num_workers=num_workers, stages=2))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_mixed_batches_with_several_queries_per_row_match(dtype, layout, causal):
+    case = dataclasses.replace(SMALL, layout=layout, causal=causal, num_layers=3)
+    q_lens, seq_lens = [1, 4, 0, 37, 1, 5, 9], [70, 66, 9, 37, 0, 2, 200]
+    batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=64, seed=3)
+    check(batch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(8, 8), (40, 40), (64, 128), (576 - 64, 24)])
+def test_other_head_dims_run_without_tensor_cores(head_dim, v_head_dim, dtype, layout):
+    case = Case("odd", 6, 2, head_dim, page_size=5, v_head_dim=v_head_dim, layout=layout)
+    check(make_batch(case, jnp.dtype(dtype), [1, 7, 1], [66, 9, 1], num_tokens=11, seed=4))
+
+
+def limits(kib: int) -> dict[str, int]:
+    """Shared memory of a device with so many KiB per multiprocessor, one less per CTA."""
+    return {
+        "shared_bytes_per_cta": (kib - 1) * 1024,
+        "shared_bytes_per_multiprocessor": kib * 1024,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kib", "shapes"),  # (stages, CTAs per multiprocessor) for each of HEAD_DIMS
+    [
+        (228, [(4, 2), (4, 2), (3, 2), (3, 2), (3, 2), (4, 1), (3, 1)]),  # sm_90, 100
+        (164, [(4, 2), (3, 2), (4, 1), (4, 1), (4, 1), (3, 1), (2, 1)]),  # sm_80
+        (100, [(4, 1), (3, 1), (3, 1), (2, 1), (2, 1), (0, 0), (0, 0)]),  # sm_120
+    ],
+)
+def test_the_shared_memory_of_a_device_decides_the_launch(kib, shapes):
+    for head_dim, shape in zip(HEAD_DIMS, shapes, strict=True):
+        batch = make_batch(Case("limits", 8, 2, head_dim), jnp.bfloat16, [1, 8], [3, 8])
+        chosen = {}
+        emulate(batch, Device(**limits(kib)), buffers=chosen)
+        assert (chosen["chosen_stages"], chosen["chosen_ctas"]) == shape, head_dim
+        assert chosen["chosen_prefill_rows"] == (128 if head_dim <= 128 else 64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kib", "head_dim", "decodes", "prefills"),
+    [
+        (100, 192, False, True), (100, 256, False, True), (90, 128, True, False),
+        (60, 128, False, False),
+    ],
+)  # fmt: skip
+def test_kernels_that_do_not_fit_leave_their_rows_to_others(
+    kib, head_dim, decodes, prefills, layout
+):
+    case = Case("small device", 6, 2, head_dim, page_size=8, layout=layout)
+    batch = make_batch(case, jnp.bfloat16, [1, 0, 30, 3, 1], [150, 4, 90, 70, 1], seed=head_dim)
+    chosen = {}
+    check(batch, Device(**limits(kib)), buffers=chosen)
+    assert (chosen["chosen_stages"] > 0) == decodes
+    assert (chosen["chosen_prefill_rows"] > 0) == prefills
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_splits": 1},
+        {"num_kv_splits": 4},
+        {"num_kv_splits": 1000},
+        {"split_tokens": 1},
+        {"split_tokens": 100},
+        {"split_tokens": 512},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("heads", "head_dim"), [((8, 2), 64), ((20, 1), 128)])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_split_matches(dtype, heads, head_dim, options):
+    case = Case("split", heads[0], heads[1], head_dim, page_size=16)
+    q_lens, seq_lens = [1, 1, 3, 0, 12], [600, 513, 200, 9, 70]
+    check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, seed=5), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("split_tokens", [64, 512])
+def test_split_tokens_makes_a_row_independent_of_its_batch_and_of_the_device(split_tokens, dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 20, 1, 2], [700, 33, 90, 800, 64], seed=6)
+    out, lse = emulate(batch, split_tokens=split_tokens)
+    for row, (start, end) in enumerate(itertools.pairwise(batch.cu_q_lens)):
+        alone = dataclasses.replace(
+            batch,
+            q=batch.q[start:end],
+            page_table=batch.page_table[row : row + 1],
+            seq_lens=batch.seq_lens[row : row + 1],
+            cu_q_lens=np.array([0, end - start], np.int32),
+            num_seqs=1,
+        )
+        device = Device(num_workers=2 + row, stages=2 + row % 3)
+        row_result = emulate(alone, device, split_tokens=split_tokens)
+        assert_same_bits(row_result, (out[start:end], lse[start:end]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("HND", 4), ("HND", 16), ("vllm5d", 4), ("vllm5d", 8), ("vllm5d", 16)]
+)
+def test_tokens_of_a_page_out_of_range_are_left_out(layout, page_size, page_id, dtype):
+    case = dataclasses.replace(SMALL, layout=layout, page_size=page_size)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 3, 1], [120, 20, 70], seed=7)
+    page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
+    for row, column in [(0, 0), (0, 3), (1, 1), (2, 4)]:
+        batch.page_table[row, column] = page_id
+    check(batch)
+    nothing = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, page_id))
+    check(nothing)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
+def test_layer_out_of_range_gives_zero(layer, dtype, layout):
+    case = dataclasses.replace(SMALL, num_layers=3, layout=layout)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 3], [30, 9], num_tokens=6, seed=8)
+    check(dataclasses.replace(batch, layer=layer))
+
+
+@pytest.mark.parametrize(
+    "cu_q_lens",
+    [
+        [0, 1, 8, 9, I32_MAX],
+        [0, 1, 0, 9, 14],
+        [3, 3, 8, 9, 14],
+        [-9, 1, 8, 9, 14],
+        [I32_MIN, I32_MAX, I32_MIN, I32_MAX, 0],
+        [14, 9, 8, 1, 0],
+        [0, 0, 0, 0, 0],
+    ],
+    ids=str,
+)
+def test_wild_row_bounds_are_made_monotone(cu_q_lens):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1, 5], [30, 7, 21, 12], num_tokens=16, seed=9)
+    q = np.random.default_rng(0).standard_normal(batch.q.shape).astype(jnp.bfloat16)
+    check(dataclasses.replace(batch, q=q, cu_q_lens=np.array(cu_q_lens, np.int32)))
+
+
+@pytest.mark.parametrize("num_seqs", [5, I32_MAX, -1, I32_MIN, 0, 2])
+def test_wild_num_seqs_are_clamped(num_seqs):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1, 5], [30, 7, 21, 12], num_tokens=16, seed=10)
+    check(dataclasses.replace(batch, num_seqs=num_seqs))
+
+
+@pytest.mark.parametrize("length", [-1, I32_MIN, 33, I32_MAX])
+def test_wild_seq_lens_are_clamped(length):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1], [30, 7, 21], num_tokens=10, seed=11)
+    for pages in (batch.k_pages, batch.v_pages):
+        pages[np.isnan(pages)] = 2
+    for row in range(3):
+        wild = dataclasses.replace(batch, seq_lens=batch.seq_lens.copy())
+        wild.seq_lens[row] = length
+        check(wild)
+
+
+def test_more_rows_than_the_planner_has_threads():
+    rng = np.random.default_rng(12)
+    seq_lens = rng.integers(0, 40, 600) * rng.integers(0, 2, 600)
+    case = Case("many", 2, 1, 64)
+    batch = make_batch(case, jnp.bfloat16, rng.integers(0, 3, 600), seq_lens, num_seqs=590, seed=12)
+    first = check(batch, Device(plan_ctas=3))
+    assert_same_bits(emulate(batch, Device(plan_ctas=1, seed=4)), first)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+def test_any_scale_serves(scale, dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 3], [70, 9], seed=13)
+    check(dataclasses.replace(batch, sm_scale=scale))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("peak", [1e4, -6e4, 6e4])
+def test_huge_logits_neither_overflow_nor_vanish(peak, dtype):
+    # Every logit is peak · (1 + j / 64) exactly, so that bf16 holds q and k without rounding.
+    batch = make_batch(Case("huge", 2, 1, 64, page_size=4), jnp.dtype(dtype), [1, 3], [121, 9])
+    steps = np.random.default_rng(0).integers(0, 64, batch.k_pages.shape[:3])[..., None] / 64
+    owned = ~np.isnan(batch.k_pages.astype("f4"))
+    batch.k_pages[:] = np.where(owned, 1 + steps, np.nan).astype(batch.k_pages.dtype)
+    q = np.full_like(batch.q, np.sign(peak))
+    batch = dataclasses.replace(batch, q=q, sm_scale=abs(peak) / 64)
+    expected, expected_lse = dense_oracle(batch)
+    out, lse = emulate(batch)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    error = np.linalg.norm(out.astype(np.float64) - expected, axis=-1)
+    assert (error <= TOLERANCES[dtype][0] * np.linalg.norm(expected, axis=-1)).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_nan_query_stays_in_its_row_and_does_not_look_like_an_answer(dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 3, 1], [200, 9, 64], seed=14)
+    expected, _ = emulate(batch)
+    q = batch.q.copy()
+    q[2, 5] = np.nan
+    out, _ = emulate(dataclasses.replace(batch, q=q))
+    assert np.isnan(out[2, 5].astype("f4")).all()
+    others = np.ones(out.shape[:2], bool)
+    others[2, 5] = False
+    np.testing.assert_array_equal(out[others].view(np.uint8), expected[others].view(np.uint8))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 5}, {"split_tokens": 70}], ids=str)
+@pytest.mark.parametrize("group", [1, 16, 17])
+def test_workspace_is_what_python_asks_for(group, options):
+    sizes = {"max_seqs": 5, "num_kv_heads": 3, "group_size": group, "v_head_dim": 72}
+    options = {"num_kv_splits": 0, "split_tokens": 0} | options
+    for max_tree in (0, 70):
+        asked = sizes | {"capacity": 1000} | options | {"max_tree": max_tree}
+        assert _cuda_workspace_words(**asked) == library().workspace_words(*asked.values())
+
+
+def test_workspace_does_not_grow_with_context_and_hardly_with_the_batch():
+    sizes = {"num_kv_heads": 8, "group_size": 8, "v_head_dim": 128}
+    small = _cuda_workspace_words(max_seqs=1, capacity=100, **sizes)
+    large = _cuda_workspace_words(max_seqs=1001, capacity=10**6, **sizes)
+    assert large - small == 13 * 1000
+    assert small * 4 < 7_000_000
+
+
+# ---- prefill: rows with more than 16 packed rows ----
+
+PREFILL_GROUPS = (1, 4, 7, 8)
+PREFIXES = (0, 1, 31, 33, 63, 64, 65)  # keys before the row's first query: around the KV tiles
+
+
+def tile_rows(head_dim):
+    """Packed rows of a prefill unit."""
+    return 128 if head_dim <= 128 else 64
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 32, 544])
+@pytest.mark.parametrize("group", PREFILL_GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_matches_float64_softmax_whatever_the_order(head_dim, group, page_size):
+    # Dtype, layout, tile edges and prefixes go through their values as the sizes do.
+    count = HEAD_DIMS.index(head_dim) * 20 + PREFILL_GROUPS.index(group) * 5 + page_size % 5
+    rows = tile_rows(head_dim)
+    packed_rows = (17, rows - 1, rows, rows + 1, 2 * rows + 3)[count % 5]
+    q_len = max(2, -(-packed_rows // group))
+    prefix = PREFIXES[count % len(PREFIXES)]
+    case = Case("prefill", group, 1, head_dim, page_size, layout=("HND", "NHD")[count // 2 % 2])
+    dtype = jnp.dtype(("bfloat16", "float16")[count // 3 % 2])
+    q_lens, seq_lens = [1, q_len, 0, 2], [70, prefix + q_len, 9, 33]
+    batch = make_batch(case, dtype, q_lens, seq_lens, num_tokens=sum(q_lens) + 2, seed=count)
+    device = Device(num_workers=1 + count % 4, stages=2, seed=count)
+    first = check(batch, device)
+    assert_same_bits(emulate(batch, dataclasses.replace(device, seed=count + 1)), first)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("group", [1, 3])
+def test_every_edge_of_tiles_and_diagonal_matches_in_one_mixed_batch(group, causal):
+    edges = [16, 17, 18, 63, 64, 65, 127, 128, 129, 200]
+    rows = [(-(-n // group), prefix) for n in edges for prefix in (0, 1, 62, 63, 64, 65, 130)]
+    rows += [(1, 99), (0, 5), (2, 64)] * 5
+    order = np.random.default_rng(group).permutation(len(rows))
+    q_lens = [rows[i][0] for i in order]
+    seq_lens = [sum(rows[i]) for i in order]
+    case = Case("edges", group, 1, 64, page_size=16, causal=causal, num_layers=2)
+    batch = make_batch(case, jnp.bfloat16, q_lens, seq_lens, seed=15)
+    check(batch, Device(num_workers=6))
+
+
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (192, "bfloat16")])
+def test_prefill_bits_do_not_depend_on_workers_or_order(head_dim, dtype, layout):
+    case = Case("order", 8, 2, head_dim, layout=layout)
+    batch = make_batch(case, jnp.dtype(dtype), [50, 7, 33], [170, 7, 40], seed=16)
+    first = check(batch, Device(num_workers=1, seed=0))
+    for seed in range(1, 9):
+        device = Device(num_workers=1 + seed, plan_ctas=1 + seed % 3, seed=seed)
+        assert_same_bits(emulate(batch, device), first)
+
+
+@pytest.mark.parametrize("q_lens", [[2, 0], [3, 0], [1, 1], [16, 1]], ids=str)
+@pytest.mark.parametrize("group", [8, 16, 17, 71])
+def test_rows_around_the_border_between_decode_and_prefill_match(group, q_lens):
+    case = Case("border", group, 1, 64, page_size=8)
+    check(make_batch(case, jnp.bfloat16, q_lens, [90, 70], seed=17))
+
+
+@pytest.mark.parametrize(("q_len", "seq_len"), [(50, 30), (200, 1), (129, 128), (40, 0)])
+def test_queries_before_the_first_key_of_a_long_row_give_zero(q_len, seq_len):
+    batch = make_batch(SMALL, jnp.bfloat16, [q_len, 1], [seq_len, 20], num_tokens=q_len + 4)
+    check(batch)
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 0.5])
+def test_any_scale_serves_long_rows(scale, head_dim):
+    case = dataclasses.replace(SMALL, head_dim=head_dim)
+    batch = make_batch(case, jnp.float16, [40, 1], [70, 9], seed=18)
+    check(dataclasses.replace(batch, sm_scale=scale))
+
+
+@pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("HND", 5), ("HND", 16), ("HND", 544), ("vllm5d", 8), ("vllm5d", 544)]
+)
+def test_long_rows_leave_out_tokens_of_a_page_out_of_range(layout, page_size, page_id):
+    case = dataclasses.replace(SMALL, page_size=page_size, layout=layout)
+    batch = make_batch(case, jnp.bfloat16, [60, 1, 33], [150, 20, 33], seed=19)
+    page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
+    for row, page in [(0, 3), (0, 9), (2, 1)] if page_size < 544 else [(2, 0)]:
+        batch.page_table[row, page] = page_id
+    check(batch)
+    check(dataclasses.replace(batch, page_table=np.full_like(batch.page_table, page_id)))
+
+
+def test_a_nan_key_is_unseen_by_earlier_queries_and_a_nan_value_by_earlier_tiles():
+    case = Case("nan", 2, 2, 64, page_size=16)
+    batch = make_batch(case, jnp.bfloat16, [200], [200], seed=20)
+    expected, _ = check(batch)
+    where = (batch.page_table[0, 190 // 16], 0, 190 % 16)
+    for pages, first in [(batch.k_pages, 190), (batch.v_pages, 128)]:
+        kept = pages[where].copy()
+        pages[where] = np.nan
+        out, _ = emulate(batch)
+        pages[where] = kept
+        assert np.isnan(out[190:, 0].astype("f4")).all()
+        np.testing.assert_array_equal(out[:first].view(np.uint8), expected[:first].view(np.uint8))
+        np.testing.assert_array_equal(out[:, 1].view(np.uint8), expected[:, 1].view(np.uint8))
+
+
+def test_long_rows_with_wild_bounds_and_lengths():
+    case = Case("wild", 4, 2, 64, page_size=8)
+    batch = make_batch(case, jnp.bfloat16, [40, 30, 1], [60, 30, 21], num_tokens=90, seed=21)
+    for pages in (batch.k_pages, batch.v_pages):
+        pages[np.isnan(pages)] = 2
+    q = np.random.default_rng(0).standard_normal(batch.q.shape).astype(jnp.bfloat16)
+    for bounds in ([0, I32_MAX, 40, 41], [50, 10, 90, I32_MIN], [0, 40, 70, 71]):
+        for lengths in ([60, 30, 21], [I32_MAX, -1, 64], [I32_MIN, 65, I32_MAX]):
+            check(
+                dataclasses.replace(
+                    batch,
+                    q=q,
+                    cu_q_lens=np.array(bounds, np.int32),
+                    seq_lens=np.array(lengths, np.int32),
+                )
+            )
+
+
+def test_long_rows_are_listed_first_also_when_there_are_more_than_the_planner_has_threads():
+    rng = np.random.default_rng(22)
+    q_lens, seq_lens = rng.choice([0, 1, 9, 20], 300), rng.integers(0, 90, 300)
+    batch = make_batch(Case("many", 2, 1, 64), jnp.bfloat16, q_lens, seq_lens, num_seqs=290)
+    buffers = {}
+    result = emulate(batch, Device(plan_ctas=3, num_workers=9), buffers=buffers)
+    assert_attention_close(*result, *dense_oracle(batch))
+    rows = [row for row in range(290) if q_lens[row] > 1 and seq_lens[row] > 0]
+    rows.sort(key=lambda row: -int(seq_lens[row]).bit_length())  # stable
+    order = buffers["workspace"].view(np.int32)[-(300 + 2) :]  # args.h: the ticket comes last
+    np.testing.assert_array_equal(order[: len(rows)], rows)
+
+
+def test_an_option_that_there_is_not_is_refused():
+    batch = make_batch(SMALL, jnp.float32, [5], [1])
+    with pytest.raises(EmulationError, match='operand "sink": there is no such one'):
+        emulate(batch, sink=np.zeros(4, np.float32))

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels of moe_experts against a float64 loop, run by the emulator (ffi/emu).
+
+The emulator runs the very sources that nvcc compiles; it sees neither speed nor registers.
+"""
+
+import ctypes
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import planting
+import pytest
+from emulation import DTYPES, EmulationError, library, poisoned
+from planting import sites_of, sparse_memory, survivors
+
+from jax_paged.ops.moe import _cuda_workspace_words
+from jax_paged.testing.experts import make_case, oracle, quantized
+
+# As test_moe.py: two roundings over sums of some 24 terms; f16 has three bits more than bf16.
+TOLERANCES = {"float32": 2e-5, "float16": 0.005, "bfloat16": 0.04}
+kinds = pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
+_POINTERS = (
+    "x", "gate_up", "down", "experts", "weights", "gate_up_scale", "down_scale", "out", "workspace",
+)  # fmt: skip
+_SIZES = ("num_tokens", "experts_per_token", "num_experts", "hidden", "inner", "workspace_words")
+
+
+class EmulatedMoe(ctypes.Structure):
+    """ffi/emu/moe_experts.cc has the same struct, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int32) for name in ("dtype", "w_dtype", "num_ctas")),
+        ("seed", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("gate_up_touched", "down_touched")),
+    )
+
+
+@dataclasses.dataclass
+class Call:
+    """The operands of one call as numpy arrays, and what the call should give."""
+
+    operands: dict[str, np.ndarray]
+    expected: np.ndarray
+
+    @classmethod
+    def of(cls, case, *, kind=None):
+        scales, meant = {}, case
+        if kind is not None:
+            case, scales, meant = quantized(kind, case)
+        names = ("x", "gate_up", "down", "experts", "weights")
+        arrays = dict(zip(names, case, strict=True)) | scales
+        x, gate_up, down, experts, weights = map(np.asarray, meant)
+        is_expert = (experts >= 0) & (experts < len(down))
+        weights = np.where(is_expert, weights, 0)
+        expected = oracle(x, gate_up, down, np.where(is_expert, experts, 0), weights)
+        return cls({name: np.asarray(x) for name, x in arrays.items()}, expected)
+
+
+def emulate(call, *, seed=1, num_ctas=3, loaded=None, touched=None):
+    """out of the CUDA kernels; raises EmulationError.
+
+    `touched`: a dict that receives how many bytes of each element of gate_up and down were asked
+    for.
+    """
+    loaded = library() if loaded is None else loaded
+    loaded.emulate_moe.argtypes = [ctypes.POINTER(EmulatedMoe)]
+    loaded.emulate_moe.restype = ctypes.c_char_p
+    x, down = call.operands["x"], call.operands["down"]
+    tokens, k = call.operands["experts"].shape
+    num_experts, hidden, inner = down.shape
+    words = _cuda_workspace_words(tokens, k, num_experts, hidden, inner, x.itemsize)
+    arrays = {name: np.ascontiguousarray(array) for name, array in call.operands.items()}
+    arrays |= {"out": poisoned(x.shape, x.dtype), "workspace": poisoned(words, np.int32)}
+    bytes_of = {}
+    if touched is not None:
+        for name in ("gate_up", "down"):
+            array = arrays[name]
+            bytes_of[name] = np.zeros((*array.shape, array.itemsize), np.uint8)
+            arrays[f"{name}_touched"] = bytes_of[name]
+    struct = EmulatedMoe(
+        **{name: array.ctypes.data for name, array in arrays.items()},
+        num_tokens=tokens,
+        experts_per_token=k,
+        num_experts=num_experts,
+        hidden=hidden,
+        inner=inner,
+        workspace_words=words,
+        dtype=DTYPES.index(x.dtype.name),
+        w_dtype=DTYPES.index(down.dtype.name),
+        num_ctas=num_ctas,
+        seed=seed,
+    )
+    error = loaded.emulate_moe(ctypes.byref(struct)).decode()
+    if error:
+        raise EmulationError(error)
+    if touched is not None:
+        touched.update((name, array.sum(-1)) for name, array in bytes_of.items())
+    return arrays["out"]
+
+
+def check(call, **options):
+    """Runs a call and compares it with the oracle."""
+    out = emulate(call, **options)
+    assert out.dtype == call.operands["x"].dtype
+    tolerance = TOLERANCES[out.dtype.name]
+    np.testing.assert_allclose(out.astype("f8"), call.expected, atol=tolerance, rtol=1e-5)
+    return out
+
+
+def with_experts(case, experts):
+    """The case with other choices."""
+    return [*case[:3], jnp.asarray(experts, jnp.int32), *case[4:]]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k"), [(1, 4, 1), (1, 8, 8), (5, 64, 4), (7, 4, 2), (70, 5, 3)]
+)
+def test_experts_match_a_float64_loop(tokens, num_experts, k, dtype):
+    check(Call.of(make_case(tokens, num_experts, k, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (520, 264), (40, 552), (136, 72)])
+def test_experts_of_any_multiple_of_8_match_a_float64_loop(hidden, inner, dtype):
+    check(Call.of(make_case(11, 4, 2, hidden=hidden, inner=inner, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 24), (80, 144), (528, 48), (8, 264)])
+@kinds
+def test_8_bit_experts_match_a_float64_loop(hidden, inner, kind, dtype):
+    check(Call.of(make_case(30, 5, 3, hidden=hidden, inner=inner, dtype=dtype), kind=kind))
+
+
+@pytest.mark.parametrize("kind", [None, jnp.int8])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_all_tokens_on_one_expert_match_a_float64_loop(dtype, kind):
+    case = make_case(150, 6, 1, hidden=80, inner=48, dtype=dtype)
+    check(Call.of(with_experts(case, np.full((150, 1), 4)), kind=kind))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("tokens", [8, 9, 16, 17, 63, 64, 65, 128])
+def test_tiles_that_are_full_and_one_token_more(tokens, dtype):
+    case = make_case(tokens, 2, 1, dtype=dtype)
+    check(Call.of(with_experts(case, np.zeros((tokens, 1)))))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_ids_that_are_no_expert_or_come_twice(dtype):
+    ids = [[-1, 2, 0], [2, 2, 2], [2**31 - 1, -(2**31), 4], [3, 4, 3], [0, 0, 1], [-1, -1, -1]]
+    case = with_experts(make_case(6, 4, 3, dtype=dtype), ids)
+    out = check(Call.of(case))
+    np.testing.assert_array_equal(out[[2, 5]].astype("f8"), 0)
+
+
+def test_no_pair_with_an_expert_gives_zeros():
+    call = Call.of(with_experts(make_case(3, 4, 2, dtype=jnp.bfloat16), np.full((3, 2), -1)))
+    np.testing.assert_array_equal(emulate(call).astype("f8"), np.zeros((3, 16)))
+
+
+@pytest.mark.parametrize("num_experts", [1, 33, 300, 3000, 8192])
+def test_any_number_of_experts_is_sorted(num_experts):
+    case = make_case(90, num_experts, 1, hidden=8, inner=8)
+    ids = np.random.default_rng(0).integers(-1, num_experts + 1, (90, 1))
+    check(Call.of(with_experts(case, ids)))
+
+
+def test_a_call_of_more_pairs_than_one_turn():
+    case = make_case(5600, 3, 3, hidden=8, inner=8, dtype=jnp.bfloat16)
+    ids = np.where(np.arange(5600)[:, None] % 40 == 0, np.asarray(case[3]), -1)
+    check(Call.of(with_experts(case, ids)))
+
+
+@pytest.mark.parametrize("kind", [None, jnp.int8])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_only_the_experts_that_somebody_chose_are_read(dtype, kind):
+    case = make_case(6, 8, 2, hidden=48, inner=80, dtype=dtype)
+    call, touched = Call.of(with_experts(case, case[3] % 3), kind=kind), {}
+    check(call, touched=touched)
+    chosen = np.isin(np.arange(8), call.operands["experts"])
+    for name, counts in touched.items():
+        assert counts[chosen].all(), f"{name}: not all of a chosen expert is read"
+        assert not counts[~chosen].any(), f"{name}: an expert that nobody chose is read"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_bits_depend_neither_on_the_batch_nor_on_the_order_of_ctas(dtype):
+    case = make_case(40, 6, 3, hidden=264, inner=136, dtype=dtype)
+    x, gate_up, down, experts, weights = case
+    together = emulate(Call.of(case))
+    one = Call.of([x[7:8], gate_up, down, experts[7:8], weights[7:8]])
+    for seed, num_ctas in [(0, 1), (2, 7), (5, 40)]:
+        again, alone = (emulate(c, seed=seed, num_ctas=num_ctas) for c in (Call.of(case), one))
+        np.testing.assert_array_equal(together, again)
+        np.testing.assert_array_equal(together[7:8], alone)
+
+
+def test_infinities_and_nan_stay_in_their_own_token():
+    call = Call.of(make_case(20, 2, 1, dtype=jnp.bfloat16))
+    x = call.operands["x"].copy()
+    x[3], x[9, 5] = np.nan, np.inf
+    call.operands["x"] = x
+    out = emulate(call).astype("f8")
+    clean = [i for i in range(20) if i not in (3, 9)]
+    np.testing.assert_allclose(out[clean], call.expected[clean], atol=0.04)
+    assert np.isnan(out[3]).all()
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(32, 48), (24, 8)])
+def test_a_nan_among_fp8_codes_reaches_the_outputs_of_its_own_expert_alone(hidden, inner):
+    case = make_case(20, 4, 1, hidden=hidden, inner=inner, dtype=jnp.bfloat16)
+    ids = np.repeat([[1], [2]], 10, axis=0)
+    call = Call.of(with_experts(case, ids), kind=jnp.float8_e4m3fn)
+    call.operands["down"] = call.operands["down"].copy()
+    call.operands["down"][2, 5, 3] = np.nan
+    call.expected[10:, 5] = np.nan
+    check(call)
+
+
+def test_the_workspace_that_python_asks_for_is_what_the_kernels_need():
+    loaded = library()
+    loaded.moe_workspace_words.argtypes = [ctypes.c_int64] * 6
+    loaded.moe_workspace_words.restype = ctypes.c_int64
+    for tokens in (1, 7, 64, 5000, 100_000):
+        for k, num_experts in [(1, 1), (3, 8), (8, 128), (20_000, 5)]:
+            for hidden, inner, width in [(8, 8, 2), (2048, 768, 2), (72, 24, 4)]:
+                sizes = (tokens, k, num_experts, hidden, inner, width)
+                assert _cuda_workspace_words(*sizes) == loaded.moe_workspace_words(*sizes)
+
+
+def test_too_many_experts_are_refused():
+    call = Call.of(with_experts(make_case(1, 8193, 1, hidden=8, inner=8), [[0]]))
+    with pytest.raises(
+        EmulationError, match="down expected at most 8192 experts on CUDA, got 8193"
+    ):
+        emulate(call)
+
+
+# file, what stands there, what the bug makes of it, what must be said about it
+DIFFERS = "Not equal to tolerance"
+BUGS = {
+    "ids above the last not dropped": (
+        "plan.cuh", "id < args_.num_experts ? id : -1", "id",
+        "out of bounds|race|nobody has",
+    ),
+    "warps count into one row": (
+        "plan.cuh", "counts_ + warp * args_.num_experts;", "counts_;", "race",
+    ),
+    "an expert's tiles begin at the first": (
+        "plan.cuh", "MoeTile{expert, first + skipped,", "MoeTile{expert, first,",
+        "write after write",
+    ),
+    "a last tile that is full": (
+        "plan.cuh", "left < args_.tile_tokens ? left : args_.tile_tokens", "args_.tile_tokens",
+        "out of bounds|race|nobody has|write after write",
+    ),
+    "pairs all at the first place": (
+        "plan.cuh", "(count + before), pair", "count, pair", "write after write|race",
+    ),
+    "ring loaded one stage too far": (
+        "gemm.cuh", "s < Stage::kStages - 1", "s < Stage::kStages", "while the cp.async",
+    ),
+    "loads into the stage being read": (
+        "gemm.cuh", "ring + before * Stage::kBytes", "ring + stage * Stage::kBytes",
+        "cp.async|race",
+    ),
+    "waits too late": (
+        "gemm.cuh", "CpAsyncWait(Stage::kStages - 2)", "CpAsyncWait(Stage::kStages - 1)",
+        "while the cp.async",
+    ),
+    "rows beyond the last read": (
+        "gemm.cuh", "result < product.num_rows && column", "column", "out of bounds|not be read",
+    ),
+    "depth beyond the last read": (
+        "gemm.cuh", "result < product.num_rows && column < product.depth",
+        "result < product.num_rows",
+        f"out of bounds|{DIFFERS}",
+    ),
+    "tokens that do not exist not zeroed": (
+        "gemm.cuh", "source_[i] >= 0 && column", "column", "out of bounds",
+    ),
+    "up read as gate": (
+        "gemm.cuh", "is_up ? product.num_rows + result : result", "result", DIFFERS,
+    ),
+    "the expert of the item before": (
+        "gemm.cuh", "expert_ = item.tile.expert;", "if (expert_ == 0) expert_ = item.tile.expert;",
+        f"{DIFFERS}|read",
+    ),
+    "a token too few": (
+        "gemm.cuh", "const bool is_token = token < item.tile.count;",
+        "const bool is_token = token < item.tile.count - 1;", "nobody has",
+    ),
+    "rows not swapped": (
+        "gemm.cuh", "of[half][0] = is_odd ? other : kept;", "of[half][0] = kept;", DIFFERS,
+    ),
+    "scale of the other half": (
+        "gemm.cuh", "if (IS_GATED && set == 1) row += product.num_rows;", "", DIFFERS,
+    ),
+    "bytes in the order of 16-bit weights": (
+        "gemm.cuh", "a[step][set][1] = lower.low;\n        a[step][set][2] = upper.high;",
+        "a[step][set][2] = lower.low;\n        a[step][set][1] = upper.high;", DIFFERS,
+    ),
+    "32-bit row of weights": (
+        "gemm.cuh", "(from * row_bytes + column", "((int32_t)(from * row_bytes) + column",
+        "out of bounds",
+    ),
+    "blocks of tokens left out": (
+        "gemm.cuh", "(item.tile.count + 15) / 16;\n    MoeSums", "1;\n    MoeSums", DIFFERS,
+    ),
+    "h read where x is": (
+        "gemm.cuh", "from = IS_GATED ? args.x :", "from = !IS_GATED ? args.x :",
+        "nobody has|out of bounds",
+    ),
+    "SIMT: up read as gate": (
+        "simt.cuh", "IS_GATED ? product.num_rows + unit : 2 * unit + 1",
+        "IS_GATED ? unit : 2 * unit + 1", DIFFERS,
+    ),
+    "SIMT: half of the lanes summed": (
+        "simt.cuh", "mask = kWarpLanes / 2", "mask = kWarpLanes / 4", DIFFERS,
+    ),
+    "SIMT: tokens of the tile before": (
+        "simt.cuh", "is_token ? tile.first + n : 0", "n", f"{DIFFERS}|nobody has",
+    ),
+    "SIMT: depth beyond a lane's": (
+        "simt.cuh", "d += kWarpLanes * kMoeSimtDepth", "d += kWarpLanes", DIFFERS,
+    ),
+    "weights of another pair": (
+        "combine.cuh", "args.weights + pair", "args.weights + (pair / 2)", DIFFERS,
+    ),
+    "ids that are no expert combined": (
+        "combine.cuh", "if (expert < 0 || expert >= args.num_experts) continue;", "", "nobody has",
+    ),
+}  # fmt: skip
+# In the place of select.h: the kernels that bugs are tried on, so that they compile in a second.
+SELECT = """
+#include "cuda/moe_experts/args.h"
+namespace jax_paged::cuda {
+template <typename Run>
+auto SelectMoe(const MoeParams& in, Run run) {
+  return in.w_dtype == Dtype::kInt8 ? run.template operator()<BFloat16, Int8>()
+                                    : run.template operator()<BFloat16, BFloat16>();
+}
+}  // namespace jax_paged::cuda
+"""
+
+
+def far_call():
+    """A call whose last experts lie more than 2^31 bytes into their array.
+
+    Little of the array is ever touched.
+    """
+    hidden, inner, chosen = 264, 256, np.array([8190, 3], np.int32)
+    case = make_case(40, 2, 1, hidden=hidden, inner=inner, dtype=jnp.bfloat16)
+    call = Call.of(case)
+    for name in ("gate_up", "down"):
+        experts = call.operands[name]
+        memory = sparse_memory(8192 * experts[0].nbytes)
+        far = np.frombuffer(memory, np.uint16).view(experts.dtype).reshape(-1, *experts.shape[1:])
+        far[chosen] = experts
+        call.operands[name] = far
+    call.operands["experts"] = chosen[call.operands["experts"]]
+    return call
+
+
+@functools.cache
+def battery():
+    """Calls that between them meet every bug, and every barrier and wait."""
+    ids = [[-1, 5, 2**31 - 1]] * 3 + [[5, 2, 6]] * 30 + [[2, 2, 1]] * 30
+    calls = []
+    for hidden, inner, kind in [(136, 72, None), (80, 144, jnp.int8), (392, 40, jnp.int8)]:
+        case = make_case(63, 6, 3, hidden=hidden, inner=inner, dtype=jnp.bfloat16)
+        calls.append(Call.of(with_experts(case, ids), kind=kind))
+    return calls, far_call()
+
+
+def check_all(loaded=None):
+    """Runs the battery, copies late, early and by chance, and looks at which experts are read."""
+    calls, far = battery()
+    for seed in (0, 1, 2):
+        for call in calls:
+            touched = {}
+            check(call, seed=seed, loaded=loaded, touched=touched)
+            assert not any(counts[[0, 3, 4]].any() for counts in touched.values()), "experts read"
+    check(far, loaded=loaded)
+
+
+@pytest.fixture(scope="module")
+def planted(request, tmp_path_factory):
+    with planting.planted(
+        planting.asked_for(BUGS, request), tmp_path_factory.mktemp,
+        op="moe_experts", source="ffi/emu/moe_experts.cc",
+        files={"ffi/cuda/moe_experts/select.h": SELECT}, load=lambda path: ctypes.CDLL(str(path)),
+    ) as libraries:  # fmt: skip
+        yield libraries
+
+
+def test_the_kernels_as_they_are_pass():
+    check_all()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name, planted):
+    loaded = planted[name].result()
+    with pytest.raises((EmulationError, AssertionError), match=BUGS[name][3]):
+        check_all(loaded)
+
+
+@pytest.mark.deep
+def test_every_barrier_and_wait_is_needed_and_missed():
+    loaded = library()
+    sites = sites_of(loaded, check_all)
+    assert {kind for kind, _ in sites} == {"SyncThreads", "SyncWarp", "CpAsyncWait"}
+    assert not survivors(loaded, check_all, sites), "skipped without any finding"

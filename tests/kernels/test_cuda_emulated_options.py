@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows, soft caps, ALiBi and sinks in the CUDA attention kernels, run by the emulator (ffi/emu).
+
+As test_cuda_emulated.py: against float64 softmax, under several orders of CTAs, warps and
+copies, with the race checker on. What lies left of a window is NaN, under page ids that do not
+exist, and the emulator counts which bytes of the pools a kernel asks for.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import (
+    Device,
+    assert_reads_windows_only,
+    emulate,
+    tokens_of,
+    windows_begin,
+)
+from tiers import first_of
+
+from jax_paged.layout import from_slots_first, slots_first
+from jax_paged.testing import (
+    TOLERANCES,
+    WILD_PAGE,
+    Batch,
+    Case,
+    assert_attention_close,
+    dense_oracle,
+    make_batch,
+)
+from jax_paged.testing.options import cover_pairs, draw_sinks, with_holes
+
+I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
+SMALL = Case("small", 8, 2, 64, page_size=8)
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None, 1, 7, 64, 150, I32_MAX, 0, -1),
+    "soft_cap": (None, 0.7, 30.0, 5000.0),
+    "alibi": (False, True),
+    "sinks": (None, "moderate", "large", "none"),
+    "causal": (True, False),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dim": ((64, None), (80, None), (128, None), (192, None), (40, 72)),
+    "group": (1, 4, 5, 8, 17),
+    "layout": ("HND", "NHD", "vllm5d"),
+    "page_size": (1, 5, 8, 16, 32),
+    "split": ({}, {"num_kv_splits": 1}, {"num_kv_splits": 3}, {"split_tokens": 64}),
+    "rows": ("decode", "short", "prefill", "mixed"),
+    "num_workers": (1, 3, 9),
+    "holes": (False, True),
+    "sm_scale": (None, 0.0, -0.3),
+}
+PAIRS = 90  # rows of the table; all pairs take fewer
+
+
+@functools.cache
+def table() -> tuple[dict[str, Any], ...]:
+    return cover_pairs(FACTORS, PAIRS, seed=11)
+
+
+def lengths(kind: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Query and KV lengths of a batch: of one token per row, of a few, of many, or of all kinds."""
+    if kind == "decode":
+        return [1, 1, 1], [int(rng.integers(1, 330)), 0, 64]
+    if kind == "short":
+        return [3, 2, 4], [int(rng.integers(4, 230)), 2, 1]
+    if kind == "prefill":
+        return [30, 7], [30, 120]
+    return [1, 21, 0, 2, 5], [170, int(rng.integers(21, 140)), 17, 0, 3]
+
+
+def slopes_and_sinks(num_q_heads: int = 8) -> dict[str, Any]:
+    rng = np.random.default_rng(5)
+    return {
+        "alibi_slopes": np.float32(2.0 ** -np.linspace(1, 8, num_q_heads)),
+        "sinks": rng.standard_normal(num_q_heads, "f4"),
+    }
+
+
+def without_left(batch: Batch, window: int | None, page_ids: bool = True) -> Batch:
+    """The batch with NaN in all tokens left of the rows' windows, and their pages gone."""
+    if window is None or window <= 0:
+        return batch
+    page = batch.case.page_size
+    begins = windows_begin(batch, window)
+    seen = tokens_of(batch, begins, batch.seq_lens)
+    changed = {}
+    for name in ("k", "v"):
+        pages = slots_first(getattr(batch, f"{name}_pages"), batch.case.layout, name)
+        pages = np.where(seen[..., None, None], pages, np.asarray(np.nan, pages.dtype))
+        pages = from_slots_first(pages, batch.case.layout, name)
+        changed[f"{name}_pages"] = np.ascontiguousarray(pages)
+    if page_ids:
+        gone = (np.arange(batch.page_table.shape[1]) + 1) * page <= begins[:, None]
+        changed["page_table"] = np.where(gone, WILD_PAGE, batch.page_table).astype(np.int32)
+    return dataclasses.replace(batch, **changed)
+
+
+def assert_same_bits(a, b):
+    """Both (out, lse) pairs hold the same bytes."""
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
+def check(batch, options, device=None, **split):
+    """Runs a batch and compares it with the oracle; returns (out, lse)."""
+    result = emulate(batch, Device() if device is None else device, **options, **split)
+    assert_attention_close(*result, *dense_oracle(batch, **options))
+    return result
+
+
+@pytest.mark.parametrize("index", first_of(range(len(table())), 12))
+def test_all_pairs_of_options_match_float64_softmax_whatever_the_order(index):
+    row, rng = table()[index], np.random.default_rng([index, 3])
+    num_kv_heads = 1 if row["group"] > 8 else 2
+    head_dim, v_head_dim = row["head_dim"]
+    num_q_heads = num_kv_heads * row["group"]
+    case = Case(
+        "pairwise", num_q_heads, num_kv_heads, head_dim, row["page_size"], v_head_dim,
+        row["layout"], causal=row["causal"],
+    )  # fmt: skip
+    q_lens, seq_lens = lengths(row["rows"], rng)
+    batch = make_batch(
+        case, jnp.dtype(row["dtype"]), q_lens, seq_lens, num_tokens=sum(q_lens) + 2, seed=index
+    )
+    if row["sm_scale"] is not None:
+        batch = dataclasses.replace(batch, sm_scale=row["sm_scale"])
+    if row["holes"]:
+        batch = with_holes(batch, rng)
+    batch = without_left(batch, row["sliding_window"])
+    options: dict[str, Any] = {name: row[name] for name in ("sliding_window", "soft_cap")}
+    if row["alibi"]:
+        options["alibi_slopes"] = slopes_and_sinks(num_q_heads)["alibi_slopes"]
+    if row["sinks"]:
+        options["sinks"] = draw_sinks(row["sinks"], num_q_heads, rng)
+    device = Device(num_workers=row["num_workers"], stages=2 + index % 3, seed=index)
+    try:
+        first = check(batch, options, device, **row["split"])
+    except AssertionError as error:
+        raise AssertionError(f"{row}: {error}") from None
+    other = dataclasses.replace(device, plan_ctas=1, seed=index + 1)
+    assert_same_bits(emulate(batch, other, **options, **row["split"]), first)
+
+
+OPTIONS = {"sliding_window": 9, "soft_cap": 0.5} | slopes_and_sinks()
+
+
+def small_batch(dtype: Any = jnp.bfloat16, **changes) -> Batch:
+    """Rows for the decode kernel and for prefill, an empty one, and padding."""
+    case = dataclasses.replace(SMALL, **changes)
+    return make_batch(case, dtype, [1, 2, 30, 1], [90, 70, 130, 0], num_tokens=40, seed=3)
+
+
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_alone_matches_and_changes_the_result(name, dtype, layout):
+    batch = small_batch(jnp.dtype(dtype), layout=layout)
+    plain, _ = emulate(batch)
+    out, _ = check(batch, {name: OPTIONS[name]})
+    assert np.abs(out[:33].astype("f4") - plain[:33].astype("f4")).max() > 1e-2
+
+
+@pytest.mark.parametrize("split", [{}, {"num_kv_splits": 2}, {"split_tokens": 64}], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "layout", "page_size"),
+    [
+        ("bfloat16", "HND", 16), ("float16", "NHD", 5), ("bfloat16", "vllm5d", 8),
+        ("bfloat16", "vllm5d", 5), ("float32", "HND", 4),
+    ],
+)  # fmt: skip
+def test_only_tokens_from_where_the_windows_begin_are_read(dtype, layout, page_size, causal, split):
+    case = dataclasses.replace(SMALL, layout=layout, page_size=page_size, causal=causal)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 3, 30, 0, 2], [290, 150, 200, 80, 1], seed=6)
+    device = Device(num_workers=7)
+    for window in (1, 60, 128):
+        whole, lost = {}, {}
+        first = emulate(batch, device, sliding_window=window, **split, buffers=whole)
+        assert_reads_windows_only(batch, window, whole)
+        assert_attention_close(*first, *dense_oracle(batch, sliding_window=window))
+        gone = without_left(batch, window)
+        assert_same_bits(emulate(gone, device, sliding_window=window, **split, buffers=lost), first)
+        assert_reads_windows_only(gone, window, lost)
+    plain: dict[str, Any] = {}
+    emulate(batch, device, **split, buffers=plain)
+    with pytest.raises(AssertionError, match="read outside of the windows"):
+        assert_reads_windows_only(batch, 60, plain)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_window_that_is_off_or_holds_all_gives_the_bits_of_none(dtype):
+    batch = small_batch(jnp.dtype(dtype))
+    plain = emulate(batch)
+    for window in (0, -1, I32_MIN, I32_MAX, 130, 131):
+        assert_same_bits(emulate(batch, sliding_window=window), plain)
+    nothing = np.full(8, -np.inf, np.float32)
+    assert_same_bits(emulate(batch, sinks=nothing), plain)
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 128])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_every_edge_of_tiles_and_windows_matches(head_dim, window):
+    rows = [(q, p) for q in (1, 2, 9, 70) for p in (0, 1, 62, 63, 64, 65, 127, 128, 200)]
+    case = Case("edges", 4, 1, head_dim, page_size=8)
+    q_lens, seq_lens = [q for q, _ in rows], [q + p for q, p in rows]
+    batch = without_left(make_batch(case, jnp.bfloat16, q_lens, seq_lens, seed=window), window)
+    check(batch, {"sliding_window": window}, Device(num_workers=6, seed=window))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("split", [{"num_kv_splits": 1}, {"split_tokens": 64}], ids=str)
+def test_a_window_of_one_is_the_value_itself(split, dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 9], [150, 9, 70], seed=1)
+    out, _ = emulate(batch, sliding_window=1, **split)
+    positions = [(0, 149), (1, 8), *((2, 61 + i) for i in range(9))]
+    for token, (row, position) in enumerate(positions):
+        page, slot = divmod(position, SMALL.page_size)
+        value = batch.v_pages[batch.page_table[row, page], :, slot]
+        np.testing.assert_allclose(
+            out[token].astype("f4"), np.repeat(value, 4, axis=0).astype("f4"),
+            rtol=float(jnp.finfo(out.dtype).eps),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    "split", [{}, {"num_kv_splits": 1}, {"num_kv_splits": 4}, {"split_tokens": 64}], ids=str
+)
+def test_a_sink_counts_once_and_a_split_without_a_key_counts_nothing(split, dtype):
+    # Queries of row 0 see one tile each, so each split is empty for one of them; row 1 misses the
+    # pages of whole splits, row 2 all, and row 3 has no key.
+    batch = make_batch(SMALL, jnp.dtype(dtype), [2, 1, 1, 1, 20], [65, 300, 100, 0, 40], seed=8)
+    table = batch.page_table.copy()
+    table[1, 8:24] = -1
+    table[2] = WILD_PAGE
+    batch = dataclasses.replace(batch, page_table=table)
+    sinks = slopes_and_sinks()["sinks"]
+    for window in (1, None):
+        options = {"sliding_window": window, "sinks": sinks}
+        out, lse = check(batch, options, Device(num_workers=9), **split)
+        assert not out[3:5].astype("f4").any()
+        np.testing.assert_array_equal(lse[3:5], [sinks, sinks])
+        check(batch, {"sliding_window": window}, Device(num_workers=9), **split)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0, 1000.0])
+def test_a_sink_far_from_the_logits_neither_overflows_nor_is_lost(sink, dtype):
+    batch = small_batch(jnp.dtype(dtype))
+    options: dict[str, Any] = {"sinks": np.full(8, sink, np.float32)}
+    out, lse = emulate(batch, **options)
+    expected, expected_lse = dense_oracle(batch, **options)
+    np.testing.assert_allclose(
+        out.astype("f4"), expected, atol=2e-2 if dtype != "float32" else 1e-5
+    )
+    live = np.isfinite(expected_lse)
+    assert np.isneginf(lse[~live]).all(), "padding has no sink"
+    np.testing.assert_allclose(lse[live], expected_lse[live], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_without_a_key_give_zero_and_their_sink_and_padding_has_none(dtype):
+    sinks = slopes_and_sinks()["sinks"]
+    case = dataclasses.replace(SMALL, num_layers=2)
+    batch = make_batch(case, jnp.dtype(dtype), [1, 3, 20, 2], [0, 1, 0, 12], num_tokens=30)
+    nothing = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, -1))
+    for changed in (nothing, dataclasses.replace(batch, layer=5)):
+        out, lse = emulate(changed, sinks=sinks)
+        assert not out.astype("f4").any()
+        np.testing.assert_array_equal(lse[:26], np.broadcast_to(sinks, (26, 8)))
+        assert np.isneginf(lse[26:]).all(), "padding has no sink"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_fixed_splits_give_a_row_the_same_bits_in_any_batch_and_on_any_device(dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 20, 2], [300, 77, 150, 500], seed=6)
+    options = {**slopes_and_sinks(), "sliding_window": 100, "soft_cap": 5.0}
+    out, lse = check(batch, options, split_tokens=64)
+    for row, (start, end) in enumerate(itertools.pairwise(batch.cu_q_lens)):
+        alone = dataclasses.replace(
+            batch, q=batch.q[start:end], page_table=batch.page_table[row : row + 1],
+            seq_lens=batch.seq_lens[row : row + 1], num_seqs=1,
+            cu_q_lens=np.array([0, end - start], np.int32),
+        )  # fmt: skip
+        device = Device(num_workers=2 + row, stages=2 + row % 3)
+        result = emulate(alone, device, **options, split_tokens=64)
+        assert_same_bits(result, (out[start:end], lse[start:end]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("split", [{}, {"num_kv_splits": 3}, {"split_tokens": 64}], ids=str)
+def test_bits_do_not_depend_on_the_order_of_ctas_warps_and_copies(split, dtype):
+    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 2, 21], [400, 3, 130, 90], seed=1)
+    options = {**slopes_and_sinks(), "sliding_window": 200, "soft_cap": 2.0}
+    first = check(batch, options, Device(num_workers=7, seed=0), **split)
+    for seed in range(1, 7):
+        device = Device(num_workers=7, plan_ctas=1 + seed % 4, seed=seed)
+        assert_same_bits(emulate(batch, device, **options, **split), first)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 40])
+def test_any_number_of_workers_serves_windows(num_workers):
+    batch = make_batch(SMALL, jnp.bfloat16, [1, 1, 2, 0, 1], [900, 1, 66, 7, 450], seed=2)
+    for window in (3, 200):
+        options = {"sliding_window": window, "sinks": slopes_and_sinks()["sinks"]}
+        check(without_left(batch, window), options, Device(num_workers=num_workers))
+
+
+def test_options_of_rows_with_more_queries_than_keys_and_of_wild_lengths():
+    batch = make_batch(SMALL, jnp.bfloat16, [50, 3, 1], [30, 1, 21], num_tokens=60, seed=9)
+    for pages in (batch.k_pages, batch.v_pages):
+        pages[np.isnan(pages)] = 2
+    options = {**slopes_and_sinks(), "sliding_window": 5, "soft_cap": 2.0}
+    for seq_lens in ([30, 1, 21], [I32_MAX, -1, 32], [I32_MIN, 33, I32_MAX]):
+        check(dataclasses.replace(batch, seq_lens=np.array(seq_lens, np.int32)), options)

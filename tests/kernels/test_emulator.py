@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test of the tests: bugs planted in the CUDA attention kernels are found by the emulator."""
+
+import dataclasses
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import planting
+import pytest
+from emulation import (
+    FFI,
+    MACHINE,
+    Device,
+    EmulationError,
+    assert_reads_windows_only,
+    emulate,
+    library,
+    open_library,
+)
+from planting import COMPILE, sites_of, sparse_memory, survivors
+
+from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.options import eight_bit
+
+# file, what stands there, what the bug makes of it, what must be said about it
+DIFFERS = "error|not finite|lse"  # the comparison with the oracle
+BUGS = {
+    "no zero fill": (
+        "decode_loader.cuh",
+        "row * token_stride + chunk * 16;\n        const bool valid = mask >> row & 1;",
+        "row * token_stride + chunk * 16;\n        const bool valid = true;",
+        "not finite",
+    ),
+    "ring loaded one stage too far": (
+        "decode.cuh", "s < stages - 1", "s < stages", "while the cp.async",
+    ),
+    "loads into the stage being read": (
+        "decode.cuh", "stage == 0 ? stages - 1 : stage - 1", "stage", "cp.async|race",
+    ),
+    "page table off by one": (
+        "decode_loader.cuh", "segment_.row * args.pages_per_seq + index",
+        "segment_.row * args.pages_per_seq + index + 1",
+        f"out of bounds|{DIFFERS}",
+    ),
+    "page id not checked": (
+        "decode_loader.cuh", "page_id_ >= 0 && page_id_ < args.num_pages", "page_id_ != -1",
+        "k_pages out of bounds",
+    ),
+    "32-bit page address": (
+        "decode_loader.cuh", "? args.k_strides.Offset(page_id_",
+        "? (int32_t)args.k_strides.Offset(page_id_", "k_pages out of bounds",
+    ),
+    "32-bit page address of vllm5d": (
+        "decode_loader.cuh", "v_offset = args.v_strides.Offset(page_id_",
+        "v_offset = (int32_t)args.v_strides.Offset(page_id_", "v_pages out of bounds",
+    ),
+    "values of tokens that do not exist": (
+        "decode_tile.cuh", "b[i] &= exists[i % 2]", "b[i] &= ~0u", "not finite",
+    ),
+    "second half masked like the first": (
+        "decode_tile.cuh", "PairMask(token_mask, column + 8)", "PairMask(token_mask, column)",
+        DIFFERS,
+    ),
+    "key of the future": (
+        "segment.cuh", "position < 0 ? 0 : position + 1", "position < 0 ? 0 : position + 2",
+        DIFFERS,
+    ),
+    "mask one token too long": (
+        "decode_tile.cuh", "(token_mask >> token & 1) &&", "", DIFFERS,
+    ),
+    "pinned tokens not read": (
+        "segment.cuh", "token < NumPinned(args, segment.row)", "token < 0", DIFFERS,
+    ),
+    "pinned tokens masked": (
+        "segment.cuh", "key < NumPinned(args, segment.row)", "key < 0", DIFFERS,
+    ),
+    "one tile of the gap": (
+        "segment.cuh", "if (tile >= gap.begin) tile += gap.size;",
+        "if (tile > gap.begin) tile += gap.size;", DIFFERS,
+    ),
+    "slid rows as if they had not": (
+        "logits.cuh", "slot < NumPinned(args, row)) return 0;", "slot >= 0) return 0;", DIFFERS,
+    ),
+    "wrong partial slot": (
+        "segment.cuh", "begin >= range.begin ? 1 : 0", "begin > range.begin ? 1 : 0",
+        "race|nobody has written|error",
+    ),
+    "first to arrive merges": (
+        "segment.cuh", "before == limit", "before == 0", "nobody has written|not published",
+    ),
+    "partial result read through L1": (
+        "segment.cuh", "prim::LoadL2(SlotOut(", "prim::LoadConst<Float4>(SlotOut(", "L1 may serve",
+    ),
+    "ranges overlap": (
+        "segment.cuh", "range.end = range.begin + header.chunk;",
+        "range.end = range.begin + header.chunk + 1;",
+        "race|write after write",
+    ),
+    "counters not cleared": (
+        "plan.cuh", "prim::Store(args.arrivals + i, 0u);", "", "nobody has initialised",
+    ),
+    "empty rows not filled": (
+        "plan.cuh", "if (prim::Load(empties + i)) {", "if (false) {", "not finite",
+    ),
+    "length not clamped": (
+        "logits.cuh", "Clamp<int32_t>(stored, 0, args.capacity)", "stored",
+        "page_table out of bounds",
+    ),
+    "barrier in one warp only": (
+        "segment.cuh", "  prim::Store(tops + thread, top);\n  prim::SyncThreads();",
+        "  prim::Store(tops + thread, top);\n  if (thread < 32) prim::SyncThreads();", "race",
+    ),
+    "thread that leaves before a barrier": (
+        "decode.cuh", "if (range.begin >= range.end) return;",
+        "if (range.begin >= range.end || prim::ThreadIndex() == 40) return;", "deadlock.*ended",
+    ),
+    "shuffle in half a warp": (
+        "decode_finish.cuh", "    l += prim::ShuffleXor(l, 1);\n",
+        "    if (lane < 16) l += prim::ShuffleXor(l, 1);\n",
+        "divergent|deadlock",
+    ),
+    "exchange buffer too small": (
+        "traits.h", "sums[kWarps * kTileRows * kColumnPitch]", "sums[kTileRows * kColumnPitch]",
+        "shared memory out of bounds|race|error",
+    ),
+    "prefill: invalid rows not zeroed": (
+        "prefill_loader.cuh", "prim::CpAsync16(v_tile + Row",
+        "if (valid) prim::CpAsync16(v_tile + Row",
+        "nobody has|not finite",
+    ),
+    "prefill: waits too late": (
+        "prefill.cuh", "prim::CpAsyncWait(0)", "prim::CpAsyncWait(1)", "while the cp.async",
+    ),
+    "prefill: loads into the stage being read": (
+        "prefill_loader.cuh", "const Shared<char> k_tile = KTile(tile);",
+        "const Shared<char> k_tile = KTile(tile + 1);",
+        "cp.async|race|nobody has",
+    ),
+    "prefill: no barrier between tiles": (
+        "prefill.cuh", "the tile before have been read.\n    prim::SyncThreads();",
+        "the tile before have been read.\n    if (tile == 0) prim::SyncThreads();", "race",
+    ),
+    "prefill: mask overwritten while it is read": (
+        "prefill_unit.cuh", "kMaskSlots = 4", "kMaskSlots = 2", "race",
+    ),
+    "prefill: masks too few tiles": (
+        "prefill.cuh", "first_token + Traits::kTokens <= all.end",
+        "first_token + Traits::kTokens <= any.end",
+        DIFFERS,
+    ),
+    "prefill: diagonal of the unit's first row": (
+        "prefill.cuh", "UnitKeys(args, unit, unit.rows.count - 1)", "UnitKeys(args, unit, 0)",
+        DIFFERS,
+    ),
+    "prefill: diagonal one token too far": (
+        "prefill_tile.cuh", "keys.end -= first_token + lane", "keys.end -= first_token - 1 + lane",
+        DIFFERS,
+    ),
+    "prefill: page id not checked": (
+        "prefill_loader.cuh", "page_id_ >= 0 && page_id_ < args.num_pages", "page_id_ != -1",
+        "k_pages out of bounds",
+    ),
+    "prefill: O not rescaled": (
+        "prefill_tile.cuh", "keep[r][half] != 1.0f", "keep[r][half] > 1.0f", DIFFERS,
+    ),
+    "prefill: rows beyond the unit written": (
+        "prefill_finish.cuh", "\n    if (row >= unit.rows.count) break;", "",
+        f"out of bounds|race|write after write|{DIFFERS}",
+    ),
+    "prefill: units drawn twice": (
+        "prefill.cuh", "index = prim::GridSize() +", "index = 1 +", "race|write after write",
+    ),
+    "prefill: ticket not cleared": (
+        "plan.cuh", "prim::Store(args.ticket, 0u);", "", "nobody has initialised",
+    ),
+    "prefill: values of vllm5d tokens that do not exist": (
+        "prefill_loader.cuh", "if (mask == 0xffu) return;", "return;", "not finite",
+    ),
+    "prefill: values of vllm5d cleared by another thread": (
+        "prefill_loader.cuh", "const int32_t eight = thread % kEights;\n    const uint32_t mask",
+        "const int32_t eight = (thread + 1) % kEights;\n    const uint32_t mask",
+        "cp.async|race|nobody has",
+    ),
+    "prefill: values of vllm5d cleared before they are there": (
+        "prefill.cuh", "prim::CpAsyncWait(0);\n    if constexpr (Loader::kIsVllm5d)",
+        "if (!Loader::kIsVllm5d) prim::CpAsyncWait(0);\n    if constexpr (Loader::kIsVllm5d)",
+        "cp.async",
+    ),
+    "prefill: values of vllm5d read from other chunks": (
+        "prefill_tile.cuh", "2 * k + lane / 8 % 2", "k + lane / 8 % 2", DIFFERS,
+    ),
+    "prefill: 8 values of vllm5d for the first alone": (
+        "prefill_loader.cuh", "(token | 7) < unit.first_key", "token < unit.first_key",
+        f"not read|{DIFFERS}",
+    ),
+    "prefill: values of vllm5d left of the window read": (
+        "prefill_loader.cuh", "(token | 7) < unit.first_key || ", "", "outside of the windows",
+    ),
+    "prefill: keys of vllm5d left of the window read": (
+        "prefill_loader.cuh", "has_token = token >= LoadUnit<HEAD_DIM>().first_key && ",
+        "has_token = ", "outside of the windows",
+    ),
+    "prefill: 32-bit page address of vllm5d": (
+        "prefill_loader.cuh", "LayerOffset(args, args.v_strides) + args",
+        "LayerOffset(args, args.v_strides) + (int32_t)args", DIFFERS,
+    ),
+    "window one token too long": (
+        "logits.cuh", "position - window + 1", "position - window", "outside of the windows",
+    ),
+    "work begins at token 0": (
+        "segment.cuh", "segment->first_tile += left;", "", f"not read|{DIFFERS}",
+    ),
+    "tokens left of the window read": (
+        "segment.cuh", "return token >= segment.first_key ||", "return true ||",
+        "outside of the windows",
+    ),
+    "values of vllm5d left of the window read": (
+        "decode_loader.cuh", "(token | 7) >= segment_.first_key", "true", "outside of the windows",
+    ),
+    "a query sees the window of the first": (
+        "decode.cuh", "first_token >= seen_by_all.first && ", "", DIFFERS,
+    ),
+    "a sink for each split": (
+        "segment.cuh", "l = prim::Fma(ml.y, factor, l);",
+        "l = prim::Fma(ml.y + prim::Exp2(LoadSink(args, QueryHead(args, rows, row)) * kLog2E - "
+        "Base(ml.x)), factor, l);",
+        DIFFERS,
+    ),
+    "the sink of another head": (
+        "segment.cuh", "LoadSink(args, QueryHead(args, rows, row))", "LoadSink(args, 0)", DIFFERS,
+    ),
+    "a sink for padding": (
+        "plan.cuh", "args.num_tokens, step, /*with_sinks=*/false", "args.num_tokens, step, true",
+        "lse: empty rows",
+    ),
+    "soft cap before the scale": (
+        "logits.cuh", "edit.factor /= args.logits.soft_cap",
+        "edit.factor = 1.0f / args.logits.soft_cap", DIFFERS,
+    ),
+    "distance to the row's last query": (
+        "segment.cuh", "first_key - position)", "first_key - segment.lengths.seq_len + 1)", DIFFERS,
+    ),
+    "prefill: tokens left of the window read": (
+        "prefill_loader.cuh", "token < unit.first_key || ", "", "outside of the windows",
+    ),
+    "prefill: the edge of the windows not masked": (
+        "prefill.cuh", "first_token >= all.first && ", "", DIFFERS,
+    ),
+    "prefill: a tile that the warp's last row sees left out": (
+        "prefill_unit.cuh", "{first.first, last.end}", "{last.first, last.end}", DIFFERS,
+    ),
+}  # fmt: skip
+
+
+# The kernels that the planted bugs are tried on: one head_dim, so that they compile in a second.
+KERNELS = """
+#include "cuda/attention/decode.cuh"
+#include "cuda/attention/prefill.cuh"
+#include "emu/attention/kernels.h"
+namespace jax_paged::emu {
+AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
+                                 const cuda::DeviceLimits& limits) {
+  return {cuda::ChooseKernels(args, limits, cuda::DecodeTraits<64>::SharedBytes,
+                              cuda::PrefillTraits<64>::kSharedBytes, true),
+          {args.layout == Layout::kVllm5d
+               ? cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kVllm5d>
+               : cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kRows>,
+           cuda::DecodeTraits<64>::SharedBytes(args.stages)},
+          {args.layout == Layout::kVllm5d
+               ? cuda::PrefillCta<BFloat16, 64, cuda::PageKind::kVllm5d>
+               : cuda::PrefillCta<BFloat16, 64, cuda::PageKind::kRows>,
+           cuda::PrefillTraits<64>::kSharedBytes}};
+}
+AttentionKernels Float16Kernels(const cuda::AttentionArgs&, const cuda::DeviceLimits&) {
+  return {};
+}
+AttentionKernels Float32Kernels(const cuda::AttentionArgs&) { return {}; }
+}  // namespace jax_paged::emu
+#include "emu/attention/library.cc"
+"""
+
+
+def far_batch(layout, q_len=1) -> tuple[Batch, dict[str, Any]]:
+    """A batch, and as the kernels get it, with its pages more than 2^31 bytes into a pool.
+
+    Little of the pool is ever touched. `stored`: see `check`.
+    """
+    num_pages = 2**20  # of 4 KiB
+    batch = make_batch(Case("far", 4, 2, 64, layout=layout), jnp.bfloat16, [q_len], [40])
+    pools = []
+    for pages in (batch.k_pages, batch.v_pages):
+        memory = sparse_memory(num_pages * 4096)
+        pool = np.frombuffer(memory, np.uint16).view(jnp.bfloat16).reshape(-1, *pages.shape[1:])
+        pool[num_pages - len(pages) :] = pages
+        pools.append(pool)
+    table = batch.page_table + (num_pages - len(batch.k_pages))
+    far = dataclasses.replace(
+        batch, k_pages=pools[0], v_pages=pools[1], page_table=table.astype(np.int32)
+    )
+    return batch, {"stored": far}
+
+
+def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
+    """(batch, options) for the bf16 kernels of head_dim 64: between them they meet every bug."""
+    case = Case("battery", 8, 2, 64)
+    plain = {}
+    batch = make_batch(case, jnp.bfloat16, [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64], num_tokens=9)
+    yield batch, plain
+    yield make_batch(case, jnp.bfloat16, [1, 40, 0, 70], [70, 150, 9, 70]), plain  # prefill
+    long = make_batch(Case("odd_prefill", 8, 2, 64, page_size=5), jnp.bfloat16, [30], [140])
+    long.page_table[0, 2] = 2_147_480_000  # a hole
+    yield long, plain
+    odd = Case("odd_pages", 8, 2, 64, page_size=5)
+    batch = make_batch(odd, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
+    batch.page_table[0, 2] = 2_147_480_000  # a hole
+    yield batch, plain
+    longer = make_batch(case, jnp.bfloat16, [1, 1], [32, 16])
+    longer.seq_lens[:] = 2**30  # clamped to the two pages of each row
+    for pages in (longer.k_pages, longer.v_pages):
+        pages[np.isnan(pages)] = 1
+    longer.page_table[:] = [[0, 1], [2, 3]]
+    yield longer, plain
+    yield far_batch("HND")
+    five = Case("vllm5d", 8, 2, 64, page_size=8, layout="vllm5d")
+    batch = make_batch(five, jnp.bfloat16, [1, 3, 1], [23, 9, 140])
+    batch.page_table[0, 1] = 2_147_480_000
+    yield batch, plain
+    yield far_batch("vllm5d")
+    yield far_batch("vllm5d", q_len=20)
+    batch = make_batch(five, jnp.bfloat16, [30, 1, 40], [150, 9, 77])
+    batch.page_table[0, 2] = 2_147_480_000
+    yield batch, plain
+    edits = {
+        "soft_cap": 0.7,
+        "alibi_slopes": np.float32(2.0 ** -np.arange(1, 9)),
+        "sinks": np.float32(np.linspace(-1, 3, 8)),
+    }
+    batch = make_batch(case, jnp.bfloat16, [1, 2, 0, 1, 70], [270, 33, 5, 0, 150], num_tokens=78)
+    yield batch, edits
+    window = {"sliding_window": 40}
+    small = Case("windows", 8, 2, 64, page_size=8)
+    yield make_batch(small, jnp.bfloat16, [1, 2, 70], [300, 73, 150], num_tokens=75), window
+    yield make_batch(five, jnp.bfloat16, [1, 2], [145, 73]), window
+    yield make_batch(five, jnp.bfloat16, [1, 30], [145, 131]), window
+    pinned = {
+        "sliding_window": np.int32([40, 100, 30]),
+        "num_pinned": np.int32([20, 70, 0]),
+        "slot_offset": np.int32([128, 0, 16]),
+        "alibi_slopes": edits["alibi_slopes"],
+    }
+    batch = make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 150], num_tokens=35)
+    batch.seq_lens[:] += pinned["slot_offset"]
+    yield batch, pinned
+    longer_than_a_tile = {"sliding_window": 150}
+    yield make_batch(Case("edge", 4, 1, 64), jnp.bfloat16, [70], [300]), longer_than_a_tile
+
+
+def check_all(loaded):
+    """Runs every batch of bf16_batches on one library."""
+    for batch, options in bf16_batches():
+        check(batch, loaded=loaded, **options)
+
+
+def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, scales=(), **options):
+    """Runs a batch under several seeds against the oracle, and looks at what a window left out.
+
+    With `stored`, the same batch in 8 bits with its scales, or far away, the kernels get that.
+    """
+    expected = dense_oracle(batch, **options)
+    window = options.get("sliding_window") if "num_pinned" not in options else None
+    options |= dict(scales)
+    for seed in seeds:
+        device, buffers = Device(num_workers=num_workers, seed=seed), {} if window else None
+        given = batch if stored is None else stored
+        result = emulate(given, device, loaded=loaded, buffers=buffers, **options)
+        if window:
+            assert_reads_windows_only(batch, window, buffers)
+        assert_attention_close(*result, *expected)
+
+
+@pytest.fixture(scope="module")
+def planted(request, tmp_path_factory):
+    with planting.planted(
+        planting.asked_for(BUGS, request), tmp_path_factory.mktemp,
+        op="attention", source="kernels.cc",
+        files={"kernels.cc": KERNELS}, load=open_library, level="-O1",
+    ) as libraries:  # fmt: skip
+        yield libraries
+
+
+def test_the_kernels_as_they_are_pass():
+    check_all(library())
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name, planted):
+    loaded = planted[name].result()
+    with pytest.raises((EmulationError, AssertionError), match=BUGS[name][3]):
+        check_all(loaded)
+
+
+def battery():
+    """Runs that pass every synchronisation of every attention kernel."""
+    for dtype, head_dim, page_size in [
+        ("bfloat16", 64, 16), ("float16", 192, 5), ("float32", 64, 16),
+    ]:  # fmt: skip
+        case = Case("battery", 8, 2, head_dim, page_size=page_size)
+        q_lens, seq_lens = [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64]
+        check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=9))
+        prefill = make_batch(case, jnp.dtype(dtype), [20, 5], [140, 70])
+        check(prefill, num_workers=2)  # fewer than prefill units
+    batch = make_batch(Case("battery", 8, 2, 64), jnp.bfloat16, [1, 1, 2], [270, 1, 33])
+    stored, real, scales = eight_bit(batch, "float8_e4m3fn", "token", np.random.default_rng(0))
+    check(real, stored=stored, scales=scales)
+
+
+@pytest.mark.deep
+def test_every_barrier_fence_and_wait_is_needed_and_missed():
+    loaded = library()
+    sites = sites_of(loaded, battery)
+    kinds = {kind for kind, _ in sites}
+    assert kinds == {"SyncThreads", "SyncWarp", "ThreadFence", "CpAsyncWait"}
+    assert len(sites) >= 20
+    assert not survivors(loaded, battery, sites), "skipped without any finding"
+
+
+@pytest.mark.deep
+def test_ucontext_fibers_give_the_same_bits(tmp_path):
+    (tmp_path / "kernels.cc").write_text(KERNELS, encoding="utf-8")
+    sources = [tmp_path / "kernels.cc", *(FFI / "emu" / name for name in MACHINE)]
+    flags = [*COMPILE, "-O1", "-I", FFI, "-DJAX_PAGED_EMU_UCONTEXT"]
+    subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "it.so"], check=True)
+    batch, _ = next(bf16_batches())
+    for a, b in zip(
+        emulate(batch, loaded=open_library(tmp_path / "it.so")), emulate(batch), strict=True
+    ):
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))

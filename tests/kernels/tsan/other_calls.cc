@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Writing, merging, norms and rope, projections and experts.
+
+#include <utility>
+
+#include "calls.h"
+#include "cpu/handlers.h"
+
+namespace jax_paged::tsan {
+namespace {
+
+// Slots of a pool for `count` tokens: shuffled, the last one again, and two that are none.
+Array Slots(int64_t count, int64_t num_slots) {
+  std::vector<int32_t> slots = Shuffled(num_slots);
+  slots.resize(static_cast<size_t>(count));
+  slots[static_cast<size_t>(count) - 1] = slots[0];
+  slots[1] = -1;
+  slots[2] = 2147480000;
+  return Ints({count}, slots);
+}
+
+Call WriteKv(const std::string& name, XLA_FFI_DataType type, const std::string& layout,
+             bool in_place) {
+  constexpr int64_t kTokens = 220, kHeads = 4, kDim = 64, kPages = 30, kPageSize = 8;
+  std::vector<int64_t> dims = {2, kPages, kHeads, kPageSize, kDim};
+  if (layout == "NHD") std::swap(dims[2], dims[3]);
+  const Array k = Random(type, {kTokens, kHeads, kDim});
+  const Array v = Random(type, {kTokens, kHeads, kDim}, 2.0f);
+  Call call;
+  call.name = name;
+  call.handler = cpu::WriteKvHandler;
+  call.operands = {Unused(type, dims), Unused(type, dims), k, v, Slots(kTokens, kPages * kPageSize),
+                   Ints({}, {1})};
+  call.results = {{type, dims, in_place ? 0 : -1}, {type, dims, in_place ? 1 : -1}};
+  call.attributes = {{"layout", layout}};
+  return call;
+}
+
+Call Qkv(const std::string& name, XLA_FFI_DataType type, const std::string& style) {
+  constexpr int64_t kTokens = 180, kHeads = 4, kKvHeads = 3, kDim = 64, kPages = 30, kPageSize = 8;
+  const std::vector<int64_t> dims = {2, kPages, kKvHeads, kPageSize, kDim};
+  const std::vector<int32_t> positions = Shuffled(kTokens);
+  Call call;
+  call.name = name;
+  call.handler = cpu::QkvNormRopeWriteHandler;
+  call.operands = {Random(type, {kTokens, (kHeads + 2 * kKvHeads) * kDim}),
+                   Unused(type, dims),
+                   Unused(type, dims),
+                   Ints({kTokens}, positions),
+                   Slots(kTokens, kPages * kPageSize),
+                   Random(kF32, {kTokens, kDim / 2}),
+                   Random(kF32, {kTokens, kDim / 2}),
+                   Random(type, {kDim}),
+                   Random(type, {kDim}),
+                   Ints({}, {0})};
+  call.results = {
+      {type, {kTokens, kHeads, kDim}, -1, /*is_real=*/true}, {type, dims, 1}, {type, dims, 2}};
+  call.attributes = {{"eps", 1e-6f}, {"style", style}, {"layout", "HND"}};
+  return call;
+}
+
+Call Merge(const std::string& name, XLA_FFI_DataType type) {
+  constexpr int64_t kTokens = 90, kHeads = 8, kDim = 64;
+  Call call;
+  call.name = name;
+  call.handler = cpu::MergeStatesHandler;
+  call.operands = {Random(type, {kTokens, kHeads, kDim}), Random(kF32, {kTokens, kHeads}, 9.0f),
+                   Random(type, {kTokens, kHeads, kDim}), Random(kF32, {kTokens, kHeads}, 5.0f)};
+  call.results = {{type, {kTokens, kHeads, kDim}, -1, /*is_real=*/true},
+                  {kF32, {kTokens, kHeads}, -1, /*is_real=*/true}};
+  return call;
+}
+
+Call ScatterRows(const std::string& name) {
+  constexpr int64_t kRows = 120, kWidth = 512;
+  Call call;
+  call.name = name;
+  call.handler = cpu::ScatterRowsHandler;
+  std::vector<int32_t> rows = Shuffled(2 * kRows);  // of two workers, none writes the other's
+  rows.resize(kRows);
+  rows[3] = -1;
+  rows[4] = 2147480000;
+  call.operands = {Unused(kF32, {2, kRows, kWidth}), Ints({kRows}, rows),
+                   Random(kF32, {kRows, kWidth})};
+  call.results = {{kF32, {2, kRows, kWidth}, 0}};
+  return call;
+}
+
+Call ZeroPool(const std::string& name) {
+  Call call;
+  call.name = name;
+  call.handler = cpu::ZeroPoolHandler;
+  call.results = {{kBf16, {3, 900'000}, -1, /*is_real=*/true}};  // 5.4 MB: three chunks
+  return call;
+}
+
+Call Linear(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w, int64_t num_rows) {
+  constexpr int64_t kDepth = 1408, kColumns = 100;  // two chunks deep
+  Call call;
+  call.name = name;
+  call.handler = cpu::LinearHandler;
+  call.operands = {Random(type, {num_rows, kDepth}), Random(w, {kColumns, kDepth}),
+                   w == type ? None(kF32) : Random(kF32, {kColumns}, 0.02f)};
+  call.results = {{type, {num_rows, kColumns}, -1, /*is_real=*/true}};
+  return call;
+}
+
+Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w) {
+  constexpr int64_t kTokens = 35, kExperts = 6, kChosen = 2, kHidden = 48, kInner = 40;
+  std::vector<int32_t> experts;
+  for (int32_t i = 0; i < kTokens * kChosen; ++i) {
+    experts.push_back(i == 5 ? -1 : i * i % (kExperts - 1));  // the last one is nobody's
+  }
+  const bool is_scaled = w != type;
+  Call call;
+  call.name = name;
+  call.handler = cpu::MoeExpertsHandler;
+  call.operands = {Random(type, {kTokens, kHidden}),
+                   Random(w, {kExperts, 2 * kInner, kHidden}),
+                   Random(w, {kExperts, kHidden, kInner}),
+                   Ints({kTokens, kChosen}, experts),
+                   Random(kF32, {kTokens, kChosen}),
+                   is_scaled ? Random(kF32, {kExperts, 2 * kInner}, 0.02f) : None(kF32),
+                   is_scaled ? Random(kF32, {kExperts, kHidden}, 0.02f) : None(kF32)};
+  call.results = {{type, {kTokens, kHidden}, -1, /*is_real=*/true}};
+  return call;
+}
+
+}  // namespace
+
+std::vector<Call> OtherCalls() {
+  std::vector<Call> calls = {WriteKv("write_kv in place", kBf16, "NHD", /*in_place=*/true),
+                             WriteKv("write_kv to a copy", kF32, "HND", /*in_place=*/false),
+                             Qkv("qkv_norm_rope_write f32", kF32, "half"),
+                             Qkv("qkv_norm_rope_write f16", kF16, "interleaved"),
+                             Merge("merge f32", kF32),
+                             Merge("merge bf16", kBf16),
+                             ScatterRows("scatter_rows"),
+                             Moe("moe_experts f32", kF32, kF32),
+                             Moe("moe_experts f16 on fp8", kF16, kFp8)};
+  for (Call& call : calls) call.times = 3;
+  calls.push_back(ZeroPool("zero_pool"));
+  calls.push_back(Linear("linear f32", kF32, kF32, 20));
+  calls.push_back(Linear("linear bf16 on int8", kBf16, kInt8, 33));
+  return calls;
+}
+
+}  // namespace jax_paged::tsan

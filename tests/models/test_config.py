@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key of a config.json is honoured, known to be harmless, or refused by name."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jax_paged.models.checkpoint import hf_config
+from jax_paged.models.checkpoint.hf_config import config_from_hf
+from jax_paged.models.decoder.config import RopeConfig
+from jax_paged.models.testing import small_config, small_hf_config
+
+SLIDES = {"use_sliding_window": True, "sliding_window": 64}
+
+# The keys of released checkpoints, as their config.json has them.
+RELEASED = {
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+        "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 128256,
+    },
+    "SmolLM2-135M": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576,
+        "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+        "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30,
+        "num_key_value_heads": 3, "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+    },
+}  # fmt: skip
+
+
+def test_released_qwen3_moe_is_read():
+    config = config_from_hf(RELEASED["Qwen3-30B-A3B"])
+    assert (config.num_layers, config.num_q_heads, config.num_kv_heads) == (48, 32, 4)
+    assert (config.num_experts, config.experts_per_token) == (128, 8)
+    assert config.norm_topk_prob
+    assert config.qk_norm
+    assert all(config.moe_layers)
+    assert config.rope == RopeConfig(theta=1e6)
+    assert config.eos_token_ids == (151645,)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M"])
+def test_released_dense_configurations_are_read(name):
+    raw = RELEASED[name]
+    config = config_from_hf(raw)
+    assert config.tie_embeddings
+    assert config.qk_norm == (name == "Qwen3-0.6B")
+    assert not any(config.moe_layers)
+    assert config.head_dim == raw.get("head_dim", 64)
+    assert config.rope.kind == ("llama3" if name == "Llama-3.2-1B" else "default")
+
+
+def test_no_key_stands_in_two_tables():
+    for model_type, own in hf_config._HONOURED_BY_TYPE.items():
+        honoured = hf_config._HONOURED | own
+        assert not honoured.keys() & set(hf_config._HARMLESS), model_type
+    assert not hf_config._HONOURED.keys() & set(hf_config._NEUTRAL)
+    assert not set(hf_config._HARMLESS) & set(hf_config._NEUTRAL)
+
+
+def test_old_and_new_key_names_mean_the_same():
+    old = small_config(rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0})
+    raw = small_hf_config()
+    del raw["num_experts"], raw["rope_theta"]
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    assert config_from_hf(raw | {"num_local_experts": 6, "rope_parameters": rope}) == old
+
+
+def test_generation_config_decides_the_end_tokens():
+    raw = small_hf_config(eos_token_id=3)
+    assert config_from_hf(raw, {"eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
+    assert config_from_hf(raw, {"temperature": 0.6}).eos_token_ids == (3,)
+    assert config_from_hf(small_hf_config()).eos_token_ids == ()
+
+
+def test_sparse_steps_and_dense_layers_choose_the_moe_layers():
+    config = small_config(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert config.moe_layers == (False, True, False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "windows"),
+    [
+        ("qwen3", {"max_window_layers": 2}, (0, 0, 64, 64)),
+        ("qwen3", {"max_window_layers": 0}, (64,) * 4),
+        ("qwen3", {"max_window_layers": 4}, ()),
+        ("qwen3", {}, ()),  # 28 layers come before the first with a window
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 64) * 2),
+        ("qwen3", {"max_window_layers": 0, "sliding_window": None}, ()),
+        ("qwen3", {"max_window_layers": 0, "use_sliding_window": False}, ()),
+        ("qwen3_moe", {"max_window_layers": 2}, (64,) * 4),  # which transformers does not read
+        ("qwen3_moe", {"use_sliding_window": False}, ()),
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_them(model_type, changes, windows):
+    config = small_config(model_type, **({"num_hidden_layers": 4} | SLIDES | changes))
+    assert config.layer_windows == windows
+    assert [config.window(layer) for layer in range(4)] == list(windows or (0,) * 4)
+
+
+def test_a_window_that_is_not_given_has_the_published_size():
+    assert small_config("qwen3_moe", use_sliding_window=True).layer_windows == (4096, 4096)
+
+
+@pytest.mark.parametrize("windows", [(4,), (4, -1)])
+def test_a_configuration_checks_its_windows(windows):
+    with pytest.raises(ValueError, match=r"^config: layer_windows must "):
+        dataclasses.replace(small_config(), layer_windows=windows)
+
+
+def test_head_dim_defaults_as_published():
+    for model_type, expected in (("qwen3", 128), ("llama", 8), ("qwen3_moe", 8)):
+        raw = small_hf_config(model_type)
+        del raw["head_dim"]
+        assert config_from_hf(raw).head_dim == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("llama", {"flux_capacitor": 1.21}, "key 'flux_capacitor' = 1.21 is not known"),
+        ("llama", {"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported"),
+        ("llama", {"architectures": ["Qwen3ForCausalLM"]}, "model_type says 'llama'"),
+        ("mamba", {}, "model_type 'mamba' is not supported; supported: qwen3_moe"),
+        ("llama", {"hidden_act": "gelu"}, "key 'hidden_act' must be 'silu', got 'gelu'"),
+        ("llama", {"use_sliding_window": True}, "key 'use_sliding_window' must be None, got True"),
+        ("llama", {"sliding_window": 4096}, "key 'sliding_window' must be None, got 4096"),
+        (
+            "llama",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "key 'layer_types' must hold 'full_attention' here, got 'sliding_attention'",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "key 'layer_types' must hold 'full_attention' here, got 'sliding_attention'",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]} | SLIDES,
+            "must hold 'full_attention' or 'sliding_attention' here, got 'chunked_attention'",
+        ),
+        (
+            "qwen3_moe",
+            {"layer_types": ["full_attention", "sliding_attention"]} | SLIDES,
+            "key 'layer_types' must hold 'sliding_attention' here, got 'full_attention'",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention"]},
+            "key 'layer_types' must have num_hidden_layers=2 entries, got 1",
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": 1},
+            "key 'use_sliding_window' must be true or false, got 1",
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "key 'sliding_window' must be an integer from 1 to 2147483647, got 0",
+        ),
+        (
+            "qwen3",
+            {"max_window_layers": "all"} | SLIDES,
+            "key 'max_window_layers' must be an integer from 0 to 2147483647, got 'all'",
+        ),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "'quantization_config' must be None"),
+        ("qwen3", {"mlp_bias": True}, "key 'mlp_bias' must be False or None, got True"),
+        ("llama", {"pretraining_tp": 2}, "key 'pretraining_tp' must be 1 or None, got 2"),
+        ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1"),
+        ("llama", {"num_local_experts": 8}, "key 'num_local_experts' must be 0 or None, got 8"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type 'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "needs a number for 'factor', got None"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 1}},
+            "rope key 'beta_fast' = 1 is not known for rope_type 'linear'",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "llama3", "factor": 2}},
+            "rope_type 'llama3' needs a number for 'low_freq_factor', got None",
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is 10000.0, but 5.0"),
+        ("llama", {"hidden_size": None}, "key 'hidden_size' is missing"),
+        (
+            "llama",
+            {"hidden_size": "32"},
+            "key 'hidden_size' must be an integer from 1 to 2147483647, got '32'",
+        ),
+        ("llama", {"num_attention_heads": 3}, "num_attention_heads must be a multiple of"),
+        (
+            "llama",
+            {"num_attention_heads": 0},
+            "'num_attention_heads' must be an integer from 1 to 2147483647, got 0",
+        ),
+        ("llama", {"num_key_value_heads": "2"}, "'num_key_value_heads' must be an integer from 1"),
+        ("qwen3", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing"),
+        (
+            "llama",
+            {"rms_norm_eps": "tiny"},
+            "'rms_norm_eps' must be a number from 1e-30 to 1, got 'tiny'",
+        ),
+        (
+            "llama",
+            {"rope_theta": "1e6"},
+            "key 'rope_theta' must be a number from 2 to 1e+15, got '1e6'",
+        ),
+        ("llama", {"rope_scaling": 2.0}, "key 'rope_scaling' must be an object, got 2.0"),
+        ("llama", {"tie_word_embeddings": "false"}, "must be true or false, got 'false'"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": 1},
+            "key 'mlp_only_layers' must be a list, each entry an integer",
+        ),
+        ("llama", {"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
+        (
+            "llama",
+            {"num_hidden_layers": 0},
+            "key 'num_hidden_layers' must be an integer from 1 to 65536, got 0",
+        ),
+        ("qwen3_moe", {"num_local_experts": 9}, "contradict each other"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "at most num_experts=6, got 7"),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 0},
+            "'decoder_sparse_step' must be an integer from 1",
+        ),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "must be 0 or None, got 64"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model_type, changes, message):
+    with pytest.raises(ValueError, match=r"^config") as caught:
+        config_from_hf(small_hf_config(model_type, **changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+NAN, INF = float("nan"), float("inf")
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def scaled(base, **changes):
+    return {"rope_scaling": base | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": NAN}, "key 'rope_theta' must be a number from 2 to 1e+15, got nan"),
+        ({"rope_theta": INF}, "key 'rope_theta' must be a number from 2 to 1e+15, got inf"),
+        ({"rope_theta": 10**400}, "key 'rope_theta' must be a number from 2 to 1e+15, got an int"),
+        ({"rope_theta": 0}, "key 'rope_theta' must be a number"),
+        ({"rope_theta": True}, "key 'rope_theta' must be a number"),
+        ({"rms_norm_eps": NAN}, "key 'rms_norm_eps' must be a number from 1e-30 to 1, got nan"),
+        ({"rms_norm_eps": INF}, "key 'rms_norm_eps' must be a number from 1e-30 to 1, got inf"),
+        (scaled(LLAMA3, high_freq_factor=1.0), "high_freq_factor must be above low_freq_factor"),
+        (scaled(LLAMA3, low_freq_factor=NAN), "key 'low_freq_factor' must be a number"),
+        (scaled(LLAMA3, factor=INF), "key 'factor' must be a number"),
+        (
+            scaled(LLAMA3, original_max_position_embeddings=0),
+            "key 'original_max_position_embeddings' must be an integer from 1",
+        ),
+        (scaled(YARN, original_max_position_embeddings=0.5), "'original_max_position_embeddings'"),
+        (scaled(YARN, beta_fast=1.0), "beta_fast must be above beta_slow=1.0, got 1.0"),
+        (scaled(YARN, mscale=NAN), "key 'mscale' must be a number from 0 to 1000, got nan"),
+        (scaled(YARN, truncate="no"), "key 'truncate' must be true or false, got 'no'"),
+        (scaled(YARN, rope_type=["yarn"]), "key 'rope_type' must be a text, got ['yarn']"),
+        ({"eos_token_id": [1.5, "a"]}, "key 'eos_token_id' must be an integer from 0 to"),
+        ({"eos_token_id": True}, "key 'eos_token_id' must be an integer"),
+        ({"eos_token_id": -1}, "key 'eos_token_id' must be an integer"),
+        ({"bos_token_id": "a"}, "key 'bos_token_id' must be"),
+        ({"num_hidden_layers": 3000000}, "must be an integer from 1 to 65536, got 3000000"),
+        ({"head_dim": 2**40}, "key 'head_dim' must be an integer from 1 to 65536"),
+        ({"num_attention_heads": 2**40}, "key 'num_attention_heads' must be an integer"),
+        ({"max_position_embeddings": INF}, "key 'max_position_embeddings' must be an integer"),
+        ({"architectures": [["a"]]}, "key 'architectures' must be a list, each entry a text"),
+        ({"rope_scaling": {"type": {}}}, "key 'type' must be a text, got {}"),
+        ({"layer_types": [0, 0]}, "key 'layer_types' must be a list, each entry a text"),
+        ({"x" * 5000: "y" * 10**6}, "of length 5000 = 'yyyyy"),
+    ],
+)  # fmt: skip
+def test_values_that_make_no_sense_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=r"^config") as caught:
+        config_from_hf(small_hf_config("llama", **changes))
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_model_type_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match=r"key 'model_type' must be a text, got \['llama'\]"):
+        config_from_hf(small_hf_config("llama") | {"model_type": ["llama"]})
+
+
+def test_the_end_tokens_of_the_generation_config_are_checked_too():
+    text = (
+        r"^here/generation_config.json: key 'eos_token_id' must be an integer .*, got \[1.5, 'a'\]"
+    )
+    with pytest.raises(ValueError, match=text):
+        config_from_hf(small_hf_config(), {"eos_token_id": [1.5, "a"]}, where="here/config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"theta": NAN}, "theta must be a number"),
+        ({"kind": "llama3"}, "original_context must be positive"),
+        ({"frequency_divisors": (1.0, 0.0)}, "frequency_divisors must be None or a list"),
+    ],
+)
+def test_a_rope_configuration_checks_itself(changes, message):
+    with pytest.raises(ValueError, match=f"^config: {message}"):
+        RopeConfig(**changes)
+
+
+def test_linear_scaling_divides_the_frequencies():
+    plain = RopeConfig(theta=100.0).frequencies(8)
+    np.testing.assert_allclose(plain, [1, 100**-0.25, 0.1, 100**-0.75], rtol=1e-6)
+    linear = RopeConfig(theta=100.0, kind="linear", factor=4.0).frequencies(8)
+    np.testing.assert_allclose(linear, plain / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_long_context_scaling_keeps_fast_and_slows_slow_frequencies(kind):
+    rope = RopeConfig(theta=1e4, kind=kind, factor=8.0, original_context=256)
+    plain, scaled = (r.frequencies(64) for r in (RopeConfig(theta=1e4), rope))
+    np.testing.assert_allclose(scaled[0], plain[0], rtol=1e-6)
+    np.testing.assert_allclose(scaled[-1], plain[-1] / 8, rtol=1e-6)
+    ratio = plain / scaled
+    assert np.all(np.diff(ratio) > -1e-5)
+    assert np.any((ratio > 1.1) & (ratio < 7.9))
+
+
+def test_frequency_divisors_divide_the_frequencies():
+    divisors = (1.0, 2.0, 4.0, 8.0)
+    plain = RopeConfig().frequencies(8)
+    divided = RopeConfig(frequency_divisors=divisors).frequencies(8)
+    np.testing.assert_allclose(divided, plain / divisors, rtol=1e-6)

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on good input: against a dense float64 softmax, and the bits that the docs promise."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import paged_attention, ragged_paged_attention
+from jax_paged.layout import LAYOUTS
+from jax_paged.testing import (
+    CASES,
+    TOLERANCES,
+    Case,
+    assert_attention_close,
+    dense_oracle,
+    make_batch,
+)
+
+DTYPES = tuple(TOLERANCES)
+SMALL = Case("small", 8, 2, 64, page_size=8)
+SPLITS = (
+    {},
+    {"num_kv_splits": 1},
+    {"num_kv_splits": 4},
+    {"num_kv_splits": 1000},
+    {"split_tokens": 1},
+    {"split_tokens": 64},
+    {"split_tokens": 512},
+)
+
+
+def run(batch, implementation, **options):
+    """(out, lse) of a batch through `ragged_paged_attention`."""
+    arguments, defaults = batch.ragged()
+    return ragged_paged_attention(
+        *arguments, **(defaults | options), return_lse=True, implementation=implementation
+    )
+
+
+def assert_same_bits(a, b):
+    """Both arrays hold the same bytes."""
+    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_mixed_batch_matches_float64_softmax(name, dtype, implementation):
+    case = CASES[name]
+    page = case.page_size
+    q_lens = [1, 0, 19, 1, 3, page % 37, 1]
+    seq_lens = [page + 1, 2 * page, 19, 0, page - 1, 2 * page, 1]
+    batch = make_batch(case, dtype, q_lens, seq_lens, num_tokens=sum(q_lens) + 5, seed=len(name))
+    assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_decode_matches_float64_softmax(name, dtype, implementation):
+    case = CASES[name]
+    page = case.page_size
+    seq_lens = [3 * page, 1, page + 1, 0, page - 1]
+    batch = make_batch(case, dtype, [1] * 5, seq_lens, seed=len(name))
+    out, lse = paged_attention(
+        *batch.operands(), layout=case.layout, return_lse=True, implementation=implementation
+    )
+    assert_attention_close(out, lse, *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_layers", [None, 3])
+@pytest.mark.parametrize("v_head_dim", [32, 64, 128])
+def test_layouts_stacks_and_value_dims_match(layout, num_layers, v_head_dim, implementation):
+    case = dataclasses.replace(SMALL, layout=layout, num_layers=num_layers, v_head_dim=v_head_dim)
+    batch = make_batch(case, jnp.bfloat16, [1, 20, 3], [40, 33, 3], shared_pages=True)
+    assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+def test_long_prompt_matches(layout, dtype, causal, implementation):
+    case = Case("long", 4, 2, 64, causal=causal, layout=layout)
+    batch = make_batch(case, dtype, [300, 1, 77], [300, 2000, 200], seed=3)
+    assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("options", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_split_matches(dtype, options):
+    batch = make_batch(SMALL, dtype, [1, 1, 4, 0], [2000, 513, 700, 9], seed=4)
+    assert_attention_close(*run(batch, "native", **options), *dense_oracle(batch))
+    decode = make_batch(SMALL, dtype, [1, 1, 1], [2000, 0, 511], seed=5)
+    out, lse = paged_attention(
+        *decode.operands(), return_lse=True, implementation="native", **options
+    )
+    assert_attention_close(out, lse, *dense_oracle(decode))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_matches_reference(dtype):
+    batch = make_batch(SMALL, dtype, [1, 30, 7, 0, 1], [100, 30, 64, 10, 0], num_tokens=44, seed=6)
+    expected, expected_lse = run(batch, "reference")
+    out, lse = run(batch, "native")
+    # Both are within the tolerance of the exact answer, so they are within twice it of each other.
+    relative, _ = TOLERANCES[dtype]
+    expected, out = (np.asarray(x).astype(np.float64) for x in (expected, out))
+    error = np.linalg.norm(out - expected, axis=-1)
+    assert (error <= 2 * relative * np.linalg.norm(expected, axis=-1)).all()
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=4e-5)
+
+
+def test_paged_attention_is_ragged_attention_with_one_query_per_row(implementation):
+    batch = make_batch(SMALL, jnp.float32, [1] * 4, [31, 0, 8, 100], seed=7)
+    out, lse = run(batch, implementation, sm_scale=None)
+    decode, decode_lse = paged_attention(
+        *batch.operands(), return_lse=True, implementation=implementation
+    )
+    np.testing.assert_allclose(decode, out, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(decode_lse, lse, rtol=0, atol=1e-5)
+
+
+def test_prefill_in_chunks_gives_what_prefill_at_once_gives(implementation):
+    whole = make_batch(SMALL, jnp.float32, [100], [100], seed=8)
+    out, _ = run(whole, implementation)
+    for start, end in [(0, 37), (37, 64), (64, 65), (65, 100)]:
+        part = dataclasses.replace(
+            whole,
+            q=whole.q[start:end],
+            seq_lens=np.array([end], np.int32),
+            cu_q_lens=np.array([0, end - start], np.int32),
+        )
+        np.testing.assert_allclose(run(part, implementation)[0], out[start:end], rtol=0, atol=2e-6)
+
+
+def test_empty_rows_are_exactly_zero_and_padding_never_shows(implementation):
+    batch = make_batch(
+        SMALL, jnp.float16, [2, 1, 1, 9], [0, 5, 0, 9], num_seqs=3, num_tokens=11, seed=9
+    )
+    out, lse = run(batch, implementation)
+    empty = np.array([True, True, False, True] + [False] * 7)
+    empty[4:] = True  # padding, whose queries are NaN
+    assert_same_bits(out[empty], np.zeros_like(out[empty]))
+    np.testing.assert_array_equal(np.isneginf(lse), np.repeat(empty[:, None], 8, axis=1))
+    assert np.abs(np.asarray(out[2])).min() > 0
+
+
+def test_queries_before_the_first_key_see_nothing(implementation):
+    batch = make_batch(SMALL, jnp.float32, [5], [2], seed=10)
+    out, lse = run(batch, implementation)
+    assert_attention_close(out, lse, *dense_oracle(batch))
+    np.testing.assert_array_equal(np.isneginf(lse[:, 0]), [True, True, True, False, False])
+
+
+def test_return_lse_false_returns_just_the_output(implementation):
+    batch = make_batch(SMALL, jnp.float32, [1, 3], [5, 9], seed=11)
+    out, lse = run(batch, implementation)
+    arguments, options = batch.ragged()
+    alone = ragged_paged_attention(*arguments, **options, implementation=implementation)
+    assert_same_bits(alone, out)
+    assert lse.dtype == jnp.float32
+    assert out.dtype == batch.q.dtype
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_num_seqs_may_be_none_int_scalar_or_one_element(causal, implementation):
+    batch = make_batch(dataclasses.replace(SMALL, causal=causal), jnp.float32, [1, 4], [5, 9])
+    (*arguments, _), options = batch.ragged()
+    call = functools.partial(
+        ragged_paged_attention, *arguments, **options, implementation=implementation
+    )
+    expected = call()
+    for num_seqs in (2, jnp.int32(2), jnp.array([2], jnp.int32), np.int32(2)):
+        assert_same_bits(call(num_seqs), expected)
+    assert_same_bits(call(1)[:1], expected[:1])
+    assert_same_bits(call(1)[1:], np.zeros_like(expected[1:]))
+
+
+def test_default_scale_is_one_over_root_head_dim(implementation):
+    batch = make_batch(SMALL, jnp.float32, [1, 4], [5, 9], seed=12)
+    assert_same_bits(
+        run(batch, implementation, sm_scale=None)[0], run(batch, implementation, sm_scale=0.125)[0]
+    )
+
+
+def test_scale_may_be_traced_and_zero_gives_the_mean(implementation):
+    batch = make_batch(SMALL, jnp.float32, [3, 1], [7, 9], seed=13)
+    traced = jax.jit(lambda scale: run(batch, implementation, sm_scale=scale))
+    for scale in (0.0, 0.3, 2.0):
+        expected = dense_oracle(dataclasses.replace(batch, sm_scale=scale))
+        assert_attention_close(*traced(jnp.float32(scale)), *expected)
+
+
+def test_no_rows_no_tokens_no_pages(implementation):
+    q = jnp.ones((0, 4, 16), jnp.float32)
+    pages = jnp.ones((2, 2, 4, 16), jnp.float32)
+    no_rows = (jnp.zeros((0, 3), jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32))
+    call = functools.partial(ragged_paged_attention, return_lse=True, implementation=implementation)
+    assert [x.shape for x in call(q, pages, pages, *no_rows)] == [(0, 4, 16), (0, 4)]
+    q = jnp.ones((2, 4, 16), jnp.float32)
+    for _ in range(20):  # padding alone, in memory that has held something else
+        dirty = [jnp.full(shape, jnp.nan, jnp.float32) for shape in ((2, 4, 16), (2, 4))]
+        jax.block_until_ready(dirty)
+        del dirty
+        out, lse = call(q, pages, pages, *no_rows)
+        assert_same_bits(out, np.zeros_like(out))
+        assert np.isneginf(lse).all()
+    one_row = (jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32))
+    for table, no_pages in [
+        (one_row[0], jnp.ones((0, 2, 4, 16), jnp.float32)),
+        (one_row[0][:, :0], pages),
+    ]:
+        cu_q_lens = jnp.array([0, 2], jnp.int32)
+        out, lse = call(q, no_pages, no_pages, table, one_row[1], cu_q_lens)
+        assert_same_bits(out, np.zeros_like(out))
+        assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 3}, {"split_tokens": 32}], ids=str)
+def test_repeated_runs_give_the_same_bits(options, dtype, layout):
+    case = dataclasses.replace(SMALL, layout=layout)
+    batch = make_batch(case, dtype, [1, 40, 1, 3], [900, 40, 65, 300], seed=14)
+    first = run(batch, "native", **options)
+    for _ in range(20):
+        for a, b in zip(run(batch, "native", **options), first, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_every_layout_gives_the_same_bits(page_size, dtype, implementation):
+    case = dataclasses.replace(SMALL, page_size=page_size, v_head_dim=40)
+    batches = [
+        make_batch(dataclasses.replace(case, layout=x), dtype, [1, 9, 1], [130, 70, 3], seed=17)
+        for x in LAYOUTS
+    ]
+    results = [run(batch, implementation) for batch in batches]
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split_tokens", [32, 512])
+def test_split_tokens_makes_a_row_independent_of_its_batch(split_tokens, dtype):
+    batch = make_batch(SMALL, dtype, [1, 1, 30, 1, 2], [700, 33, 400, 1300, 64], seed=15)
+    out, lse = run(batch, "native", split_tokens=split_tokens)
+    for row, (start, end) in enumerate(zip(batch.cu_q_lens[:-1], batch.cu_q_lens[1:], strict=True)):
+        alone = dataclasses.replace(
+            batch,
+            q=batch.q[start:end],
+            page_table=batch.page_table[row : row + 1],
+            seq_lens=batch.seq_lens[row : row + 1],
+            cu_q_lens=np.array([0, end - start], np.int32),
+            num_seqs=1,
+        )
+        row_out, row_lse = run(alone, "native", split_tokens=split_tokens)
+        assert_same_bits(row_out, out[start:end])
+        assert_same_bits(row_lse, lse[start:end])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unused_slots_do_not_change_a_bit(layout, implementation):
+    case = dataclasses.replace(SMALL, num_layers=2, layout=layout)
+    batch = make_batch(case, jnp.float32, [1, 9, 1], [30, 9, 0], num_tokens=14, seed=16)
+    expected = run(batch, implementation)
+    for filler in (0.0, 1e30, -np.inf):
+        filled = dataclasses.replace(
+            batch,
+            k_pages=np.where(np.isnan(batch.k_pages), np.float32(filler), batch.k_pages),
+            v_pages=np.where(np.isnan(batch.v_pages), np.float32(filler), batch.v_pages),
+        )
+        for a, b in zip(run(filled, implementation), expected, strict=True):
+            assert_same_bits(a, b)

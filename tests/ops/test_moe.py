@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing and the mixture of experts against a float64 loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import moe_experts
+from jax_paged.models.decoder.moe import route
+from jax_paged.ops.moe import _reference
+from jax_paged.testing.experts import make_case, oracle, quantized
+
+NO_SCALES = (jnp.zeros(0, jnp.float32),) * 2
+kinds = pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.fixture(params=["native", "reference"])
+def implementation(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k"),
+    [(0, 4, 2), (1, 4, 1), (1, 8, 8), (5, 64, 4), (7, 4, 2), (70, 5, 3), (300, 3, 2)],
+)
+def test_experts_match_a_float64_loop(tokens, num_experts, k, implementation):
+    case = make_case(tokens, num_experts, k)
+    out = moe_experts(*case, implementation=implementation)
+    np.testing.assert_allclose(out, oracle(*case), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "hidden", "inner"),
+    [(1, 8, 3, 16, 24), (70, 5, 3, 72, 1096)],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@kinds
+def test_8_bit_experts_match_a_float64_loop(
+    tokens, num_experts, k, hidden, inner, dtype, kind, implementation
+):
+    case = make_case(tokens, num_experts, k, hidden, inner, dtype=dtype)
+    case, scales, meant = quantized(kind, case)
+    out = moe_experts(*case, **scales, implementation=implementation)
+    assert out.dtype == dtype
+    # As for weights in the dtype of x, above and below.
+    tolerance = 2e-5 if dtype == jnp.float32 else 0.04
+    np.testing.assert_allclose(np.asarray(out, "f8"), oracle(*meant), atol=tolerance, rtol=1e-5)
+
+
+@kinds
+def test_8_bit_experts_that_nobody_chose_are_never_read(kind, implementation):
+    case, scales, meant = quantized(kind, make_case(6, 8, 2))
+    case[3] = meant[3] = meant[3] % 4
+    chosen = jnp.asarray(np.isin(np.arange(8), np.asarray(case[3])))
+    poison = {name: jnp.where(chosen[:, None], x, jnp.nan) for name, x in scales.items()}
+    out = moe_experts(*case, **poison, implementation=implementation)
+    np.testing.assert_allclose(out, oracle(*meant), atol=2e-5)
+
+
+@kinds
+def test_a_nan_code_reaches_the_outputs_of_its_own_expert_alone(kind, implementation):
+    """In `down` one output; in `gate_up` all that the expert adds. int8 has it in its scale."""
+    case, scales, meant = quantized(kind, make_case(6, 4, 1))
+    experts = case[3].at[:3].set(1).at[3:].set(2)
+    case[3] = meant[3] = experts
+    expected = oracle(*meant)
+    every = np.arange(expected.shape[1])
+    for at, name, touched in ((1, "gate_up_scale", every), (2, "down_scale", every[5:6])):
+        poisoned, scale = list(case), scales
+        if kind == jnp.int8:
+            scale = scales | {name: scales[name].at[2, 5].set(jnp.nan)}
+        else:
+            poisoned[at] = case[at].at[2, 5, 3].set(jnp.asarray(jnp.nan, kind))
+        out = moe_experts(*poisoned, **scale, implementation=implementation)
+        poisoned_out = expected.copy()
+        poisoned_out[3:, touched] = np.nan
+        np.testing.assert_allclose(out, poisoned_out, atol=2e-5)
+
+
+@kinds
+def test_a_token_gets_the_same_bits_from_8_bit_experts_whatever_its_batch(kind):
+    case, scales, _ = quantized(kind, make_case(40, 6, 3, hidden=2056, inner=1032))
+    x, gate_up, down, experts, weights = case
+    together = moe_experts(*case, **scales)
+    alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8], **scales)
+    np.testing.assert_array_equal(together[7:8], alone)
+
+
+@kinds
+def test_bad_scales_are_named(kind):
+    case, scales, _ = quantized(kind, make_case(3, 4, 2))
+    with pytest.raises(
+        ValueError, match=r"down_scale: expected f32\[experts, hidden\] beside the 8-bit"
+    ):
+        moe_experts(*case, gate_up_scale=scales["gate_up_scale"])
+    with pytest.raises(ValueError, match=r"gate_up_scale: expected shape \[.*\], got \[4, 16\]"):
+        moe_experts(*case, gate_up_scale=scales["down_scale"], down_scale=scales["down_scale"])
+    case[1] = case[1].astype(jnp.float32)
+    with pytest.raises(ValueError, match="gate_up_scale: expected None beside a float32 gate_up"):
+        moe_experts(*case, **scales)
+    name = jnp.dtype(kind).name
+    with pytest.raises(ValueError, match=f"down: expected dtype float32, got {name}"):
+        moe_experts(*case, down_scale=scales["down_scale"])
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (1032, 264), (40, 1096)])
+def test_experts_of_any_multiple_of_8_match_a_float64_loop(hidden, inner):
+    case = make_case(11, 4, 2, hidden=hidden, inner=inner)
+    out = moe_experts(*case, implementation="native")
+    np.testing.assert_allclose(out, oracle(*case), atol=2e-5, rtol=1e-5)
+
+
+def test_more_pairs_than_one_turn_takes_match_the_reference():
+    case = make_case(1400, 3, 3, hidden=8, inner=8)
+    native, reference = (moe_experts(*case, implementation=i) for i in ("native", "reference"))
+    np.testing.assert_allclose(native, reference, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_the_reference_does_not_depend_on_its_block_size(block_size):
+    case = make_case(70, 5, 3)
+    np.testing.assert_allclose(
+        _reference(*case, *NO_SCALES, block_size=block_size), oracle(*case), atol=2e-5, rtol=1e-5
+    )
+
+
+def test_all_tokens_on_one_expert_match_a_float64_loop(implementation):
+    x, gate_up, down, experts, weights = make_case(33, 6, 1)
+    case = (x, gate_up, down, jnp.full_like(experts, 4), weights)
+    out = moe_experts(*case, implementation=implementation)
+    np.testing.assert_allclose(out, oracle(*case), atol=2e-5)
+
+
+def test_an_id_that_is_no_expert_adds_nothing(implementation):
+    x, gate_up, down, experts, weights = make_case(6, 4, 2)
+    experts = experts.at[1, 0].set(-1).at[2].set(4).at[3, 1].set(2**31 - 1)
+    out = moe_experts(x, gate_up, down, experts, weights, implementation=implementation)
+    is_expert = (experts >= 0) & (experts < 4)
+    expected = oracle(x, gate_up, down, experts % 4, jnp.where(is_expert, weights, 0))
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_wild_activations_follow_silu():
+    """silu(±large) is 0 or the argument; infinities and NaN stay in their own token."""
+    x = jnp.array([[1e4] * 8, [-1e4] * 8, [jnp.nan] * 8, [1.0] * 8], jnp.float32)
+    gate_up, down = (jnp.ones((1, rows, 8), jnp.float32) for rows in (16, 8))
+    out = moe_experts(x, gate_up, down, jnp.zeros((4, 1), int), jnp.ones((4, 1), jnp.float32))
+    np.testing.assert_allclose(out[0], 8 * 8e4**2, rtol=1e-6)
+    np.testing.assert_allclose(out[1], 0, atol=1e-25)
+    assert np.isnan(out[2]).all()
+    np.testing.assert_allclose(out[3], 8 * 8 * 8 / (1 + np.exp(-8)), rtol=1e-6)
+
+
+def test_bf16_experts_stay_within_bf16_rounding_of_float64(implementation):
+    case = make_case(9, 4, 2, dtype=jnp.bfloat16)
+    out = moe_experts(*case, implementation=implementation)
+    assert out.dtype == jnp.bfloat16
+    expected = oracle(*case)
+    # Two bf16 roundings (product, output) of 2^-9 each, over sums of 24 terms.
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.04)
+
+
+def test_experts_that_nobody_chose_are_never_read(implementation):
+    x, gate_up, down, experts, weights = make_case(6, 8, 2)
+    chosen = np.isin(np.arange(8), np.asarray(experts) % 4)
+    case = (x, gate_up, down, experts % 4, weights)
+    poisoned = [jnp.where(chosen[:, None, None], a, jnp.nan) for a in (gate_up, down)]
+    out = moe_experts(x, *poisoned, *case[3:], implementation=implementation)
+    np.testing.assert_allclose(out, oracle(*case), atol=2e-5)
+
+
+def test_dead_tokens_give_zero_and_read_no_expert(implementation):
+    x, gate_up, down, experts, weights = make_case(5, 8, 1)
+    experts = jnp.array([[0], [7], [1], [7], [2]], jnp.int32)
+    live = jnp.array([True, False, True, False, True])
+    x = jnp.where(live[:, None], x, jnp.nan)
+    gate_up = gate_up.at[7].set(jnp.nan)
+    case = (x, gate_up, down, experts, weights)
+    out = moe_experts(*case, live=live, implementation=implementation)
+    rows = np.asarray(live)
+    expected = oracle(x[rows], gate_up, down, experts[rows], weights[rows])
+    np.testing.assert_allclose(out[rows], expected, atol=2e-5)
+    np.testing.assert_array_equal(out[~rows], 0)
+
+
+def test_no_live_token_gives_zeros(implementation):
+    case = make_case(3, 4, 2)
+    out = moe_experts(*case, live=jnp.zeros(3, bool), implementation=implementation)
+    np.testing.assert_array_equal(out, np.zeros((3, 16)))
+
+
+def test_a_token_gets_the_same_bits_whatever_its_batch():
+    x, gate_up, down, experts, weights = make_case(40, 6, 3, hidden=2056, inner=1032)
+    together = moe_experts(x, gate_up, down, experts, weights)
+    alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8])
+    np.testing.assert_array_equal(together[7:8], alone)
+
+
+def test_bad_arguments_are_named():
+    x, gate_up, down, experts, weights = make_case(3, 4, 2)
+    with pytest.raises(ValueError, match=r"gate_up: expected shape .*got \[4, 24, 16\]"):
+        moe_experts(x, gate_up[:, :24], down, experts, weights)
+    with pytest.raises(ValueError, match=r"down: expected .* float8_e4m3fn, got bfloat16"):
+        moe_experts(x, gate_up, down.astype(jnp.bfloat16), experts, weights)
+    with pytest.raises(ValueError, match="experts"):
+        moe_experts(x, gate_up, down, weights, weights)
+    with pytest.raises(NotImplementedError, match="multiples of 8"):
+        moe_experts(*make_case(3, 4, 2, inner=12))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_routing_is_softmax_over_all_experts_then_top_k(renormalize):
+    logits = np.random.default_rng(1).standard_normal((11, 9)).astype(np.float32)
+    experts, weights = route(jnp.asarray(logits), 4, renormalize=renormalize)
+    probabilities = softmax(logits.astype(np.float64))
+    expected = np.argsort(-probabilities, axis=-1)[:, :4]
+    np.testing.assert_array_equal(experts, expected)
+    expected_weights = np.take_along_axis(probabilities, expected, -1)
+    if renormalize:
+        expected_weights /= expected_weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
+
+
+def test_equal_logits_choose_the_smaller_expert_first():
+    experts, _ = route(jnp.zeros((2, 5)), 3, renormalize=True)
+    np.testing.assert_array_equal(experts, [[0, 1, 2]] * 2)
+
+
+def test_no_array_of_all_experts_is_copied(implementation):
+    case = make_case(2, 32, 2, hidden=64, inner=64)
+    run = functools.partial(moe_experts, implementation=implementation)
+    text = jax.jit(run).lower(*case).compile().as_text() or ""
+    stack = "f32[32,128,64]"
+    copies = [line for line in text.splitlines() if f"= {stack}" in line and " copy(" in line]
+    assert stack in text
+    assert not copies
+
+
+def test_vmap_runs_one_call_after_another():
+    x, *rest = make_case(5, 8, 2)
+    stacked = jnp.stack([x, 2 * x, -x])
+    out = jax.vmap(lambda x: moe_experts(x, *rest))(stacked)
+    for one, expected in zip(stacked, out, strict=True):
+        np.testing.assert_array_equal(moe_experts(one, *rest), expected)

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""qkv_norm_rope_write: native, reference and the emulated CUDA kernel against float64.
+
+The emulator runs the very source that nvcc compiles; it sees neither speed nor registers.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import DTYPES, MACHINE, EmulationError, library, poisoned
+from jax import export
+from planting import COMPILE, plant
+
+import jax_paged
+from jax_paged import explain, paged_attention, qkv_norm_rope_write, write_kv
+from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
+from jax_paged.testing import is_in_place, pool_sized_ops
+from jax_paged.testing.qkv import call_op, check_results, make_call
+
+I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
+LAYOUTS = ("HND", "NHD")  # of the native kernels, in the order of the C++ Layout
+
+
+@pytest.fixture(params=["native", "reference", "emulated"])
+def implementation(request):
+    """What runs a call: the two implementations on CPU, or the CUDA kernel in the emulator."""
+    return request.param
+
+
+class EmulatedQkv(ctypes.Structure):
+    """ffi/emu/qkv_norm_rope_write.cc has the same struct, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "qkv", "positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm", "layer", "q",
+            "k_pages", "v_pages",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim", "v_head_dim",
+            "num_tokens", "num_q_heads", "max_positions", "half",
+        )),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("interleaved", "layout", "dtype", "norm_dtype")),
+        ("seed", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+def emulate(call, seed=1, loaded=None):
+    """(q, k_pages, v_pages) of the CUDA kernel; raises EmulationError."""
+    loaded = library() if loaded is None else loaded
+    loaded.emulate_qkv.argtypes = [ctypes.POINTER(EmulatedQkv)]
+    loaded.emulate_qkv.restype = ctypes.c_char_p
+    sizes = call.k_pages.shape[-4:]
+    heads, page_size = (sizes[1], sizes[2]) if call.layout == "HND" else (sizes[2], sizes[1])
+    tokens, head_dim = len(call.qkv), sizes[3]
+    arrays = {
+        "layer": np.array(0 if call.layer is None else call.layer, np.int32),
+        "q": poisoned((tokens, call.num_q_heads, head_dim), call.qkv.dtype),
+        "k_pages": call.k_pages.copy(),
+        "v_pages": call.v_pages.copy(),
+    }
+    names = ("qkv", "positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm")
+    given = {name: getattr(call, name) for name in names}
+    arrays |= {name: np.ascontiguousarray(x) for name, x in given.items() if x is not None}
+    norms = [x for x in (call.q_norm, call.k_norm) if x is not None]
+    norm_dtype = jnp.dtype(norms[0].dtype).name if norms else "float32"
+    struct = EmulatedQkv(
+        **{name: x.ctypes.data for name, x in arrays.items()},
+        num_layers=1 if call.layer is None else len(call.k_pages),
+        num_pages=sizes[0],
+        num_kv_heads=heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        v_head_dim=call.v_pages.shape[-1],
+        num_tokens=tokens,
+        num_q_heads=call.num_q_heads,
+        max_positions=len(call.cos),
+        half=call.cos.shape[1],
+        eps=call.eps,
+        interleaved=call.style == "interleaved",
+        layout=LAYOUTS.index(call.layout),
+        dtype=DTYPES.index(jnp.dtype(call.qkv.dtype).name),
+        norm_dtype=DTYPES.index(norm_dtype),
+        seed=seed,
+    )
+    error = loaded.emulate_qkv(ctypes.byref(struct)).decode()
+    if error:
+        raise EmulationError(error)
+    return arrays["q"], arrays["k_pages"], arrays["v_pages"]
+
+
+def run(call, implementation):
+    """(q, k_pages, v_pages) as numpy arrays."""
+    if implementation == "emulated":
+        return emulate(call)
+    return call_op(call, implementation)
+
+
+def check(call, implementation):
+    """Runs a call and compares it with the oracle."""
+    check_results(call, run(call, implementation))
+
+
+SHAPES = {  # head_dim, v_head_dim, (num_q_heads, num_kv_heads), rotary_dim, style
+    "qwen3": (128, 128, (32, 4), 128, "half"),
+    "smollm2": (64, 64, (9, 3), 64, "half"),
+    "phi2": (80, 80, (4, 4), 32, "half"),
+    "gptj": (256, 256, (3, 3), 64, "interleaved"),
+    "glm4": (128, 128, (4, 2), 64, "interleaved"),
+    "nine eights": (72, 40, (5, 1), 72, "half"),
+    "five eights": (40, 72, (3, 2), 12, "half"),
+    "eight": (8, 16, (1, 1), 4, "half"),
+    "odd pairs": (24, 24, (2, 1), 10, "interleaved"),
+    "one pair": (64, 64, (2, 1), 2, "interleaved"),
+    "widest": (512, 512, (2, 1), 512, "half"),
+    "widest in pieces": (512, 496, (2, 1), 500, "half"),
+    "narrow v": (192, 128, (4, 2), 64, "half"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])  # not the 8-bit ones
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_matches_float64_rounded_once(shape, dtype, implementation):
+    head_dim, v_head_dim, heads, rotary_dim, style = SHAPES[shape]
+    index = list(SHAPES).index(shape) + DTYPES.index(dtype)
+    call = make_call(
+        dtype, head_dim, v_head_dim, heads, rotary_dim=rotary_dim, style=style,
+        layout=LAYOUTS[index % 2], num_layers=(None, 3)[index // 2 % 2], seed=index,
+    )  # fmt: skip
+    check(call, implementation)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("norms", ["", "q", "k"])
+@pytest.mark.parametrize("dtype", DTYPES[:3])  # not the 8-bit ones
+def test_each_norm_may_be_left_out(dtype, norms, style, implementation):
+    check(make_call(dtype, norms=norms, style=style), implementation)
+
+
+def test_norm_weights_may_be_f32_beside_bf16_heads(implementation):
+    call = make_call("bfloat16", 72, 40, norm_dtype="float32", seed=1)
+    check(call, implementation)
+
+
+def test_norm_weights_of_different_dtypes_are_not_rounded():
+    call = make_call("bfloat16", norm_dtype="float16", seed=2)
+    call = dataclasses.replace(call, k_norm=call.k_norm.astype(jnp.bfloat16))
+    for implementation in ("native", "reference"):
+        check(call, implementation)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("num_layers", [None, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_land_in_their_slots(layout, num_layers, page_size, implementation):
+    call = make_call(
+        "bfloat16", layout=layout, num_layers=num_layers, page_size=page_size, num_pages=9
+    )
+    check(call, implementation)
+
+
+def test_tokens_without_a_slot_are_turned_but_not_written(implementation):
+    call = make_call(tokens=9)  # 6 pages of 5: 30 is the first slot beyond
+    slots = np.array([-1, 29, 30, 31, I32_MAX, I32_MIN, -30, 0, 7], np.int32)
+    qkv = call.qkv.copy()
+    qkv[0] = np.nan  # padding
+    check(dataclasses.replace(call, qkv=qkv, slot_mapping=slots), implementation)
+
+
+@pytest.mark.parametrize("position", [-1, 11, I32_MAX, I32_MIN])
+def test_a_position_without_a_row_gives_zero_and_writes_nothing(position, implementation):
+    call = make_call("bfloat16", tokens=4)
+    qkv = call.qkv.copy()
+    qkv[1] = np.nan
+    positions = np.array([10, position, 0, position], np.int32)
+    check(dataclasses.replace(call, qkv=qkv, positions=positions), implementation)
+
+
+@pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
+def test_layer_out_of_range_writes_nothing(layer, implementation):
+    check(make_call(num_layers=3, layer=layer), implementation)
+
+
+def test_of_tokens_for_one_slot_the_last_that_is_written_wins_whole(implementation):
+    for slots in ([4, 4], [9, 4, 9, -1, 4, 9], [20] * 150, [1, 2, 3] * 40 + [2], [3] + [5] * 6):
+        call = make_call("bfloat16", 8, heads=(6, 17), tokens=len(slots), seed=3)
+        call = dataclasses.replace(call, slot_mapping=np.array(slots, np.int32))
+        check(call, implementation)
+        positions = call.positions.copy()
+        positions[-1] = 11  # not written: the one before it wins
+        check(dataclasses.replace(call, positions=positions), implementation)
+
+
+def test_no_tokens_and_no_pages(implementation):
+    if implementation != "emulated":  # a launch has at least one CTA
+        check(make_call(tokens=0), implementation)
+    check(make_call(num_pages=0), implementation)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_call_large_enough_to_be_shared_among_threads(dtype, layout):
+    call = make_call(
+        dtype, 64, heads=(6, 3), tokens=700, page_size=16, num_pages=40, num_layers=2, layout=layout
+    )
+    rng = np.random.default_rng(1)
+    slots = rng.integers(-50, 16 * 40 + 50, 700).astype(np.int32)  # some twice
+    check(dataclasses.replace(call, slot_mapping=slots), "native")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_ctas_and_warps_does_not_matter(seed):
+    call = make_call("float16", 64, heads=(9, 4), tokens=40, page_size=2, seed=4)
+    slots = np.random.default_rng(0).integers(-1, 12, 40).astype(np.int32)
+    call = dataclasses.replace(call, slot_mapping=slots)
+    for got, expected in zip(emulate(call, seed=seed), emulate(call, seed=99), strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
+
+
+def test_a_missing_barrier_is_found():
+    loaded, call = library(), make_call("bfloat16", 64, heads=(9, 4), tokens=9)
+    loaded.take_sites()
+    emulate(call)
+    sites = loaded.take_sites().decode().split()
+    assert len(sites) == 2
+    assert sites[0] == "SyncThreads"
+    loaded.skip_site(sites[1].encode())
+    try:
+        with pytest.raises(EmulationError, match=r"race|nobody has written"):
+            emulate(call)
+    finally:
+        loaded.skip_site(b"")
+
+
+# What stands in the kernel, what the bug makes of it, what must be said about it.
+BUGS = {
+    "slot not checked": (
+        "args.k_slots.IsSlot(layer, slot)", "(slot != -1)", "_pages out of bounds",
+    ),
+    "position not checked": (
+        "position < args.max_positions;\n\n", "true;\n\n", "(cos|sin) out of bounds",
+    ),
+    "tokens of one slot both written": (
+        " && !IsOverwritten(args, token, slot)", "", "race: write after write",
+    ),
+    "V in the place of K": ("args.v_pages + args.v_slots", "args.k_pages + args.k_slots", "race"),
+    "mean over half of the lanes": (
+        "args.lanes_per_head / 2; mask", "args.lanes_per_head / 4; mask", r"q\(|k at page",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_caught(bug, tmp_path):
+    old, new, message = BUGS[bug]
+    plant(tmp_path, "cuda/qkv_norm_rope_write/kernel.cuh", old, new)
+    flags = [*COMPILE, "-O0", "-I", tmp_path / "ffi"]
+    sources = [tmp_path / "ffi/emu" / name for name in ("qkv_norm_rope_write.cc", *MACHINE)]
+    subprocess.run(["g++", *flags, "-shared", *sources, "-o", tmp_path / "bug.so"], check=True)
+    loaded = ctypes.CDLL(str(tmp_path / "bug.so"))
+    call = make_call("bfloat16", 64, heads=(9, 4), tokens=9, num_layers=2)
+    slots = np.array([29, 30, -1, 4, 5, 4, I32_MAX, 0, 1], np.int32)
+    positions = np.array([0, 10, 1, 2, 3, 4, 5, 11, -1], np.int32)
+    call = dataclasses.replace(call, slot_mapping=slots, positions=positions)
+    check_results(call, emulate(call))
+    with pytest.raises((EmulationError, AssertionError), match=message):
+        check_results(call, emulate(call, loaded=loaded))
+
+
+def device_call(**options):
+    """A call as device arrays: operands, options."""
+    call = make_call(**options)
+    operands = [jnp.asarray(getattr(call, f.name)) for f in dataclasses.fields(call)[:7]]
+    norms = {"q_norm": jnp.asarray(call.q_norm), "k_norm": jnp.asarray(call.k_norm)}
+    return operands, norms | {"num_q_heads": call.num_q_heads, "layer": call.layer}
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_it_equals_the_ops_it_is_made_of(implementation):
+    (qkv, k_pages, v_pages, positions, slots, *_), options = device_call(num_layers=2)
+    cos, sin = rope_tables(jnp.arange(11, dtype=jnp.int32), inverse_frequencies(64, 1e4))
+    q, k, v = jnp.split(qkv.reshape(7, 9, 64), [5, 7], axis=1)
+
+    def norm(x, weight):
+        root = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + jnp.float32(1e-6))
+        return apply_rope(x * root * weight[None, None], cos[positions], sin[positions])
+
+    expected = write_kv(k_pages + 0, v_pages + 0, norm(k, options["k_norm"]), v, slots, layer=1)
+    got = qkv_norm_rope_write(
+        qkv, k_pages, v_pages, positions, slots, cos, sin, **options, implementation=implementation
+    )
+    np.testing.assert_allclose(got[0], norm(q, options["q_norm"]), rtol=1e-6, atol=2e-6)
+    for a, b in zip(got[1:], expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_called_eagerly_it_writes_in_place_and_takes_the_pages(implementation):
+    operands, options = device_call()
+    operands[1:3] = [jax.jit(jnp.copy)(x) for x in operands[1:3]]
+    before = [x.unsafe_buffer_pointer() for x in operands[1:3]]
+    _, *pages = qkv_norm_rope_write(*operands, **options, implementation=implementation)
+    assert [x.unsafe_buffer_pointer() for x in pages] == before
+    assert operands[1].is_deleted()
+    assert operands[2].is_deleted()
+
+
+@pytest.mark.parametrize("loop", ["unrolled", "scan"])
+def test_a_step_over_all_layers_makes_no_pool_sized_array(loop):
+    pool = jax.ShapeDtypeStruct((3, 64, 2, 16, 32), jnp.float32)
+    row = jax.ShapeDtypeStruct((4,), jnp.int32)
+    table = jax.ShapeDtypeStruct((4, 8), jnp.int32)
+    qkv = jax.ShapeDtypeStruct((4, 8 * 32), jnp.float32)
+    angles = jax.ShapeDtypeStruct((99, 16), jnp.float32)
+
+    def layer_step(carry, layer, slots, table, lens, cos, sin):
+        qkv, *pages = carry
+        q, *pages = qkv_norm_rope_write(
+            qkv, *pages, lens, slots, cos, sin, num_q_heads=4, layer=layer, implementation="native"
+        )
+        out = paged_attention(q, *pages, table, lens, layer=layer, implementation="native")
+        return (jnp.concatenate([out.reshape(4, -1), qkv[:, 128:]], 1), *pages), None
+
+    def step(k_pages, v_pages, qkv, *rest):
+        carry = (qkv, k_pages, v_pages)
+        if loop == "scan":
+            layers = jnp.arange(3, dtype=jnp.int32)
+            return jax.lax.scan(lambda c, i: layer_step(c, i, *rest), carry, layers)[0]
+        for layer in range(3):
+            carry, _ = layer_step(carry, jnp.int32(layer), *rest)
+        return carry
+
+    operands = (pool, pool, qkv, row, table, row, angles, angles)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*operands).compile()
+    assert pool_sized_ops(compiled, pool) == []
+    assert is_in_place(compiled, pool)
+
+
+def test_vmap_and_gradient_of_the_native_op_are_refused():
+    (qkv, *rest), options = device_call()
+    call = functools.partial(qkv_norm_rope_write, **options)
+    with pytest.raises(NotImplementedError, match="qkv_norm_rope_write: vmap would copy the pages"):
+        jax.vmap(lambda x: call(x, *rest))(jnp.stack([qkv, qkv]))
+    with pytest.raises(NotImplementedError, match="qkv_norm_rope_write: not differentiable"):
+        jax.grad(lambda x: call(x, *rest)[0].sum())(qkv)
+
+
+def test_the_reference_has_gradients_and_vmap():
+    (qkv, *rest), options = device_call()
+    call = jax.jit(
+        lambda x: qkv_norm_rope_write(x, *rest, **options, implementation="reference")[0]
+    )
+    direction = jnp.asarray(np.random.default_rng(0).standard_normal(qkv.shape, "f4"))
+    slope = jnp.vdot(jax.grad(lambda x: jnp.sin(call(x)).sum())(qkv), direction)
+    step = jnp.float32(1e-2)
+    plus, minus = (jnp.sin(call(qkv + s * direction)).sum() for s in (step, -step))
+    np.testing.assert_allclose(slope, (plus - minus) / (2 * step), rtol=2e-2)
+    batched = jax.vmap(call)(jnp.stack([qkv, 2 * qkv]))
+    np.testing.assert_allclose(batched[1], call(2 * qkv), rtol=1e-6, atol=1e-6)
+
+
+def test_an_exported_program_gives_the_same_bits():
+    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
+    operands, options = device_call(num_layers=2)
+    step = jax.jit(functools.partial(qkv_norm_rope_write, **options, implementation="native"))
+    checks = [
+        export.DisabledSafetyCheck.custom_call(name) for name in jax_paged.build_info()["targets"]
+    ]
+    exported = export.export(step, disabled_checks=checks)(*operands)
+    restored = export.deserialize(exported.serialize())
+    expected = step(*operands)
+    for a, b in zip(restored.call(*operands), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_it_is_explained():
+    operands, options = device_call()
+    plan = explain("qkv_norm_rope_write", *operands, **options)
+    assert plan["implementation"] == "native"
+    assert plan["target"] == "jax_paged.qkv_norm_rope_write.v1"
+
+
+def test_any_integer_dtype_serves_as_position_and_slot():
+    (qkv, *pages, positions, slots, cos, sin), options = device_call()
+    results = [
+        qkv_norm_rope_write(
+            qkv, *(x + 0 for x in pages), np.asarray(positions).astype(a),
+            np.asarray(slots).astype(b), cos, sin, **options,
+        )
+        for a, b in itertools.product(["int32", "uint8", "int64"], repeat=2)
+    ]  # fmt: skip
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_vllm5d_pages_are_left_to_write_kv_by_the_native_kernels():
+    k_pages, v_pages, table, qkv = (
+        jnp.full(shape, value, jnp.float32)
+        for shape, value in (((3, 1, 2, 4, 4), 0), ((3, 1, 8, 4), 0), ((5, 4), 1), ((1, 24), 1))
+    )
+    zeros = jnp.zeros(1, jnp.int32)
+    operands = (qkv, k_pages, v_pages, zeros, zeros, table, table)
+    options = {"num_q_heads": 1, "layout": "vllm5d"}
+    with pytest.raises(NotImplementedError, match="layout: native kernels take 'HND' or 'NHD'"):
+        qkv_norm_rope_write(*operands, **options)
+    q, _, v_pages = qkv_norm_rope_write(*operands, **options, implementation="reference")
+    np.testing.assert_array_equal(q[0, 0], [0, 0, 0, 0, 2, 2, 2, 2])
+    np.testing.assert_array_equal(v_pages[0, 0, :, 0], 1)
