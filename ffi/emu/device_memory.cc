@@ -53,13 +53,20 @@ void CheckVisible(const Region& region, const GlobalWord& word, int64_t offset, 
 
 }  // namespace
 
+namespace {
+int64_t epoch = 0;
+}  // namespace
+
+int64_t RegionsEpoch() { return epoch; }
+
 void ClearRegions() {
+  ++epoch;
   for (const auto& region : machine.regions) std::free(region->words);
   machine.regions.clear();
 }
 
-void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input,
-               uint8_t* touched) {
+Region* AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input,
+                  uint8_t* touched) {
   auto region = std::make_unique<Region>();
   region->name = name;
   region->begin = reinterpret_cast<uintptr_t>(begin);
@@ -71,6 +78,14 @@ void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input
     region->words = static_cast<GlobalWord*>(std::calloc(bytes / 4 + 1, sizeof(GlobalWord)));
   }
   machine.regions.push_back(std::move(region));
+  return machine.regions.back().get();
+}
+
+void MarkWritten(Region* region, int64_t offset, int64_t bytes) {
+  ++machine.launch;
+  for (int64_t i = offset / 4; i < (offset + bytes + 3) / 4; ++i) {
+    region->words[i] = {0, machine.launch, 0, 0, 0};
+  }
 }
 
 Region* FindRegion(uintptr_t address) {
@@ -114,12 +129,15 @@ char* WriteGlobal(uintptr_t address, Region* region, int64_t bytes, Site site) {
   CheckGlobal(address, region, bytes, "write", site);
   if (region->is_input) Fail(site, "write to the input " + region->name);
   const int64_t offset = static_cast<int64_t>(address - region->begin);
+  // Threads may write different bytes of one word.
+  const uint32_t touched = bytes >= 4 ? 15u : ((1u << bytes) - 1) << (offset % 4);
   for (int64_t i = offset / 4; i < (offset + bytes + 3) / 4; ++i) {
     GlobalWord& word = region->words[i];
-    if (word.launch == machine.launch && (word.cta != machine.cta->index || !OrderedInCta(word))) {
+    const uint32_t before = word.launch == machine.launch ? word.bytes : 0;
+    if ((before & touched) && (word.cta != machine.cta->index || !OrderedInCta(word))) {
       Fail(site, "race: write after write of " + AtWord(*region, word, 4 * i));
     }
-    word = {machine.clock, machine.launch, machine.cta->index, machine.thread};
+    word = {machine.clock, machine.launch, machine.cta->index, machine.thread, before | touched};
   }
   return reinterpret_cast<char*>(address);
 }

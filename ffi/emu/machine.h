@@ -52,6 +52,7 @@ struct GlobalWord {
   int32_t launch;  // 0: never written
   int32_t cta;
   int32_t thread;
+  uint32_t bytes;  // a bit for each byte that this launch has written
 };
 
 // A buffer that kernels may touch. Inputs may only be read and count as written.
@@ -66,9 +67,13 @@ struct Region {
 
 // Buffers of the coming launches. Pointers made before are void after ClearRegions.
 void ClearRegions();
-void AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input,
-               uint8_t* touched = nullptr);
+Region* AddRegion(const char* name, const void* begin, int64_t bytes, bool is_input,
+                  uint8_t* touched = nullptr);
 Region* FindRegion(uintptr_t address);
+// Another number after each ClearRegions.
+int64_t RegionsEpoch();
+// Bytes of a buffer count as written by a launch before the next one.
+void MarkWritten(Region* region, int64_t offset, int64_t bytes);
 
 struct LaunchOptions {
   int32_t num_ctas;

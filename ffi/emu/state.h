@@ -131,6 +131,9 @@ void Leave(bool any_warp);
 // Leaves the running fiber until `what` is past `generation`.
 void WaitFor(Waits what, uint32_t generation, Site site);
 
+// What all threads of the CTA did comes before what they do next.
+void OrderCta();
+
 // Fails unless `bytes` at `address` lie within `region` and are aligned.
 void CheckGlobal(uintptr_t address, const Region* region, int64_t bytes, const char* what,
                  Site site);

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Barriers, fences and warp collectives: what they order, and what they carry between lanes.
+// Barriers and warp collectives: who waits for whom, and what is carried between lanes.
 
-#include <algorithm>
 #include <cstring>
 
 #include "emu/state.h"
@@ -23,30 +22,7 @@ void SyncThreads(Site site) {
   }
   cta.barrier_arrived = 0;
   ++cta.barrier_generation;
-  uint32_t covers_others = 0;
-  uint32_t atomic_time = 0;
-  uint32_t acquire_time = 0;
-  for (size_t i = 0; i < cta.lanes.size(); ++i) {
-    const Lane& lane = cta.lanes[i];
-    cta.covered[i] = std::max(cta.covered[i], lane.fence_time);
-    covers_others = std::max(covers_others, lane.fence_covers_others);
-    atomic_time = std::max(atomic_time, lane.atomic_time);
-    acquire_time = std::max(acquire_time, lane.acquire_time);
-  }
-  for (size_t i = 0; i < cta.lanes.size(); ++i) {
-    cta.covered[i] = std::max(cta.covered[i], covers_others);
-    cta.lanes[i].atomic_time = atomic_time;
-    cta.lanes[i].acquire_time = acquire_time;
-  }
-  cta.barrier_time = ++machine.clock;
-}
-
-void ThreadFence(Site site) {
-  if (Skips("ThreadFence", site)) return;
-  Lane& lane = machine.lane();
-  lane.fence_time = ++machine.clock;
-  lane.fence_covers_others = machine.cta->barrier_time;
-  lane.acquire_time = std::max(lane.acquire_time, lane.atomic_time);
+  OrderCta();
 }
 
 void Collective(const char* name, Site site, CollectiveOp op, const void* input,
