@@ -26,6 +26,7 @@ WEIGHT_DTYPES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))  # of weights wi
 OUT_DTYPES = EIGHT_BIT_DTYPES[:2]  # of an fp8 output
 MAX_HEAD_DIM = 512
 INT32_MAX = 2**31 - 1
+STAND_INS: dict[Any, Callable[..., Any]] = {}  # by name: `register_stand_in` (native/call.py)
 
 
 def expect(ok: bool, name: str, expected: str, got: Any) -> None:
@@ -190,6 +191,12 @@ def check_layer(layer: Any, num_layers: int | None) -> jax.Array:
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Checks that value is one of choices."""
     expect(value in choices, name, " or ".join(map(repr, choices)), repr(value))
+
+
+def check_implementation(value: Any) -> None:
+    """Checks for None, "native", "reference" or the name of a registered stand-in."""
+    if value not in tuple(STAND_INS):
+        check_choice("implementation", value, (None, "native", "reference"))
 
 
 def check_pages(

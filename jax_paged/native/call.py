@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_paged.checks import Implementation
+from jax_paged.checks import STAND_INS, Implementation
 from jax_paged.native import load
 from jax_paged.native.sharding import HeadAxes, over_heads
 
@@ -70,6 +70,16 @@ def _by_devices_lowering(ctx, *operands, alone, split, results):
 mlir.register_lowering(_by_devices_p, _by_devices_lowering)
 
 
+def register_stand_in(name: str, call: Callable[..., Sequence[jax.Array]]) -> None:
+    """Adds another way to run the targets, which tests bring: emulated CUDA kernels.
+
+    From then on the ops take implementation=`name`, for whatever the native kernels take. Where the
+    native kernel would run, `call` runs: (target, operands by name, attributes, types of the
+    results, aliases, cuda_workspace_words) -> results. This is not public.
+    """
+    STAND_INS[name] = call
+
+
 def ffi_call(
     target: str,
     operands: Sequence[jax.Array],
@@ -91,7 +101,13 @@ def ffi_call(
     if implementation == "reference":
         return reference(*operands)
 
+    stand_in = STAND_INS.get(implementation)
+
     def call(*operands):
+        if stand_in is not None:
+            named = dict(zip(heads.operands, operands, strict=True))
+            results = jax.eval_shape(reference, *operands)
+            return stand_in(target, named, attributes, results, aliases, cuda_workspace_words)
         return _local_call(
             target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
         )

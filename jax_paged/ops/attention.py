@@ -21,8 +21,8 @@ from jax_paged.checks import (
     Implementation,
     as_index,
     check_array,
-    check_choice,
     check_float,
+    check_implementation,
     check_kv_dtype,
     check_native,
     check_pages,
@@ -322,7 +322,7 @@ def _flat(max_kv_len, static, q, k, v, cu_q_lens, cu_kv_lens, traced):
 
 def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     """Checks a call over pages at trace time; without cu_q_lens it has one query per row."""
-    check_choice("implementation", given["implementation"], (None, "native", "reference"))
+    check_implementation(given["implementation"])
     q, k_pages, v_pages, layout = (given[x] for x in ("q", "k_pages", "v_pages", "layout"))
     k_shape, v_shape = check_pages(k_pages, v_pages, layout, given["layer"])
     single = "cu_q_lens" not in given
@@ -402,6 +402,11 @@ def _reference(static: Static, arrays: Arrays) -> Any:
     return reference.ragged_paged_attention(*pages, *(x[name] for name in ROWS), **given)
 
 
+@functools.cache  # one function for jax, which traces it once for each shape
+def _reference_by_place(static: Static, names: tuple[str, ...]) -> Callable[..., Any]:
+    return lambda *x: _reference(static, dict(zip(names, x, strict=True)))
+
+
 def _cuda_workspace_words(
     *,
     max_seqs: int,
@@ -463,7 +468,9 @@ def _call(static: Static, arrays: Arrays):
             heads=HeadAxes(axes, results=(1, 1)),
             cuda_workspace_words=words,
             implementation=known.get("implementation"),
-            reference=lambda *x: _reference(static, dict(zip(arrays, x, strict=True))),
+            reference=_reference_by_place(
+                tuple(x for x in static if x[0] != "implementation"), tuple(arrays)
+            ),
         )
     )
 

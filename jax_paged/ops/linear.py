@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int8
 from jax_paged.checks import (
     WEIGHT_DTYPES,
     Implementation,
-    check_choice,
     check_float,
+    check_implementation,
     check_shape,
     check_weight,
     expect,
@@ -64,7 +64,7 @@ def linear(
     >>> print(linear(jnp.ones((2, 8)), 3 * jnp.ones((1, 8)))[:, 0])
     [24. 24.]
     """
-    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_implementation(implementation)
     check_float("x", x)
     check_shape("x", x, "tokens in", (None, None))
     check_weight("weight", weight, weight_scale, x.dtype, "out in", (None, x.shape[1]))

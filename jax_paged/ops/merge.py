@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from jax_paged.checks import Implementation, check_choice, check_float, check_native, check_shape
+from jax_paged.checks import (
+    Implementation,
+    check_float,
+    check_implementation,
+    check_native,
+    check_shape,
+)
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import HeadAxes
 from jax_paged.ops import reference
@@ -61,7 +67,7 @@ def merge_attention_states(
     >>> print(out[0, 0, 0], jnp.exp(lse[0, 0]))  # (3 · 1 + 1 · 5) / 4
     2.0 4.0
     """
-    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_implementation(implementation)
     check_float("out_a", out_a)
     check_shape("out_a", out_a, "tokens num_q_heads head_dim", (None, None, None))
     check_float("out_b", out_b, out_a.dtype)

@@ -14,8 +14,8 @@ from jax_paged.checks import (
     as_index,
     as_scale_of,
     check_array,
-    check_choice,
     check_float,
+    check_implementation,
     check_kv_dtype,
     check_layer,
     check_shape,
@@ -136,7 +136,7 @@ def _check(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     """Checks a call: as attention with one KV head, whose V is the front of each row of K."""
     implementation, v_head_dim = given["implementation"], given["v_head_dim"]
     q, kv_pages = given["q"], given["kv_pages"]
-    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_implementation(implementation)
     check_latent_pages(kv_pages, given["layer"])
     width, native = kv_pages.shape[-1], implementation != "reference"
     check_float("q", q)

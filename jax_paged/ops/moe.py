@@ -16,8 +16,8 @@ from jax_paged.checks import (
     WEIGHT_DTYPES,
     Implementation,
     as_index,
-    check_choice,
     check_float,
+    check_implementation,
     check_shape,
     check_weight,
     expect,
@@ -77,7 +77,7 @@ def moe_experts(
     >>> print(out.shape, round(float(out[0, 0])))  # 0.5 · 8 · (silu(8) · 8)
     (1, 8) 256
     """
-    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_implementation(implementation)
     check_float("x", x)
     check_shape("x", x, "tokens hidden", (None, None))
     sizes = (None, x.shape[1], None)
@@ -99,6 +99,10 @@ def moe_experts(
         check_shape("live", live, "tokens", (x.shape[0],))
     scales = (gate_up_scale, down_scale)
     return _moe_experts(implementation, x, gate_up, down, experts, weights, *scales, live)
+
+
+def _results(*operands):
+    return (_reference(*operands),)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -129,7 +133,7 @@ def _batched(implementation: Implementation):
                 *experts.shape, *down.shape, itemsize=x.dtype.itemsize
             ),
             implementation=implementation,
-            reference=lambda *operands: (_reference(*operands),),
+            reference=_results,
         )
         return out
 

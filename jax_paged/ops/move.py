@@ -16,6 +16,7 @@ from jax_paged.checks import (
     as_index,
     check_array,
     check_choice,
+    check_implementation,
     check_kv_scale,
     check_pages,
     check_shape,
@@ -110,7 +111,7 @@ def move_slots(
     >>> print(k_pages.ravel())
     [1. 5. 2. 3. 4. 5.]
     """
-    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_implementation(implementation)
     check_choice("layout", layout, LAYOUTS)
     check_array("k_pages", k_pages)
     stacked = is_stacked(k_pages, layout)

@@ -21,6 +21,7 @@ from jax_paged.checks import (
     as_index,
     check_choice,
     check_float,
+    check_implementation,
     check_layer,
     check_native,
     check_pages,
@@ -237,7 +238,7 @@ def check_qkv(
 
     Returns positions, slot_mapping and layer as i32, and the scales as f32 or None.
     """
-    check_choice("implementation", spec.implementation, (None, "native", "reference"))
+    check_implementation(spec.implementation)
     check_choice("style", spec.style, ROPE_STYLES)
     k_shape, v_shape = check_pages(k_pages, v_pages, spec.layout, layer)
     head_dim = k_shape.head_dim

@@ -20,6 +20,7 @@ from jax_paged.checks import (
     as_index,
     check_choice,
     check_float,
+    check_implementation,
     check_kv_scale,
     check_layer,
     check_pages,
@@ -214,7 +215,7 @@ def check_write(
     k_pages, v_pages, k, v, slot_mapping, layer, k_scale, v_scale, layout, implementation
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Checks a page write; returns slot_mapping and layer as i32, the scales as f32 or None."""
-    check_choice("implementation", implementation, (None, "native", "reference"))
+    check_implementation(implementation)
     k_shape, v_shape = check_pages(k_pages, v_pages, layout, layer)
     slot_mapping = as_index("slot_mapping", slot_mapping)
     check_shape("slot_mapping", slot_mapping, "tokens", (None,))
