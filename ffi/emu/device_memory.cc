@@ -27,6 +27,7 @@ std::string AtWord(const Region& region, const GlobalWord& word, int64_t offset)
 
 void CheckVisible(const Region& region, const GlobalWord& word, int64_t offset, Cache cache,
                   Site site) {
+  if (word.launch == 0 && region.is_filled) return;
   if (word.launch == 0) {
     Fail(site, "read of " + region.name + " byte " + std::to_string(offset) +
                    ", which nobody has written");
@@ -72,6 +73,7 @@ Region* AddRegion(const char* name, const void* begin, int64_t bytes, bool is_in
   region->begin = reinterpret_cast<uintptr_t>(begin);
   region->bytes = bytes;
   region->is_input = is_input;
+  region->is_filled = false;
   region->touched = touched;
   region->words = nullptr;
   if (!is_input) {
@@ -147,7 +149,7 @@ char* AtomicGlobal(uintptr_t address, Region* region, int64_t bytes, Site site) 
   const int64_t offset = static_cast<int64_t>(address - region->begin);
   for (int64_t i = offset / 4; i < (offset + bytes + 3) / 4; ++i) {
     const GlobalWord& word = region->words[i];
-    if (word.launch == 0)
+    if (word.launch == 0 && !region->is_filled)
       Fail(site, "atomic on " + region->name + ", which nobody has initialised");
     if (word.launch == machine.launch) {
       Fail(site, "race: atomic on " + AtWord(*region, word, 4 * i) + " in the same launch");

@@ -61,6 +61,7 @@ struct Region {
   uintptr_t begin;
   int64_t bytes;
   bool is_input;
+  bool is_filled;     // what no launch has written counts as written
   uint8_t* touched;   // null, or set to 1 for each byte that is asked for
   GlobalWord* words;  // not for inputs; from calloc, so that untouched ones cost nothing
 };

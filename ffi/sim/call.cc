@@ -8,7 +8,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -33,6 +32,7 @@ namespace jax_paged::sim {
 namespace {
 
 constexpr int64_t kGuardBytes = 4096;
+constexpr char kOtherBuffers[] = "replay: other buffers than in the last call";
 constexpr int64_t kCopied = int64_t{256} << 20;
 
 struct FreeMemory {
@@ -76,7 +76,7 @@ int64_t BytesOf(const XLA_FFI_Buffer& buffer) {
 
 struct State {
   std::mutex mutex;
-  Device device;
+  std::vector<Device> devices = {Device()};  // the calls take turns among them
   bool replays = false;
   int64_t calls = 0;
   std::vector<Mirror> mirrors;  // of the last call
@@ -113,8 +113,7 @@ class Call {
     reinterpret_cast<XLA_FFI_Api*>(api.data())->XLA_FFI_Stream_Get = GetStream;
     frame_.api = reinterpret_cast<XLA_FFI_Api*>(api.data());
 
-    Device device = state_.device;
-    device.seed += static_cast<uint32_t>(state_.calls++);
+    Device device = NextDevice();
     BeginCall(device);
     XLA_FFI_Error* const error = handler_(&frame_);
     const std::string problem = EndCall();
@@ -134,6 +133,13 @@ class Call {
     return nullptr;
   }
 
+  Device NextDevice() {
+    const int64_t call = state_.calls++;
+    Device device = state_.devices[static_cast<size_t>(call) % state_.devices.size()];
+    device.seed += static_cast<uint32_t>(call);
+    return device;
+  }
+
   XLA_FFI_Error* Error(const std::string& text) {
     XLA_FFI_Error_Create_Args args = {};
     args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
@@ -148,9 +154,11 @@ class Call {
     frame_.api->XLA_FFI_Error_Destroy(&args);
   }
 
-  // A result that is an operand has its memory.
-  Mirror* Find(const char* original, int64_t bytes) {
-    for (Mirror& mirror : state_.mirrors) {
+  // Of a buffer that came before, among so many mirrors: a result that is an operand has its
+  // memory.
+  Mirror* FindAmong(size_t count, const char* original, int64_t bytes) {
+    for (size_t i = 0; i < count; ++i) {
+      Mirror& mirror = state_.mirrors[i];
       if (bytes > 0 && mirror.original == original && mirror.bytes == bytes) return &mirror;
     }
     return nullptr;
@@ -161,7 +169,7 @@ class Call {
       XLA_FFI_Buffer buffer = *static_cast<XLA_FFI_Buffer*>(given[i]);
       char* const original = static_cast<char*>(buffer.data);
       const int64_t bytes = BytesOf(buffer);
-      Mirror* mirror = Find(original, bytes);
+      Mirror* mirror = FindAmong(state_.mirrors.size(), original, bytes);
       if (mirror == nullptr) mirror = Add(original, bytes, is_result);
       (is_result ? mirror->is_result : mirror->is_operand) = true;
       buffer.data = mirror->data;
@@ -194,7 +202,7 @@ class Call {
           std::to_string(mirror.is_operand ? number : number - frame_.args.size);
       emu::Region* const region = emu::AddRegion(name.c_str(), mirror.data, mirror.bytes,
                                                  /*is_input=*/!mirror.is_result);
-      if (mirror.is_result && mirror.is_operand) emu::MarkWritten(region, 0, mirror.bytes);
+      region->is_filled = mirror.is_result && mirror.is_operand;
       ++number;
     }
   }
@@ -222,23 +230,18 @@ class Call {
     for (int64_t i = 0; i < frame_.rets.size; ++i) {
       buffers.push_back(static_cast<XLA_FFI_Buffer*>(frame_.rets.rets[i]));
     }
-    size_t next = 0;
-    std::map<void*, Mirror*> known;
-    for (XLA_FFI_Buffer* buffer : buffers) {
-      Mirror*& mirror = known[buffer->data];
-      if (mirror != nullptr) continue;
-      if (next == state_.mirrors.size())
-        return Error("replay: other buffers than in the last call");
-      mirror = &state_.mirrors[next++];
-      if (mirror->bytes != BytesOf(*buffer) || !mirror->memory) {
-        return Error("replay: other buffers than in the last call");
-      }
-      mirror->original = static_cast<char*>(buffer->data);
-      if (mirror->is_operand) {
-        std::memcpy(mirror->data, buffer->data, static_cast<size_t>(mirror->bytes));
-      }
+    size_t count = 0;  // of the mirrors that have their buffer
+    for (const XLA_FFI_Buffer* buffer : buffers) {
+      char* const original = static_cast<char*>(buffer->data);
+      const int64_t bytes = BytesOf(*buffer);
+      if (FindAmong(count, original, bytes) != nullptr) continue;
+      if (count == state_.mirrors.size()) return Error(kOtherBuffers);
+      Mirror& mirror = state_.mirrors[count++];
+      if (mirror.bytes != bytes || !mirror.memory) return Error(kOtherBuffers);
+      mirror.original = original;
+      if (mirror.is_operand) std::memcpy(mirror.data, original, static_cast<size_t>(bytes));
     }
-    sim::Replay(state_.device.seed + static_cast<uint32_t>(state_.calls++));
+    sim::Replay(NextDevice().seed);
     const std::string problem = EndCall();
     if (!problem.empty()) return Error(problem);
     CopyBack();
@@ -263,9 +266,10 @@ class Call {
 
 extern "C" {
 
-// What tests set: the device of the coming calls, and whether they replay the call before them.
-void sim_set_device(const jax_paged::sim::Device* device) {
-  jax_paged::sim::state().device = *device;
+// What tests set: the devices of the coming calls, which take turns among them, and whether they
+// replay the call before them.
+void sim_set_devices(const jax_paged::sim::Device* devices, int32_t count) {
+  jax_paged::sim::state().devices.assign(devices, devices + count);
 }
 void sim_set_replays(int replays) { jax_paged::sim::state().replays = replays != 0; }
 // The kernels of the last call that was no replay, a line each.

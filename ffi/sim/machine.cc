@@ -39,7 +39,7 @@ void Fail(Site site, const std::string& what) {
 namespace jax_paged::sim {
 namespace {
 
-constexpr int64_t kMostInstructions = int64_t{1} << 30;  // of a launch; then it hangs
+constexpr int64_t kMostInstructions = int64_t{1} << 27;  // of a launch; then it hangs
 constexpr int kMeanSlice = 400;                          // instructions until another warp goes on
 
 struct Cta {

@@ -287,6 +287,7 @@ class EntryReader {
     Statement statement;
     statement.place = place_;
     statement.place.ptx_line = in_.line();
+    if (place_.line == 0) statement.place.line = in_.line();  // written by hand
     std::string_view first;
     if (in_.TakeIf("@")) {
       statement.guard_negated = in_.TakeIf("!");

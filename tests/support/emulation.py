@@ -25,7 +25,9 @@ from jax_paged.layout import (
 )
 
 FFI = Path(__file__).resolve().parents[2] / "ffi"
-MACHINE = ("device_memory.cc", "fiber.cc", "ordering.cc", "scheduler.cc", "shared_memory.cc", "sync.cc")
+MACHINE = (
+    "device_memory.cc", "fiber.cc", "ordering.cc", "scheduler.cc", "shared_memory.cc", "sync.cc",
+)  # fmt: skip
 SOURCES = (
     *MACHINE,
     *(f"attention/{name}.cc" for name in ("library", "bf16", "f16", "f32")),

@@ -15,10 +15,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+
+from jax_paged.native.call import register_stand_in
 
 FFI = Path(__file__).resolve().parents[2] / "ffi"
 ARCHITECTURES = (80, 90)
@@ -31,10 +34,10 @@ HANDLERS = {
 }
 # -lineinfo tells which line of the source an instruction comes from, and changes no instruction.
 NVCC_FLAGS = (
-    "-O3", "-DNDEBUG", "-std=c++17", "-Xcompiler=-fPIC", "-lineinfo", "-no-compress",
-    "-cudart=none", *(f"-gencode=arch=compute_{n},code=compute_{n}" for n in ARCHITECTURES),
+    "-O3", "-DNDEBUG", "-std=c++17", "-Xcompiler=-fPIC,-fno-gnu-unique", "-lineinfo",
+    "-no-compress", "-cudart=none",
 )  # fmt: skip
-GXX_FLAGS = ("-O3", "-DNDEBUG", "-fPIC", "-Wall", "-Wextra")
+GXX_FLAGS = ("-O3", "-DNDEBUG", "-fPIC", "-fno-gnu-unique", "-Wall", "-Wextra")
 EMULATOR = ("device_memory.cc", "ordering.cc", "shared_memory.cc")
 
 
@@ -52,23 +55,27 @@ def nvcc() -> str | None:
     return shutil.which(os.environ.get("CUDACXX", "nvcc")) or shutil.which(f"{home}/bin/nvcc")
 
 
-def commands(ffi: Path) -> Iterator[tuple[Path, list[str]]]:
+def commands(
+    ffi: Path, cuda: Sequence[Path], architectures: Sequence[int]
+) -> Iterator[tuple[Path, list[str]]]:
     """(source, command without output) of all that is linked."""
     compiler = nvcc()
     assert compiler is not None
     homes = (Path(compiler).resolve().parents[1], Path("/usr/local/cuda"))  # of nvcc, or a wrapper
     includes = [home / "include" for home in homes]
-    cuda = next(path for path in includes if (path / "cuda_runtime_api.h").exists())
-    plain = ["-I", str(ffi), "-isystem", jax.ffi.include_dir(), "-isystem", str(cuda)]
-    for source in cuda_sources(ffi):
+    toolkit = next(path for path in includes if (path / "cuda_runtime_api.h").exists())
+    plain = ["-I", str(ffi), "-isystem", jax.ffi.include_dir(), "-isystem", str(toolkit)]
+    targets = [f"-gencode=arch=compute_{n},code=compute_{n}" for n in architectures]
+    for source in cuda:
         if source.suffix == ".cu":
-            yield source, [compiler, *NVCC_FLAGS, "-I", str(ffi)]
+            yield source, [compiler, *NVCC_FLAGS, *targets, "-I", str(ffi)]
         else:
             yield source, ["g++", *GXX_FLAGS, "-std=c++17", *plain]
-    for source in sorted((ffi / "sim").glob("*.cc")):
+    plain[1] = str(FFI)
+    for source in sorted((FFI / "sim").glob("*.cc")):
         yield source, ["g++", *GXX_FLAGS, "-std=c++20", "-march=native", *plain]
     for name in EMULATOR:
-        yield ffi / "emu" / name, ["g++", *GXX_FLAGS, "-std=c++17", "-march=native", *plain]
+        yield FFI / "emu" / name, ["g++", *GXX_FLAGS, "-std=c++17", "-march=native", *plain]
 
 
 def digest_of(ffi: Path, *folders: str) -> "hashlib._Hash":
@@ -81,10 +88,19 @@ def digest_of(ffi: Path, *folders: str) -> "hashlib._Hash":
     return digest
 
 
-def build(ffi: Path = FFI, workers: int = 2) -> Path:
-    """The library, compiled where a source is new; two compilers at a time."""
+def build(
+    ffi: Path = FFI, cuda: Sequence[Path] | None = None, architectures=ARCHITECTURES, workers=2
+) -> Path:
+    """The library, compiled where a source is new; two compilers at a time.
+
+    Args:
+      ffi: the sources of the kernels. The machine is always that of this tree.
+      cuda: those to compile; None: all. What the others define must not be called.
+    """
     folder = Path(tempfile.gettempdir()) / f"jax_paged_simulator_{os.getuid()}"
     folder.mkdir(exist_ok=True)
+    is_whole = cuda is None
+    cuda = cuda_sources(ffi) if cuda is None else cuda
 
     def run(command):
         done = subprocess.run(command, capture_output=True, text=True)
@@ -92,22 +108,27 @@ def build(ffi: Path = FFI, workers: int = 2) -> Path:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
 
     def compiled(source, command):
-        digest = (kernels if (ffi / "cuda") in source.parents else machine).copy()
-        digest.update(repr([part for part in command if part != str(ffi)]).encode())
-        digest.update(source.read_bytes())
+        digest = (kernels if source in cuda else machine).copy()
+        digest.update(repr([part for part in command if part not in places]).encode())
+        digest.update(source.read_bytes() + bytes([is_whole or source not in cuda]))
         target = folder / f"{digest.hexdigest()[:20]}.o"
         if not target.exists():
             partial = target.with_suffix(".partial.o")
             run([*command, "-c", str(source), "-o", str(partial)])
+            if not is_whole and source in cuda:  # what is not there is null, and not called
+                run(["objcopy", "-w", "--weaken-symbol=*jax_paged*Launch*", str(partial)])
             partial.rename(target)
         return target
 
+    places = (str(ffi), str(FFI))
     kernels = digest_of(ffi, "common", "cuda")
-    machine = digest_of(ffi, "common", "emu", "sim")
+    machine = digest_of(FFI, "common", "emu", "sim")
     with open(folder / "lock", "w") as lock:  # tests may run in several processes
         fcntl.flock(lock, fcntl.LOCK_EX)
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            objects = list(pool.map(lambda pair: compiled(*pair), commands(ffi)))
+            objects = list(
+                pool.map(lambda pair: compiled(*pair), commands(ffi, cuda, architectures))
+            )
         name = hashlib.sha256(repr(sorted(objects)).encode()).hexdigest()[:20]
         library = folder / f"{name}.so"
         if not library.exists():
@@ -139,13 +160,89 @@ def device(architecture: int = 80, **changes) -> Device:
     return Device(**(fields | changes))
 
 
-@functools.cache
-def library(ffi: Path = FFI) -> ctypes.CDLL:
-    """The simulated device, loaded; its handlers are registered as TARGET.sim for the CPU."""
-    loaded = ctypes.CDLL(str(build(ffi)))
-    loaded.sim_set_device.argtypes = [ctypes.POINTER(Device)]
+def register(path: Path, name: str) -> ctypes.CDLL:
+    """Loads a library of `build` and has the ops take implementation=`name` for it."""
+    loaded = ctypes.CDLL(str(path))
+    loaded.sim_set_devices.argtypes = [ctypes.POINTER(Device), ctypes.c_int32]
     loaded.sim_launches.restype = ctypes.c_char_p
     for target, symbol in HANDLERS.items():
+        if not hasattr(loaded, symbol.removeprefix("Sim") + "Handler"):  # see `build`
+            continue
         handler = jax.ffi.pycapsule(getattr(loaded, symbol))
-        jax.ffi.register_ffi_target(f"{target}.sim", handler, platform="cpu")
+        jax.ffi.register_ffi_target(f"{target}.{name}", handler, platform="cpu")
+
+    def call(target, operands, attributes, results, aliases, workspace_words):
+        if target not in HANDLERS:  # no CUDA kernel: the CPU's own
+            return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(
+                *operands.values(), **attributes
+            )
+        workspace = [jax.ShapeDtypeStruct((workspace_words,), np.int32)] if workspace_words else []
+        made = jax.ffi.ffi_call(
+            f"{target}.{name}", [*results, *workspace], input_output_aliases=aliases
+        )(*operands.values(), **attributes)
+        return tuple(made)[: len(results)]
+
+    register_stand_in(name, call)
+    set_devices(loaded, *map(device, ARCHITECTURES))
     return loaded
+
+
+def set_devices(loaded: ctypes.CDLL, *devices: Device) -> None:
+    """The coming calls take turns among these devices, each with another order of warps."""
+    loaded.sim_set_devices((Device * len(devices))(*devices), len(devices))
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The simulated device: the ops take implementation="sim"."""
+    return register(build(), "sim")
+
+
+class SimulationError(Exception):
+    """What the simulated device found: one line with file and line of the kernel source, or PTX."""
+
+
+# Parameters of a kernel for `run_ptx`: %in0, %in1, … and %out hold the addresses of the buffers,
+# %t the thread, %l the lane.
+_KERNEL = """
+.version 8.0
+.target sm_80
+.address_size 64
+.extern .shared .align 128 .b8 dynamic[];
+.visible .entry kernel({params})
+{{
+.reg .b64 %in<8>, %out, %rd<64>; .reg .b32 %r<64>, %t, %l; .reg .f32 %f<32>; .reg .b16 %rs<16>;
+.reg .pred %p<16>;
+mov.u32 %t, %tid.x;
+and.b32 %l, %t, 31;
+{loads}
+{body}
+ret;
+}}
+"""
+
+
+def run_ptx(body: str, inputs, out, *, ctas=1, threads=32, shared=4096, seed=1, loaded=None):
+    """Runs instructions in every thread; returns `out` as they left it; raises SimulationError."""
+    loaded = library() if loaded is None else loaded
+    arrays = [np.ascontiguousarray(x) for x in (*inputs, out)]
+    arrays[-1] = arrays[-1].copy()
+    names = [*(f"%in{i}" for i in range(len(inputs))), "%out"]
+    text = _KERNEL.format(
+        params=", ".join(f".param .u64 kernel_param_{i}" for i in range(len(names))),
+        loads="\n".join(f"ld.param.u64 {x}, [kernel_param_{i}];" for i, x in enumerate(names)),
+        body=body,
+    )
+    pointers = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
+    sizes = (ctypes.c_int64 * len(arrays))(*(x.nbytes for x in arrays))
+    loaded.sim_run.restype = ctypes.c_char_p
+    loaded.sim_run.argtypes = [
+        ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32,
+    ]  # fmt: skip
+    error = loaded.sim_run(
+        text.encode(), b"kernel", ctas, threads, shared, pointers, sizes, len(arrays), seed
+    ).decode()
+    if error:
+        raise SimulationError(error)
+    return arrays[-1]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA module on the simulated device (ffi/sim): what a call launches, and graphs replayed.
+
+That ops give the right numbers there, the suites in tests/ops ask with implementation="sim".
+"""
+
+import re
+import subprocess
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from simulation import FFI, NVCC_FLAGS, device, library, nvcc, set_devices
+
+from jax_paged import (
+    merge_attention_states,
+    moe_experts,
+    qkv_norm_rope_write,
+    ragged_paged_attention,
+    write_kv,
+)
+from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.experts import make_case
+
+pytestmark = pytest.mark.skipif(nvcc() is None, reason="no nvcc: ffi/sim runs what it compiles")
+
+
+@pytest.fixture
+def loaded():
+    """The library, which has its usual devices again afterwards."""
+    yield library()
+    library().sim_set_replays(0)
+    set_devices(library(), device(80), device(90))
+
+
+def launches(loaded):
+    """[(kernel, CTAs, threads, bytes of dynamic shared memory)] of the last call."""
+    found = []
+    for line in loaded.sim_launches().decode().splitlines():
+        name, grid, threads, shared = line.split()
+        (kernel,) = re.findall(r"\d+(\w+?)Kernel", name)[-1:] or [name]
+        ctas = int(np.prod([int(x) for x in grid.split(",")]))
+        found.append((re.sub(r"^.*\d", "", kernel), ctas, int(threads), int(shared)))
+    return found
+
+
+def attend(batch, **options):
+    arguments, defaults = batch.ragged()
+    call = defaults | options | {"return_lse": True, "implementation": "sim"}
+    return ragged_paged_attention(*arguments, **call)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_a_mixed_batch_launches_plan_decode_and_prefill(architecture, loaded):
+    set_devices(loaded, device(architecture))
+    batch = make_batch(Case("sim", 8, 2, 128), jnp.bfloat16, [1, 40], [100, 60])
+    assert_attention_close(*map(np.asarray, attend(batch)), *dense_oracle(batch))
+    found = launches(loaded)
+    assert [name for name, *_ in found] == ["Plan", "Decode", "Prefill"]
+    limit = {80: 163, 90: 227}[architecture] * 1024
+    assert all(shared <= limit for *_, shared in found)
+
+
+def test_f32_launches_simt(loaded):
+    batch = make_batch(Case("sim", 8, 2, 128), jnp.float32, [1, 4], [100, 60])
+    attend(batch)
+    assert [name for name, *_ in launches(loaded)] == ["Plan", "Simt"]
+
+
+def test_no_token_launches_nothing(loaded):
+    set_devices(loaded, device())
+    q, pages = jnp.ones((0, 4, 16)), jnp.ones((2, 2, 4, 16))
+    rows = (jnp.zeros((0, 3), jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32))
+    out = ragged_paged_attention(q, pages, pages, *rows, implementation="sim")
+    assert out.shape == (0, 4, 16)
+
+
+# ---- a recorded graph, replayed with other values ----
+
+
+def attention_call(seed):
+    lens = [([1, 1, 30, 0], [150, 1, 64, 40]), ([1, 0, 9, 20], [3, 70, 9, 170])][seed]
+    batch = make_batch(
+        Case("sim", 8, 2, 64), jnp.bfloat16, *lens, num_tokens=40, pages_per_seq=12, num_pages=50,
+        seed=seed,
+    )  # fmt: skip
+    arguments, options = batch.ragged()
+    return lambda how: ragged_paged_attention(*arguments, **options, implementation=how)
+
+
+def merge_call(seed):
+    rng = np.random.default_rng(seed)
+    out = [jnp.asarray(rng.standard_normal((30, 4, 64), "f4")) for _ in "ab"]
+    lse = [jnp.asarray(rng.standard_normal((30, 4), "f4")) for _ in "ab"]
+    return lambda how: merge_attention_states(out[0], lse[0], out[1], lse[1], implementation=how)
+
+
+def experts_call(seed):
+    case = make_case(23, 6, 2, hidden=64, inner=48, dtype=jnp.bfloat16)
+    case = [case[0] * (1 + seed), *case[1:3], (case[3] + seed) % 6, case[4]]
+    return lambda how: moe_experts(*case, implementation=how)
+
+
+def write_call(seed):
+    rng = np.random.default_rng(seed)
+    k, v = (jnp.asarray(rng.standard_normal((20, 2, 32), "f4")) for _ in "kv")
+    slots = jnp.asarray(rng.integers(-3, 60, 20), jnp.int32)
+    pages = jnp.asarray(rng.standard_normal((6, 2, 8, 32), "f4"))
+    return lambda how: write_kv(pages + 0, pages + 1, k, v, slots, implementation=how)
+
+
+def qkv_call(seed):
+    rng = np.random.default_rng(seed)
+    qkv = jnp.asarray(rng.standard_normal((11, 8 * 32), "f4"))
+    slots = jnp.asarray(rng.permutation(48)[:11], jnp.int32)
+    angles = jnp.asarray(rng.standard_normal((64, 16), "f4"))
+    positions = jnp.asarray(rng.integers(0, 64, 11), jnp.int32)
+    pages = jnp.asarray(rng.standard_normal((6, 2, 8, 32), "f4"))
+    return lambda how: qkv_norm_rope_write(
+        qkv, pages + 0, pages + 1, positions, slots, jnp.cos(angles), jnp.sin(angles),
+        num_q_heads=4, implementation=how,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [attention_call, merge_call, experts_call, write_call, qkv_call],
+    ids=lambda f: f.__name__,
+)
+def test_a_replayed_graph_takes_the_new_values(make, loaded):
+    """What the host chose for the first call must serve the second one, in a used workspace."""
+    for architecture in (80, 90):
+        set_devices(loaded, device(architecture, seed=architecture))
+        first, second = make(0), make(1)
+        check(first("sim"), first("reference"))
+        recorded = launches(loaded)
+        loaded.sim_set_replays(1)
+        for call in (second, first):
+            check(call("sim"), call("reference"))
+        loaded.sim_set_replays(0)
+        assert launches(loaded) == recorded
+
+
+def check(got, expected):
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    for a, b in zip(got, expected, strict=True):
+        tolerance = 0.02 if a.dtype == jnp.bfloat16 else 2e-5
+        a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "source", ["write_kv/launch.cu", "merge_states/launch.cu", "attention/inst/decode_bf16_8bit.cu"]
+)
+def test_ptx_of_both_architectures_is_the_same(source, tmp_path):
+    """Until a kernel asks for its architecture, running one of them runs both."""
+    texts = []
+    for architecture in (80, 90):
+        target = f"-gencode=arch=compute_{architecture},code=compute_{architecture}"
+        out = tmp_path / f"{architecture}.ptx"
+        flags = [x for x in NVCC_FLAGS if x not in ("-lineinfo", "-no-compress")]
+        command = [nvcc(), *flags, target, "-I", FFI, "-ptx", FFI / "cuda" / source, "-o", out]
+        subprocess.run(command, check=True)
+        lines = out.read_text().splitlines()
+        texts.append([x for x in lines if not x.startswith(("//", ".target"))])
+    assert texts[0] == texts[1]

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test of the tests: bugs that the emulator cannot see, planted where only nvcc looks.
+
+They stand in the inline PTX of prim.h, in the launches, in the handlers and in write_kv. Each is
+compiled as the module is, and called through jit on the simulated device (ffi/sim).
+"""
+
+import concurrent.futures
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planting import asked_for, plant
+from simulation import build, device, nvcc, register, set_devices
+
+from jax_paged import merge_attention_states, ragged_paged_attention, write_kv
+from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens
+
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(nvcc() is None, reason="no nvcc: ffi/sim runs what it compiles"),
+]
+
+# In the place of all instances of the attention kernels: those that the bugs are tried on.
+INSTANCES = """
+#include "cuda/attention/launch_inst.cuh"
+namespace jax_paged::cuda {
+JAX_PAGED_INSTANTIATE(LaunchDecode, BFloat16, 64, PageKind::kRows)
+JAX_PAGED_INSTANTIATE(LaunchPrefill, BFloat16, 64, PageKind::kRows)
+}  // namespace jax_paged::cuda
+"""
+ATTENTION = ("current_device.cc", "attention/handler.cc", "attention/launch.cu", "attention/few.cu")
+WRITE = ("write_kv/handler.cc", "write_kv/launch.cu")
+MERGE = ("merge_states/handler.cc", "merge_states/launch.cu")
+
+UNEQUAL = "[Nn]ot equal"
+DIFFERS = "error|not finite|lse|empty rows"  # the comparison with the oracle
+PRIM, LAUNCH = "cuda/prim.h", "cuda/attention/launch_inst.cuh"
+BF16_A = """: "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    static_assert(std::is_same_v<T, Float16>);
+    asm volatile("""
+# file, what stands there, what the bug makes of it, what must be said about it
+BUGS = {
+    # the inline PTX
+    "registers of mma's a swapped": (
+        PRIM, BF16_A, BF16_A.replace('"r"(a[1]), "r"(a[2])', '"r"(a[2]), "r"(a[1])'), DIFFERS,
+    ),
+    "registers of mma's b swapped": (
+        PRIM, BF16_A, BF16_A.replace('"r"(b0), "r"(b1)', '"r"(b1), "r"(b0)'), DIFFERS,
+    ),
+    "mma of the other dtype": (
+        PRIM, "m16n8k16.row.col.f32.bf16.bf16.f32", "m16n8k16.row.col.f32.f16.f16.f32", DIFFERS,
+    ),
+    "trans dropped": (PRIM, ".x4.trans.shared", ".x4.shared", DIFFERS),
+    "trans where none is due": (
+        PRIM, "ldmatrix.sync.aligned.m8n8.x4.shared", "ldmatrix.sync.aligned.m8n8.x4.trans.shared",
+        DIFFERS,
+    ),
+    "ldmatrix into other registers": (
+        PRIM, "m8n8.x4.shared.b16 {%0, %1, %2, %3}", "m8n8.x4.shared.b16 {%0, %2, %1, %3}", DIFFERS,
+    ),
+    "wait_group with another count": (
+        PRIM, "if (groups == 0) {\n    CpAsyncWaitGroup<0>();",
+        "if (groups == 0) {\n    CpAsyncWaitGroup<1>();", "cp.async",
+    ),
+    "groups that are not committed": (
+        PRIM, 'asm volatile("cp.async.commit_group;" ::: "memory");', "", "cp.async",
+    ),
+    "a copy that does not fill with zeros": (
+        PRIM, '"r"(valid ? 16 : 0)', '"r"(16)', f"no known buffer|{DIFFERS}",
+    ),
+    "a copy of half of the bytes": (
+        PRIM, "[%0], [%1], 16, %2;", "[%0], [%1], 8, %2;", "cp.async of 8 bytes that reads 16",
+    ),
+    "a pair packed the other way round": (
+        PRIM, 'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));',
+        'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(low), "f"(high));', DIFFERS,
+    ),
+    "an instruction that is not known": (
+        PRIM, "ex2.approx.ftz.f32 %0, %1;", "lg2.approx.ftz.f32 %0, %1;", "unknown instruction",
+    ),
+    "a shuffle of half of the lanes": (
+        PRIM, "__shfl_xor_sync(~0u, x, mask)", "__shfl_xor_sync(0xffffu, x, mask)",
+        "shfl from lane|divergent warp",
+    ),
+    "a shuffle from above": (
+        PRIM, "__shfl_up_sync(~0u, x, distance)", "__shfl_down_sync(~0u, x, distance)",
+        f"{DIFFERS}|nobody has|no known|bounds|end",
+    ),
+    "what others wrote read from a cache": (
+        PRIM, "return BitCast<T>(__ldcg(reinterpret_cast<const uint4*>(p.get())));",
+        "return BitCast<T>(__ldg(reinterpret_cast<const uint4*>(p.get())));", "read-only load|L1",
+    ),
+    "a fence left out": (
+        PRIM, "ThreadFence() { __threadfence(); }", "ThreadFence() {}",
+        "not published|not acquired",
+    ),
+    "a barrier of the warp in place of the CTA's": (
+        PRIM, "SyncThreads() { __syncthreads(); }", "SyncThreads() { __syncwarp(); }",
+        "race|nobody has written",
+    ),
+    # the launches
+    "too little dynamic shared memory": (
+        LAUNCH, "Traits::SharedBytes(shape.stages), stream>>>(args)",
+        "Traits::SharedBytes(shape.stages) - 16, stream>>>(args)", "shared memory out of bounds",
+    ),
+    "no leave for much shared memory": (
+        LAUNCH,
+        "AllowSharedMemory(DecodeKernel<T, HEAD_DIM, PAGES>, limits.shared_bytes_per_cta",
+        "AllowSharedMemory(DecodeKernel<T, HEAD_DIM, PAGES>, 48 * 1024",
+        "bytes of dynamic shared memory, allowed are",
+    ),
+    "leave on the first device alone": (
+        "cuda/shared_memory.h", "uint64_t{1} << device : 0", "uint64_t{1} : 0",
+        "bytes of dynamic shared memory, allowed are",
+    ),
+    "limits of the first device": (
+        "cuda/current_device.cc", "error = cudaDeviceGetAttribute(value, attribute, device);",
+        "error = cudaDeviceGetAttribute(value, attribute, 0);", "of another device",
+    ),
+    "a CTA too few": (
+        LAUNCH, "<<<args.num_workers, kAttentionThreads, Traits",
+        "<<<args.num_workers - 1, kAttentionThreads, Traits", f"{DIFFERS}|nobody has",
+    ),
+    "another stream": (
+        LAUNCH, "Traits::SharedBytes(shape.stages), stream>>>(args)",
+        "Traits::SharedBytes(shape.stages)>>>(args)", "another stream",
+    ),
+    "more threads than the kernel is made for": (
+        LAUNCH, "<<<args.num_workers, kAttentionThreads, Traits",
+        "<<<args.num_workers, 2 * kAttentionThreads, Traits", "invalid grid or block",
+    ),
+    "a plan for the first call alone": (
+        "cuda/attention/launch.cu", "  PlanKernel<<<",
+        "  static bool planned = false;\n  if (planned) return cudaSuccess;\n  planned = true;\n"
+        "  PlanKernel<<<",
+        "nobody has",
+    ),
+    "lengths that the host has read": (
+        "cuda/attention/launch.cu", "  PlanKernel<<<static_cast<unsigned>(ctas)",
+        "  const_cast<AttentionArgs&>(args).num_tokens = args.seq_lens.get()[0];\n"
+        "  PlanKernel<<<static_cast<unsigned>(ctas)",
+        f"{DIFFERS}|nobody has|no known buffer",
+    ),
+    # the handlers
+    "lse for a workspace": (
+        "cuda/attention/handler.cc", "MakeArgs(call, ArrayOf(*workspace), &args)",
+        "MakeArgs(call, ArrayOf(*lse), &args)", "workspace",
+    ),
+    "states in the place of each other": (
+        "cuda/merge_states/handler.cc", "{out_a.untyped_data(), lse_a.typed_data(), out_b",
+        "{out_a.untyped_data(), lse_b.typed_data(), out_b", UNEQUAL,
+    ),
+    "an argument of another width": (
+        "cuda/merge_states/launch.cu",
+        "MergeStatesKernel<float><<<grid, kMergeThreads, /*smem=*/0, stream>>>(args);",
+        "{\n        const struct { int32_t of_32_bits; MergeArgs rest; } wrong = {0, args};\n"
+        "        void* list[] = {const_cast<void*>(static_cast<const void*>(&wrong))};\n"
+        "        const auto* stub = reinterpret_cast<const void*>(MergeStatesKernel<float>);\n"
+        "        cudaLaunchKernel(stub, dim3(grid), dim3(kMergeThreads), list, 0, stream);\n"
+        "      }",
+        f"no known buffer|out of bounds|misaligned|{UNEQUAL}",
+    ),
+    "a grid of merge that is one too small": (
+        "cuda/merge_states/launch.cu", "static_cast<unsigned>(ctas);",
+        "static_cast<unsigned>(ctas - 1);", f"{UNEQUAL}|invalid grid",
+    ),
+    # write_kv
+    "slots in 32 bits": (
+        "common/page_view.h",
+        "return layer * strides.layer + strides.Offset(slot / page_size, head, slot % page_size);",
+        "return static_cast<int32_t>(layer * strides.layer +\n"
+        "    strides.Offset(slot / page_size, head, slot % page_size));",
+        f"no known buffer|out of bounds|{UNEQUAL}",
+    ),
+    "the axes of the grid swapped": (
+        "cuda/write_kv/launch.cu", "grid(params.num_tokens, 2)", "grid(2, params.num_tokens)",
+        f"no known buffer|out of bounds|{UNEQUAL}",
+    ),
+    "K alone": (
+        "cuda/write_kv/launch.cu", "grid(params.num_tokens, 2)", "grid(params.num_tokens, 1)",
+        UNEQUAL,
+    ),
+    "of two tokens for a slot both": (
+        "cuda/write_kv/launch.cu", "if (__syncthreads_or(overwritten)) return;", "",
+        f"race|{UNEQUAL}",
+    ),
+    "whether a slot comes again, asked by each thread alone": (
+        "cuda/write_kv/launch.cu", "if (__syncthreads_or(overwritten)) return;",
+        "if (overwritten) return;", f"race|{UNEQUAL}",
+    ),
+    "the token behind not looked at": (
+        "cuda/write_kv/launch.cu", "token + 1 + threadIdx.x", "token + 2 + threadIdx.x",
+        f"race|{UNEQUAL}",
+    ),
+    "K's tokens written to V": (
+        "cuda/write_kv/handler.cc", "v_result->untyped_data(), v.untyped_data()",
+        "v_result->untyped_data(), k.untyped_data()", f"no known buffer|out of bounds|{UNEQUAL}",
+    ),
+}  # fmt: skip
+
+
+def sources_of(file):
+    """What is compiled for a bug in a file, and what is tried."""
+    if "write_kv" in file or "page_view" in file:
+        return WRITE, check_write
+    if "merge_states" in file:
+        return MERGE, check_merge
+    return ATTENTION, check_attention
+
+
+def check_attention(loaded, name):
+    """Decode and prefill on two devices, and a recorded graph replayed with other lengths."""
+    case = Case("sim", 8, 2, 64, page_size=8)
+    shapes = [
+        ([1, 1, 30, 0, 1], [300, 64, 90, 9, 1], 40),
+        ([1, 1, 30, 0, 1], [17, 200, 33, 70, 5], 40),
+    ]
+    batches = [
+        make_batch(case, jnp.bfloat16, q, kv, num_tokens=n, pages_per_seq=40, num_pages=999, seed=i)
+        for i, (q, kv, n) in enumerate(shapes)
+    ]
+    for seed, ordinal in itertools.product(range(3), (0, 1)):
+        set_devices(loaded, device(seed=seed, ordinal=ordinal))
+        run_attention(batches[0], name)
+    loaded.sim_set_replays(1)
+    try:
+        run_attention(batches[1], name)
+    finally:
+        loaded.sim_set_replays(0)
+
+
+def run_attention(batch, name):
+    arguments, options = batch.ragged()
+    out, lse = ragged_paged_attention(*arguments, **options, return_lse=True, implementation=name)
+    assert_attention_close(np.asarray(out), np.asarray(lse), *dense_oracle(batch))
+
+
+def check_merge(loaded, name):
+    set_devices(loaded, device())
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((40, 6, 64), "f4") for _ in "ab")
+    lse_a, lse_b = (rng.standard_normal((40, 6), "f4") for _ in "ab")
+    for x in ([a, lse_a, b, lse_b], [b, lse_b, a, lse_a]):
+        expected = merge_attention_states(*x, implementation="reference")
+        got = merge_attention_states(*x, implementation=name)
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+
+
+def check_write(loaded, name):
+    set_devices(loaded, device())
+    for slots in ([4, 9, -1, 30, 0], [4, 4, 9, 4, 9], [20] * 300):
+        pools, tokens = make_pools(8, num_layers=2), make_tokens(len(slots))
+        written = write_kv(
+            *map(jnp.array, pools), *map(jnp.asarray, tokens), jnp.asarray(slots, jnp.int32),
+            layer=1, implementation=name,
+        )  # fmt: skip
+        for pool, out, pages, new in zip("kv", written, pools, tokens, strict=True):
+            expected = expected_write(pages, new, slots, 1, "HND", pool)
+            np.testing.assert_array_equal(bits(out), bits(expected))
+    # A slot beyond 2^31 bytes.
+    pages = 2**31 // (512 * 2 * 16) + 9
+    k_pages = jax.jit(lambda: jnp.zeros((pages, 1, 16, 512), jnp.bfloat16))()
+    v_pages = jnp.zeros((pages, 1, 16, 8), jnp.bfloat16)
+    slot = jnp.array([pages * 16 - 3], jnp.int32)
+    k, v = jnp.ones((1, 1, 512), jnp.bfloat16), jnp.ones((1, 1, 8), jnp.bfloat16)
+    k_pages, v_pages = write_kv(k_pages, v_pages, k, v, slot, implementation=name)
+    for out in (k_pages, v_pages):
+        np.testing.assert_array_equal(np.asarray(out[-1, 0, -3]).astype("f4"), 1)
+
+
+def compiled(folder, file, old, new):
+    """A library with a bug; file is None: without one."""
+    if file is not None:
+        path, _, name = file.rpartition("/")
+        plant(folder, f"{path}/{name}", old, new)
+    ffi = folder / "ffi"
+    (ffi / "cuda/attention/few.cu").write_text(INSTANCES, encoding="utf-8")
+    names, _ = sources_of(file)
+    return build(ffi, [ffi / "cuda" / name for name in names], architectures=(80,), workers=1)
+
+
+@pytest.fixture(scope="module")
+def libraries(request, tmp_path_factory):
+    """Bug name → future of its library, two being compiled at a time."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(compiled, tmp_path_factory.mktemp("bug"), *bug[:3])
+            for name, bug in asked_for(BUGS, request).items()
+        }
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name, libraries):
+    implementation = "sim_" + re.sub(r"\W", "_", name)
+    loaded = register(libraries[name].result(), implementation)
+    _, check = sources_of(BUGS[name][0])
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError, AssertionError), match=BUGS[name][3]
+    ):
+        check(loaded, implementation)
+
+
+@pytest.mark.parametrize("file", ["cuda/attention/launch.cu", "cuda/merge_states/launch.cu",
+                                  "cuda/write_kv/launch.cu"])  # fmt: skip
+def test_without_a_bug_nothing_is_found(file, tmp_path):
+    path = compiled(tmp_path, file, "namespace jax_paged::cuda {\nnamespace {",
+                    "namespace jax_paged::cuda {\n\nnamespace {")  # fmt: skip
+    name = "sim_" + file.split("/")[1]
+    sources_of(file)[1](register(path, name), name)
