@@ -104,7 +104,18 @@ def _programs_of_the_file():
     jax.clear_caches()
 
 
-@pytest.fixture(params=["native", "reference"])
-def implementation(request):
-    """Both implementations of an op: one suite serves them."""
-    return request.param
+@pytest.hookimpl(trylast=True)  # after the test's own parameters
+def pytest_generate_tests(metafunc):
+    """A test that takes `implementation` runs with each one of an op: one suite serves them.
+
+    Marked `emulator` it has the CUDA kernels in the emulator, too. A test may name others itself.
+    """
+    names = ["native", "reference"]
+    if mark := metafunc.definition.get_closest_marker("emulator"):
+        import emulation  # noqa: F401 (it registers them)
+
+        tier = [pytest.mark.deep] if mark.kwargs.get("deep") else []
+        names.append(pytest.param("emulated", marks=tier))
+    own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "implementation" in metafunc.fixturenames and not any("implementation" in x for x in own):
+        metafunc.parametrize("implementation", names)

@@ -38,6 +38,11 @@ struct ShapeView {
   size_t rank;
 
   int64_t operator[](size_t i) const { return dims[i]; }
+  int64_t count() const {
+    int64_t elements = 1;
+    for (size_t i = 0; i < rank; ++i) elements *= dims[i];
+    return elements;
+  }
 };
 
 inline std::string ShapeText(const int64_t* dims, size_t rank) {
@@ -138,6 +143,13 @@ inline std::string ReadWeightDtype(const char* op, const char* argument, ArrayTy
 inline std::string CheckRank(const char* op, const char* argument, ShapeView got, size_t rank) {
   if (got.rank == rank) return "";
   return Mismatch(op, argument, "rank " + std::to_string(rank), ShapeText(got.dims, got.rank));
+}
+
+// Scales go with 8-bit weights, and with no others: then they are [0].
+inline std::string CheckWeightScale(const char* op, const char* argument, Dtype weight,
+                                    ShapeView got, std::initializer_list<int64_t> expected) {
+  return IsEightBit(weight) ? CheckShape(op, argument, got, expected)
+                            : CheckShape(op, argument, got, {0});
 }
 
 // Reads the shape of a pool, with or without a leading num_layers axis; page_view.h has the axes.

@@ -49,15 +49,9 @@ ArrayType TypeOf(const Buffer& buffer) {
   return TypeOf(buffer.element_type());
 }
 
-inline Array ArrayOf(const xla::ffi::AnyBuffer& buffer) {
+template <typename Buffer>
+Array ArrayOf(const Buffer& buffer) {
   return {buffer.untyped_data(), TypeOf(buffer), Shape(buffer), /*is_given=*/true};
-}
-
-// Scales go with 8-bit weights, and with no others: then they are [0].
-inline std::string CheckWeightScale(const char* op, const char* argument, Dtype weight,
-                                    ShapeView got, std::initializer_list<int64_t> expected) {
-  return IsEightBit(weight) ? CheckShape(op, argument, got, expected)
-                            : CheckShape(op, argument, got, {0});
 }
 
 // The operands of a call by the names in its attribute "operands", and its attributes: the Source
@@ -106,32 +100,6 @@ class NamedOperands {
   std::string problem_;
 };
 
-inline constexpr char kMergeStatesOp[] = "jax_paged.merge_attention_states";
-
-// Checks the operands and results of jax_paged.merge_attention_states and reads their dtype.
-inline std::string ReadMergeStates(const xla::ffi::AnyBuffer& out_a, ShapeView lse_a,
-                                   const xla::ffi::AnyBuffer& out_b, ShapeView lse_b,
-                                   const xla::ffi::AnyBuffer& out, ShapeView lse, Dtype* dtype) {
-  constexpr auto kOp = kMergeStatesOp;
-  std::string error;
-  const auto failed = [&](std::string text) {
-    error = std::move(text);
-    return !error.empty();
-  };
-  const ShapeView shape = Shape(out_a);
-  if (failed(ReadDtype(kOp, "out_a", TypeOf(out_a), dtype)) ||
-      failed(CheckType(kOp, "out_b", TypeOf(out_b), TypeOf(out_a))) ||
-      failed(CheckType(kOp, "out", TypeOf(out), TypeOf(out_a))) ||
-      failed(CheckRank(kOp, "out_a", shape, 3)) || failed(CheckHeadDim(kOp, "out_a", shape[2])) ||
-      failed(CheckSameShape(kOp, "out_b", Shape(out_b), shape)) ||
-      failed(CheckSameShape(kOp, "out", Shape(out), shape)) ||
-      failed(CheckShape(kOp, "lse_a", lse_a, {shape[0], shape[1]})) ||
-      failed(CheckShape(kOp, "lse_b", lse_b, {shape[0], shape[1]}))) {
-    return error;
-  }
-  return CheckShape(kOp, "lse", lse, {shape[0], shape[1]});
-}
-
 // Checks the operands and results of jax_paged.write_kv and reads the two pools.
 inline std::string ReadWriteKv(const xla::ffi::AnyBuffer& k_pages,
                                const xla::ffi::AnyBuffer& v_pages, const xla::ffi::AnyBuffer& k,
@@ -169,6 +137,30 @@ inline std::string ReadWriteKv(const xla::ffi::AnyBuffer& k_pages,
   const int64_t num_tokens = slot_mapping[0], heads = k_pool->num_kv_heads;
   if (failed(CheckShape(kOp, "k", Shape(k), {num_tokens, heads, k_pool->head_dim}))) return error;
   return CheckShape(kOp, "v", Shape(v), {num_tokens, heads, v_pool->head_dim});
+}
+
+// The operands, attributes and results of jax_paged.qkv_norm_rope_write, behind the contexts that a
+// platform asks for.
+template <typename Binding>
+auto BindQkv(Binding&& binding) {
+  namespace ffi = xla::ffi;
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()         // qkv
+      .template Arg<ffi::AnyBuffer>()         // k_pages
+      .template Arg<ffi::AnyBuffer>()         // v_pages
+      .template Arg<ffi::Buffer<ffi::S32>>()  // positions
+      .template Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
+      .template Arg<ffi::Buffer<ffi::F32>>()  // cos
+      .template Arg<ffi::Buffer<ffi::F32>>()  // sin
+      .template Arg<ffi::AnyBuffer>()         // q_norm
+      .template Arg<ffi::AnyBuffer>()         // k_norm
+      .template Arg<ffi::Buffer<ffi::S32>>()  // layer
+      .template Attr<float>("eps")
+      .template Attr<std::string_view>("style")
+      .template Attr<std::string_view>("layout")
+      .template Ret<ffi::AnyBuffer>()   // q
+      .template Ret<ffi::AnyBuffer>()   // k_pages
+      .template Ret<ffi::AnyBuffer>();  // v_pages
 }
 
 }  // namespace jax_paged

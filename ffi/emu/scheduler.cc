@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <set>
+#include <utility>
 
 #include "emu/state.h"
 
@@ -50,10 +51,16 @@ void StartCta(Cta* cta, int32_t index) {
   cta->covered.assign(options.num_threads, 0);
   cta->warps.resize(options.num_threads / kWarpSize);
   for (Warp& warp : cta->warps) warp.arrived = warp.generation = warp.sync_time = 0;
-  if (!cta->shared) cta->shared.reset(new char[options.shared_bytes + 1]);
+  if (cta->shared_bytes < options.shared_bytes) {
+    cta->shared.reset(new char[options.shared_bytes + 1]);
+    cta->shared_bytes = options.shared_bytes;
+  }
   std::memset(cta->shared.get(), 0xff, options.shared_bytes);
   cta->words.assign(options.shared_bytes / 4, SharedWord());
-  if (!cta->stacks) cta->stacks.reset(new char[kStackBytes * options.num_threads]);
+  if (cta->num_stacks < options.num_threads) {
+    cta->stacks.reset(new char[kStackBytes * options.num_threads]);
+    cta->num_stacks = options.num_threads;
+  }
   cta->lanes.resize(options.num_threads);
   for (int32_t i = 0; i < options.num_threads; ++i) {
     Lane& lane = cta->lanes[i];
@@ -180,10 +187,11 @@ std::string Launch(const LaunchOptions& options, const std::function<void()>& bo
 
   // A few CTAs run at a time; the others wait, in the shuffled order, for one of those to end.
   const size_t resident = std::min<size_t>(1 + options.seed % 4, order.size());
-  machine.resident.clear();
   size_t started = 0;
   for (; started < resident; ++started) {
-    machine.resident.push_back(std::make_unique<Cta>());
+    if (machine.ended.empty()) machine.ended.push_back(std::make_unique<Cta>());
+    machine.resident.push_back(std::move(machine.ended.back()));
+    machine.ended.pop_back();
     StartCta(machine.resident.back().get(), order[started]);
   }
   while (true) {
@@ -196,6 +204,7 @@ std::string Launch(const LaunchOptions& options, const std::function<void()>& bo
     if (!RunSome()) machine.error = DeadlockText();
     if (!machine.error.empty()) break;
   }
+  for (auto& cta : machine.resident) machine.ended.push_back(std::move(cta));
   machine.resident.clear();
   machine.body = nullptr;
   return machine.error;

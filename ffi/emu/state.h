@@ -90,6 +90,8 @@ struct Cta {
   std::unique_ptr<char[]> shared;
   std::vector<SharedWord> words;
   std::unique_ptr<char[]> stacks;
+  int64_t shared_bytes = -1;  // of what is allocated, and for how many threads
+  int32_t num_stacks = 0;
 };
 
 struct Machine {
@@ -106,6 +108,7 @@ struct Machine {
   int copy_mode = 0;  // 0: late, 1: early, 2: by chance
   int lane_step = 1;
   std::vector<std::unique_ptr<Cta>> resident;
+  std::vector<std::unique_ptr<Cta>> ended;  // of launches before: their memory is used again
   std::vector<std::vector<Publication>> publications;  // per CTA
   std::string error;
 

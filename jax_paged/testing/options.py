@@ -176,16 +176,6 @@ def eight_bit(batch: Batch, kv: str, kind: str | None, rng: np.random.Generator)
     return dataclasses.replace(batch, **stored), dataclasses.replace(batch, **real), scales
 
 
-def scale_of_layer(batch: Batch, scale: Any) -> np.ndarray:
-    """A scale as the kernels take it: [num_kv_heads] of the layer, or per token of all layers."""
-    scale, case = np.float32(scale), batch.case
-    if scale.ndim >= 3:
-        return scale
-    if case.num_layers is not None and scale.ndim:
-        scale = scale[batch.layer]
-    return np.ascontiguousarray(np.broadcast_to(scale, (case.num_kv_heads,)))
-
-
 def with_holes(batch: Batch, rng: np.random.Generator) -> Batch:
     """The batch with a third of its page ids out of range."""
     holes = rng.random(batch.page_table.shape) < 0.3

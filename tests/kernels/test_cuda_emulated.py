@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA attention kernels, run by the emulator (ffi/emu), against float64 softmax.
+"""The CUDA attention kernels in the emulator (ffi/emu): launches, orders, devices, tile edges.
 
-What these tests cannot see is speed, registers and whether a GPU agrees; all else is the very
-source that nvcc compiles.
+The suites of tests/ops ask of all implementations, and so of these kernels, what the ops should do.
+What no test here can see is speed, registers and whether a GPU agrees; all else is the very source
+that nvcc compiles.
 """
 
 import dataclasses
 import itertools
 
+import emulation
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulation import Device, EmulationError, emulate, library
 
+from jax_paged import linear, moe_experts
 from jax_paged.layout import LAYOUTS
 from jax_paged.ops.attention import _cuda_workspace_words
 from jax_paged.testing import (
     TOLERANCES,
-    WILD_PAGE,
     Case,
     assert_attention_close,
     dense_oracle,
     make_batch,
 )
+from jax_paged.testing.experts import make_case
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 7, 8, 16, 71)
 PAGE_SIZES = (1, 5, 8, 16, 32, 544)
-I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 SMALL = Case("small", 8, 2, 64, page_size=8)
 
 
@@ -94,24 +97,6 @@ def test_any_number_of_workers_serves(num_workers):
     check(batch, Device(num_workers=num_workers, stages=2))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_mixed_batches_with_several_queries_per_row_match(dtype, layout, causal):
-    case = dataclasses.replace(SMALL, layout=layout, causal=causal, num_layers=3)
-    q_lens, seq_lens = [1, 4, 0, 37, 1, 5, 9], [70, 66, 9, 37, 0, 2, 200]
-    batch = make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=64, seed=3)
-    check(batch)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(8, 8), (40, 40), (64, 128), (576 - 64, 24)])
-def test_other_head_dims_run_without_tensor_cores(head_dim, v_head_dim, dtype, layout):
-    case = Case("odd", 6, 2, head_dim, page_size=5, v_head_dim=v_head_dim, layout=layout)
-    check(make_batch(case, jnp.dtype(dtype), [1, 7, 1], [66, 9, 1], num_tokens=11, seed=4))
-
-
 def limits(kib: int) -> dict[str, int]:
     """Shared memory of a device with so many KiB per multiprocessor, one less per CTA."""
     return {
@@ -156,26 +141,6 @@ def test_kernels_that_do_not_fit_leave_their_rows_to_others(
     assert (chosen["chosen_prefill_rows"] > 0) == prefills
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_kv_splits": 1},
-        {"num_kv_splits": 4},
-        {"num_kv_splits": 1000},
-        {"split_tokens": 1},
-        {"split_tokens": 100},
-        {"split_tokens": 512},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("heads", "head_dim"), [((8, 2), 64), ((20, 1), 128)])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_every_split_matches(dtype, heads, head_dim, options):
-    case = Case("split", heads[0], heads[1], head_dim, page_size=16)
-    q_lens, seq_lens = [1, 1, 3, 0, 12], [600, 513, 200, 9, 70]
-    check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, seed=5), **options)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("split_tokens", [64, 512])
 def test_split_tokens_makes_a_row_independent_of_its_batch_and_of_the_device(split_tokens, dtype):
@@ -195,67 +160,6 @@ def test_split_tokens_makes_a_row_independent_of_its_batch_and_of_the_device(spl
         assert_same_bits(row_result, (out[start:end], lse[start:end]))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
-@pytest.mark.parametrize(
-    ("layout", "page_size"), [("HND", 4), ("HND", 16), ("vllm5d", 4), ("vllm5d", 8), ("vllm5d", 16)]
-)
-def test_tokens_of_a_page_out_of_range_are_left_out(layout, page_size, page_id, dtype):
-    case = dataclasses.replace(SMALL, layout=layout, page_size=page_size)
-    batch = make_batch(case, jnp.dtype(dtype), [1, 3, 1], [120, 20, 70], seed=7)
-    page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
-    for row, column in [(0, 0), (0, 3), (1, 1), (2, 4)]:
-        batch.page_table[row, column] = page_id
-    check(batch)
-    nothing = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, page_id))
-    check(nothing)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
-def test_layer_out_of_range_gives_zero(layer, dtype, layout):
-    case = dataclasses.replace(SMALL, num_layers=3, layout=layout)
-    batch = make_batch(case, jnp.dtype(dtype), [1, 3], [30, 9], num_tokens=6, seed=8)
-    check(dataclasses.replace(batch, layer=layer))
-
-
-@pytest.mark.parametrize(
-    "cu_q_lens",
-    [
-        [0, 1, 8, 9, I32_MAX],
-        [0, 1, 0, 9, 14],
-        [3, 3, 8, 9, 14],
-        [-9, 1, 8, 9, 14],
-        [I32_MIN, I32_MAX, I32_MIN, I32_MAX, 0],
-        [14, 9, 8, 1, 0],
-        [0, 0, 0, 0, 0],
-    ],
-    ids=str,
-)
-def test_wild_row_bounds_are_made_monotone(cu_q_lens):
-    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1, 5], [30, 7, 21, 12], num_tokens=16, seed=9)
-    q = np.random.default_rng(0).standard_normal(batch.q.shape).astype(jnp.bfloat16)
-    check(dataclasses.replace(batch, q=q, cu_q_lens=np.array(cu_q_lens, np.int32)))
-
-
-@pytest.mark.parametrize("num_seqs", [5, I32_MAX, -1, I32_MIN, 0, 2])
-def test_wild_num_seqs_are_clamped(num_seqs):
-    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1, 5], [30, 7, 21, 12], num_tokens=16, seed=10)
-    check(dataclasses.replace(batch, num_seqs=num_seqs))
-
-
-@pytest.mark.parametrize("length", [-1, I32_MIN, 33, I32_MAX])
-def test_wild_seq_lens_are_clamped(length):
-    batch = make_batch(SMALL, jnp.bfloat16, [1, 7, 1], [30, 7, 21], num_tokens=10, seed=11)
-    for pages in (batch.k_pages, batch.v_pages):
-        pages[np.isnan(pages)] = 2
-    for row in range(3):
-        wild = dataclasses.replace(batch, seq_lens=batch.seq_lens.copy())
-        wild.seq_lens[row] = length
-        check(wild)
-
-
 def test_more_rows_than_the_planner_has_threads():
     rng = np.random.default_rng(12)
     seq_lens = rng.integers(0, 40, 600) * rng.integers(0, 2, 600)
@@ -265,43 +169,6 @@ def test_more_rows_than_the_planner_has_threads():
     assert_same_bits(emulate(batch, Device(plan_ctas=1, seed=4)), first)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
-def test_any_scale_serves(scale, dtype):
-    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 3], [70, 9], seed=13)
-    check(dataclasses.replace(batch, sm_scale=scale))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("peak", [1e4, -6e4, 6e4])
-def test_huge_logits_neither_overflow_nor_vanish(peak, dtype):
-    # Every logit is peak · (1 + j / 64) exactly, so that bf16 holds q and k without rounding.
-    batch = make_batch(Case("huge", 2, 1, 64, page_size=4), jnp.dtype(dtype), [1, 3], [121, 9])
-    steps = np.random.default_rng(0).integers(0, 64, batch.k_pages.shape[:3])[..., None] / 64
-    owned = ~np.isnan(batch.k_pages.astype("f4"))
-    batch.k_pages[:] = np.where(owned, 1 + steps, np.nan).astype(batch.k_pages.dtype)
-    q = np.full_like(batch.q, np.sign(peak))
-    batch = dataclasses.replace(batch, q=q, sm_scale=abs(peak) / 64)
-    expected, expected_lse = dense_oracle(batch)
-    out, lse = emulate(batch)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
-    error = np.linalg.norm(out.astype(np.float64) - expected, axis=-1)
-    assert (error <= TOLERANCES[dtype][0] * np.linalg.norm(expected, axis=-1)).all()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_nan_query_stays_in_its_row_and_does_not_look_like_an_answer(dtype):
-    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 3, 1], [200, 9, 64], seed=14)
-    expected, _ = emulate(batch)
-    q = batch.q.copy()
-    q[2, 5] = np.nan
-    out, _ = emulate(dataclasses.replace(batch, q=q))
-    assert np.isnan(out[2, 5].astype("f4")).all()
-    others = np.ones(out.shape[:2], bool)
-    others[2, 5] = False
-    np.testing.assert_array_equal(out[others].view(np.uint8), expected[others].view(np.uint8))
-
-
 @pytest.mark.parametrize("options", [{}, {"num_kv_splits": 5}, {"split_tokens": 70}], ids=str)
 @pytest.mark.parametrize("group", [1, 16, 17])
 def test_workspace_is_what_python_asks_for(group, options):
@@ -309,7 +176,9 @@ def test_workspace_is_what_python_asks_for(group, options):
     options = {"num_kv_splits": 0, "split_tokens": 0} | options
     for max_tree in (0, 70):
         asked = sizes | {"capacity": 1000} | options | {"max_tree": max_tree}
-        assert _cuda_workspace_words(**asked) == library().workspace_words(*asked.values())
+        assert _cuda_workspace_words(**asked) == library().attention_workspace_words(
+            *asked.values()
+        )
 
 
 def test_workspace_does_not_grow_with_context_and_hardly_with_the_batch():
@@ -382,34 +251,6 @@ def test_rows_around_the_border_between_decode_and_prefill_match(group, q_lens):
     check(make_batch(case, jnp.bfloat16, q_lens, [90, 70], seed=17))
 
 
-@pytest.mark.parametrize(("q_len", "seq_len"), [(50, 30), (200, 1), (129, 128), (40, 0)])
-def test_queries_before_the_first_key_of_a_long_row_give_zero(q_len, seq_len):
-    batch = make_batch(SMALL, jnp.bfloat16, [q_len, 1], [seq_len, 20], num_tokens=q_len + 4)
-    check(batch)
-
-
-@pytest.mark.parametrize("head_dim", [80, 256])
-@pytest.mark.parametrize("scale", [0.0, -0.3, 0.5])
-def test_any_scale_serves_long_rows(scale, head_dim):
-    case = dataclasses.replace(SMALL, head_dim=head_dim)
-    batch = make_batch(case, jnp.float16, [40, 1], [70, 9], seed=18)
-    check(dataclasses.replace(batch, sm_scale=scale))
-
-
-@pytest.mark.parametrize("page_id", [-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN])
-@pytest.mark.parametrize(
-    ("layout", "page_size"), [("HND", 5), ("HND", 16), ("HND", 544), ("vllm5d", 8), ("vllm5d", 544)]
-)
-def test_long_rows_leave_out_tokens_of_a_page_out_of_range(layout, page_size, page_id):
-    case = dataclasses.replace(SMALL, page_size=page_size, layout=layout)
-    batch = make_batch(case, jnp.bfloat16, [60, 1, 33], [150, 20, 33], seed=19)
-    page_id = len(batch.k_pages) if page_id == "num_pages" else page_id
-    for row, page in [(0, 3), (0, 9), (2, 1)] if page_size < 544 else [(2, 0)]:
-        batch.page_table[row, page] = page_id
-    check(batch)
-    check(dataclasses.replace(batch, page_table=np.full_like(batch.page_table, page_id)))
-
-
 def test_a_nan_key_is_unseen_by_earlier_queries_and_a_nan_value_by_earlier_tiles():
     case = Case("nan", 2, 2, 64, page_size=16)
     batch = make_batch(case, jnp.bfloat16, [200], [200], seed=20)
@@ -425,24 +266,6 @@ def test_a_nan_key_is_unseen_by_earlier_queries_and_a_nan_value_by_earlier_tiles
         np.testing.assert_array_equal(out[:, 1].view(np.uint8), expected[:, 1].view(np.uint8))
 
 
-def test_long_rows_with_wild_bounds_and_lengths():
-    case = Case("wild", 4, 2, 64, page_size=8)
-    batch = make_batch(case, jnp.bfloat16, [40, 30, 1], [60, 30, 21], num_tokens=90, seed=21)
-    for pages in (batch.k_pages, batch.v_pages):
-        pages[np.isnan(pages)] = 2
-    q = np.random.default_rng(0).standard_normal(batch.q.shape).astype(jnp.bfloat16)
-    for bounds in ([0, I32_MAX, 40, 41], [50, 10, 90, I32_MIN], [0, 40, 70, 71]):
-        for lengths in ([60, 30, 21], [I32_MAX, -1, 64], [I32_MIN, 65, I32_MAX]):
-            check(
-                dataclasses.replace(
-                    batch,
-                    q=q,
-                    cu_q_lens=np.array(bounds, np.int32),
-                    seq_lens=np.array(lengths, np.int32),
-                )
-            )
-
-
 def test_long_rows_are_listed_first_also_when_there_are_more_than_the_planner_has_threads():
     rng = np.random.default_rng(22)
     q_lens, seq_lens = rng.choice([0, 1, 9, 20], 300), rng.integers(0, 90, 300)
@@ -456,7 +279,27 @@ def test_long_rows_are_listed_first_also_when_there_are_more_than_the_planner_ha
     np.testing.assert_array_equal(order[: len(rows)], rows)
 
 
-def test_an_option_that_there_is_not_is_refused():
-    batch = make_batch(SMALL, jnp.float32, [5], [1])
+def test_an_operand_that_there_is_not_is_refused():
+    operands = {}
+    emulate(make_batch(SMALL, jnp.float32, [5], [1]), buffers=operands)
+    names = (
+        "q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "num_seqs", "layer",
+        "sm_scale",
+    )  # fmt: skip
+    results = {name: operands[name] for name in ("out", "lse", "workspace")}
+    given = {name: operands[name] for name in names}
+    emulation.call("attention", given, {}, results)
+    given["sink"] = np.zeros(8, np.float32)
     with pytest.raises(EmulationError, match='operand "sink": there is no such one'):
-        emulate(batch, sink=np.zeros(4, np.float32))
+        emulation.call("attention", given, {}, results)
+
+
+def test_what_the_emulator_says_of_an_op_reaches_its_caller():
+    case = make_case(1, 8193, 1, hidden=8, inner=8)
+    with pytest.raises(Exception, match="down expected at most 8192 experts on CUDA, got 8193"):
+        jax.block_until_ready(moe_experts(*case, implementation="emulated"))
+    x = jnp.ones((1, 8), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"linear\.v1: there is no emulated"):
+        linear(x, x, implementation="emulated")
+    with pytest.raises(ValueError, match="None or 'native' or 'reference', got 'simulated'"):
+        linear(x, x, implementation="simulated")  # type: ignore[arg-type]

@@ -14,14 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import (
-    Device,
-    assert_reads_windows_only,
-    emulate,
-    tokens_of,
-    windows_begin,
-)
+from emulation import Device, emulate
+from pinned_batches import PAGE, PINNED, WINDOW, slid, small_batch
 from tiers import first_of
+from touched import assert_reads_windows_only, tokens_of, windows_begin
 
 from jax_paged.layout import from_slots_first, slots_first
 from jax_paged.testing import (
@@ -146,25 +142,6 @@ def test_all_pairs_of_options_match_float64_softmax_whatever_the_order(index):
     assert_same_bits(emulate(batch, other, **options, **row["split"]), first)
 
 
-OPTIONS = {"sliding_window": 9, "soft_cap": 0.5} | slopes_and_sinks()
-
-
-def small_batch(dtype: Any = jnp.bfloat16, **changes) -> Batch:
-    """Rows for the decode kernel and for prefill, an empty one, and padding."""
-    case = dataclasses.replace(SMALL, **changes)
-    return make_batch(case, dtype, [1, 2, 30, 1], [90, 70, 130, 0], num_tokens=40, seed=3)
-
-
-@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_each_option_alone_matches_and_changes_the_result(name, dtype, layout):
-    batch = small_batch(jnp.dtype(dtype), layout=layout)
-    plain, _ = emulate(batch)
-    out, _ = check(batch, {name: OPTIONS[name]})
-    assert np.abs(out[:33].astype("f4") - plain[:33].astype("f4")).max() > 1e-2
-
-
 @pytest.mark.parametrize("split", [{}, {"num_kv_splits": 2}, {"split_tokens": 64}], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
@@ -192,16 +169,6 @@ def test_only_tokens_from_where_the_windows_begin_are_read(dtype, layout, page_s
         assert_reads_windows_only(batch, 60, plain)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_window_that_is_off_or_holds_all_gives_the_bits_of_none(dtype):
-    batch = small_batch(jnp.dtype(dtype))
-    plain = emulate(batch)
-    for window in (0, -1, I32_MIN, I32_MAX, 130, 131):
-        assert_same_bits(emulate(batch, sliding_window=window), plain)
-    nothing = np.full(8, -np.inf, np.float32)
-    assert_same_bits(emulate(batch, sinks=nothing), plain)
-
-
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 128])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_every_edge_of_tiles_and_windows_matches(head_dim, window):
@@ -210,70 +177,6 @@ def test_every_edge_of_tiles_and_windows_matches(head_dim, window):
     q_lens, seq_lens = [q for q, _ in rows], [q + p for q, p in rows]
     batch = without_left(make_batch(case, jnp.bfloat16, q_lens, seq_lens, seed=window), window)
     check(batch, {"sliding_window": window}, Device(num_workers=6, seed=window))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("split", [{"num_kv_splits": 1}, {"split_tokens": 64}], ids=str)
-def test_a_window_of_one_is_the_value_itself(split, dtype):
-    batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 9], [150, 9, 70], seed=1)
-    out, _ = emulate(batch, sliding_window=1, **split)
-    positions = [(0, 149), (1, 8), *((2, 61 + i) for i in range(9))]
-    for token, (row, position) in enumerate(positions):
-        page, slot = divmod(position, SMALL.page_size)
-        value = batch.v_pages[batch.page_table[row, page], :, slot]
-        np.testing.assert_allclose(
-            out[token].astype("f4"), np.repeat(value, 4, axis=0).astype("f4"),
-            rtol=float(jnp.finfo(out.dtype).eps),
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(
-    "split", [{}, {"num_kv_splits": 1}, {"num_kv_splits": 4}, {"split_tokens": 64}], ids=str
-)
-def test_a_sink_counts_once_and_a_split_without_a_key_counts_nothing(split, dtype):
-    # Queries of row 0 see one tile each, so each split is empty for one of them; row 1 misses the
-    # pages of whole splits, row 2 all, and row 3 has no key.
-    batch = make_batch(SMALL, jnp.dtype(dtype), [2, 1, 1, 1, 20], [65, 300, 100, 0, 40], seed=8)
-    table = batch.page_table.copy()
-    table[1, 8:24] = -1
-    table[2] = WILD_PAGE
-    batch = dataclasses.replace(batch, page_table=table)
-    sinks = slopes_and_sinks()["sinks"]
-    for window in (1, None):
-        options = {"sliding_window": window, "sinks": sinks}
-        out, lse = check(batch, options, Device(num_workers=9), **split)
-        assert not out[3:5].astype("f4").any()
-        np.testing.assert_array_equal(lse[3:5], [sinks, sinks])
-        check(batch, {"sliding_window": window}, Device(num_workers=9), **split)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0, 1000.0])
-def test_a_sink_far_from_the_logits_neither_overflows_nor_is_lost(sink, dtype):
-    batch = small_batch(jnp.dtype(dtype))
-    options: dict[str, Any] = {"sinks": np.full(8, sink, np.float32)}
-    out, lse = emulate(batch, **options)
-    expected, expected_lse = dense_oracle(batch, **options)
-    np.testing.assert_allclose(
-        out.astype("f4"), expected, atol=2e-2 if dtype != "float32" else 1e-5
-    )
-    live = np.isfinite(expected_lse)
-    assert np.isneginf(lse[~live]).all(), "padding has no sink"
-    np.testing.assert_allclose(lse[live], expected_lse[live], rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_without_a_key_give_zero_and_their_sink_and_padding_has_none(dtype):
-    sinks = slopes_and_sinks()["sinks"]
-    case = dataclasses.replace(SMALL, num_layers=2)
-    batch = make_batch(case, jnp.dtype(dtype), [1, 3, 20, 2], [0, 1, 0, 12], num_tokens=30)
-    nothing = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, -1))
-    for changed in (nothing, dataclasses.replace(batch, layer=5)):
-        out, lse = emulate(changed, sinks=sinks)
-        assert not out.astype("f4").any()
-        np.testing.assert_array_equal(lse[:26], np.broadcast_to(sinks, (26, 8)))
-        assert np.isneginf(lse[26:]).all(), "padding has no sink"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -311,10 +214,24 @@ def test_any_number_of_workers_serves_windows(num_workers):
         check(without_left(batch, window), options, Device(num_workers=num_workers))
 
 
-def test_options_of_rows_with_more_queries_than_keys_and_of_wild_lengths():
-    batch = make_batch(SMALL, jnp.bfloat16, [50, 3, 1], [30, 1, 21], num_tokens=60, seed=9)
-    for pages in (batch.k_pages, batch.v_pages):
-        pages[np.isnan(pages)] = 2
-    options = {**slopes_and_sinks(), "sliding_window": 5, "soft_cap": 2.0}
-    for seq_lens in ([30, 1, 21], [I32_MAX, -1, 32], [I32_MIN, 33, I32_MAX]):
-        check(dataclasses.replace(batch, seq_lens=np.array(seq_lens, np.int32)), options)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tensor_cores_take_rows_that_slid(dtype, head_dim):
+    batch, offsets = slid(small_batch(dtype, head_dim=head_dim))
+    options = {"sliding_window": WINDOW, "num_pinned": PINNED, "slot_offset": offsets}
+    buffers: dict[str, Any] = {}
+    out, lse = emulate(batch, Device(num_workers=3, seed=2), buffers=buffers, **options)
+    assert buffers["chosen_stages"] > 0
+    assert buffers["chosen_prefill_rows"] == 0
+    assert_attention_close(out, lse, *dense_oracle(batch, **options))
+
+
+def test_pinned_tokens_and_the_window_alone_are_read():
+    case = dataclasses.replace(SMALL, page_size=PAGE)
+    batch = make_batch(case, jnp.bfloat16, [1], [400], seed=1)
+    buffers: dict[str, Any] = {}
+    options = {"sliding_window": np.int32([70]), "num_pinned": np.int32([20])}
+    emulate(batch, Device(seed=1), buffers=buffers, **options)
+    touched = slots_first(buffers["k_touched"], "HND", "k").any((-2, -1))
+    tokens = np.flatnonzero(touched[batch.page_table[0]].reshape(-1))
+    np.testing.assert_array_equal(tokens, np.r_[0:20, 350:400])

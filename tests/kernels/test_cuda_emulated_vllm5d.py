@@ -9,7 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import Device, assert_reads_windows_only, emulate, tokens_of, windows_begin
+from emulation import Device, emulate
+from touched import assert_reads_windows_only, tokens_of, windows_begin
 
 from jax_paged.layout import from_slots_first, slots_first
 from jax_paged.testing import WILD_PAGE, Case, assert_attention_close, dense_oracle, make_batch

@@ -15,12 +15,12 @@ from emulation import (
     MACHINE,
     Device,
     EmulationError,
-    assert_reads_windows_only,
     emulate,
     library,
     open_library,
 )
 from planting import COMPILE, sites_of, sparse_memory, survivors
+from touched import assert_reads_windows_only
 
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.options import eight_bit

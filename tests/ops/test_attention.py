@@ -20,6 +20,9 @@ from jax_paged.testing import (
     make_batch,
 )
 
+pytestmark = pytest.mark.emulator
+emulated_deep = pytest.mark.emulator(deep=True)
+kernels = pytest.mark.parametrize("implementation", ["native", "emulated"])
 DTYPES = tuple(TOLERANCES)
 SMALL = Case("small", 8, 2, 64, page_size=8)
 SPLITS = (
@@ -29,6 +32,7 @@ SPLITS = (
     {"num_kv_splits": 1000},
     {"split_tokens": 1},
     {"split_tokens": 64},
+    {"split_tokens": 100},
     {"split_tokens": 512},
 )
 
@@ -79,6 +83,28 @@ def test_layouts_stacks_and_value_dims_match(layout, num_layers, v_head_dim, imp
     assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
 
 
+@kernels
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_batches_of_stacked_pages_match(dtype, layout, causal, implementation):
+    case = dataclasses.replace(SMALL, layout=layout, causal=causal, num_layers=3)
+    q_lens, seq_lens = [1, 4, 0, 37, 1, 5, 9], [70, 66, 9, 37, 0, 2, 200]
+    batch = make_batch(case, dtype, q_lens, seq_lens, num_tokens=64, seed=3)
+    assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
+
+
+@kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(8, 8), (40, 40), (64, 128), (512, 24)])
+def test_any_head_dims_match(head_dim, v_head_dim, dtype, layout, implementation):
+    case = Case("odd", 6, 2, head_dim, page_size=5, v_head_dim=v_head_dim, layout=layout)
+    batch = make_batch(case, dtype, [1, 7, 1], [66, 9, 1], num_tokens=11, seed=4)
+    assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
+
+
+@emulated_deep
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["HND", "vllm5d"])
@@ -88,14 +114,19 @@ def test_long_prompt_matches(layout, dtype, causal, implementation):
     assert_attention_close(*run(batch, implementation), *dense_oracle(batch))
 
 
+@kernels
 @pytest.mark.parametrize("options", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "longest"), [(SMALL, 2000), (Case("wide", 20, 1, 128), 600)], ids=["small", "wide"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_split_matches(dtype, options):
-    batch = make_batch(SMALL, dtype, [1, 1, 4, 0], [2000, 513, 700, 9], seed=4)
-    assert_attention_close(*run(batch, "native", **options), *dense_oracle(batch))
-    decode = make_batch(SMALL, dtype, [1, 1, 1], [2000, 0, 511], seed=5)
+def test_every_split_matches(dtype, case, longest, options, implementation):
+    longest = longest if implementation == "native" else 600  # an emulator takes its time
+    batch = make_batch(case, dtype, [1, 1, 4, 0, 12], [longest, 513, 300, 9, 70], seed=4)
+    assert_attention_close(*run(batch, implementation, **options), *dense_oracle(batch))
+    decode = make_batch(case, dtype, [1, 1, 1], [longest, 0, 511], seed=5)
     out, lse = paged_attention(
-        *decode.operands(), return_lse=True, implementation="native", **options
+        *decode.operands(), return_lse=True, implementation=implementation, **options
     )
     assert_attention_close(out, lse, *dense_oracle(decode))
 
@@ -113,6 +144,7 @@ def test_native_matches_reference(dtype):
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=4e-5)
 
 
+@emulated_deep
 def test_paged_attention_is_ragged_attention_with_one_query_per_row(implementation):
     batch = make_batch(SMALL, jnp.float32, [1] * 4, [31, 0, 8, 100], seed=7)
     out, lse = run(batch, implementation, sm_scale=None)
@@ -123,6 +155,7 @@ def test_paged_attention_is_ragged_attention_with_one_query_per_row(implementati
     np.testing.assert_allclose(decode_lse, lse, rtol=0, atol=1e-5)
 
 
+@emulated_deep
 def test_prefill_in_chunks_gives_what_prefill_at_once_gives(implementation):
     whole = make_batch(SMALL, jnp.float32, [100], [100], seed=8)
     out, _ = run(whole, implementation)
@@ -148,11 +181,14 @@ def test_empty_rows_are_exactly_zero_and_padding_never_shows(implementation):
     assert np.abs(np.asarray(out[2])).min() > 0
 
 
-def test_queries_before_the_first_key_see_nothing(implementation):
-    batch = make_batch(SMALL, jnp.float32, [5], [2], seed=10)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("q_len", "seq_len"), [(5, 2), (50, 30), (200, 1), (129, 128), (40, 0)])
+def test_queries_before_the_first_key_see_nothing(q_len, seq_len, dtype, implementation):
+    batch = make_batch(SMALL, dtype, [q_len, 1], [seq_len, 20], num_tokens=q_len + 4, seed=10)
     out, lse = run(batch, implementation)
     assert_attention_close(out, lse, *dense_oracle(batch))
-    np.testing.assert_array_equal(np.isneginf(lse[:, 0]), [True, True, True, False, False])
+    sees = np.arange(q_len) >= q_len - seq_len
+    np.testing.assert_array_equal(np.isneginf(lse[:q_len, 0]), ~sees)
 
 
 def test_return_lse_false_returns_just_the_output(implementation):
@@ -165,6 +201,7 @@ def test_return_lse_false_returns_just_the_output(implementation):
     assert out.dtype == batch.q.dtype
 
 
+@emulated_deep
 @pytest.mark.parametrize("causal", [True, False])
 def test_num_seqs_may_be_none_int_scalar_or_one_element(causal, implementation):
     batch = make_batch(dataclasses.replace(SMALL, causal=causal), jnp.float32, [1, 4], [5, 9])
@@ -186,10 +223,18 @@ def test_default_scale_is_one_over_root_head_dim(implementation):
     )
 
 
-def test_scale_may_be_traced_and_zero_gives_the_mean(implementation):
-    batch = make_batch(SMALL, jnp.float32, [3, 1], [7, 9], seed=13)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "q_lens", "seq_lens"),
+    [(64, [3, 1], [7, 9]), (64, [1, 3], [70, 9]), (80, [40, 1], [70, 9]), (256, [40, 1], [70, 9])],
+)
+def test_scale_may_be_traced_and_zero_gives_the_mean(
+    head_dim, q_lens, seq_lens, dtype, implementation
+):
+    case = dataclasses.replace(SMALL, head_dim=head_dim)
+    batch = make_batch(case, dtype, q_lens, seq_lens, seed=13)
     traced = jax.jit(lambda scale: run(batch, implementation, sm_scale=scale))
-    for scale in (0.0, 0.3, 2.0):
+    for scale in (0.0, -0.3, 0.3, 0.5, 2.0):
         expected = dense_oracle(dataclasses.replace(batch, sm_scale=scale))
         assert_attention_close(*traced(jnp.float32(scale)), *expected)
 
@@ -231,6 +276,7 @@ def test_repeated_runs_give_the_same_bits(options, dtype, layout):
             assert_same_bits(a, b)
 
 
+@emulated_deep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 def test_every_layout_gives_the_same_bits(page_size, dtype, implementation):
@@ -264,6 +310,7 @@ def test_split_tokens_makes_a_row_independent_of_its_batch(split_tokens, dtype):
         assert_same_bits(row_lse, lse[start:end])
 
 
+@emulated_deep
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_unused_slots_do_not_change_a_bit(layout, implementation):
     case = dataclasses.replace(SMALL, num_layers=2, layout=layout)

@@ -24,6 +24,7 @@ from tiers import first_of
 from jax_paged import explain, ragged_paged_attention
 from jax_paged.native import load
 from jax_paged.testing import (
+    TOLERANCES,
     WILD_PAGE,
     Batch,
     Case,
@@ -39,12 +40,16 @@ from jax_paged.testing.options import (
     poison,
 )
 
+pytestmark = pytest.mark.emulator
+emulated_deep = pytest.mark.emulator(deep=True)
+I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 REFERENCE_EVERY = 1 if LONG else 7  # it compiles and runs slowly
 
 
+@pytest.mark.parametrize("implementation", ["native", "emulated"])
 @pytest.mark.parametrize("index", first_of(range(NUM_CASES), num_covering()))
-def test_all_pairs_of_options_match_float64_softmax(index):
-    check_row(index, "native")
+def test_all_pairs_of_options_match_float64_softmax(index, implementation):
+    check_row(index, implementation)
 
 
 @pytest.mark.parametrize("index", first_of(range(0, NUM_CASES, REFERENCE_EVERY), 6))
@@ -81,6 +86,12 @@ def small_batch(dtype: Any = jnp.float32, **changes) -> Batch:
     return make_batch(case, dtype, [1, 5, 30, 1], [90, 40, 30, 0], num_tokens=40, seed=3)
 
 
+def assert_same_bits(a, b):
+    """Both (out, lse) pairs hold the same bytes."""
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
 def slopes_and_sinks(num_q_heads: int = 8) -> dict[str, Any]:
     rng = np.random.default_rng(5)
     return {
@@ -89,13 +100,19 @@ def slopes_and_sinks(num_q_heads: int = 8) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", ["sliding_window", "soft_cap", "alibi_slopes", "sinks"])
-def test_each_option_changes_the_result(name, implementation):
+def test_each_option_alone_matches_and_changes_the_result(name, dtype, layout, implementation):
     options = slopes_and_sinks() | {"sliding_window": 9, "soft_cap": 0.5}
-    batch = small_batch()
+    option = {name: options[name]}
+    case = dataclasses.replace(SMALL, layout=layout)
+    batch = make_batch(case, dtype, [1, 2, 30, 1], [90, 70, 130, 0], num_tokens=40, seed=3)
     plain, _ = attend(batch, {}, implementation=implementation)
-    out, _ = attend(batch, {name: options[name]}, implementation=implementation)
-    assert np.abs(np.asarray(out) - np.asarray(plain))[:30].max() > 1e-3
+    out, lse = attend(batch, option, implementation=implementation)
+    assert_attention_close(out, lse, *dense_oracle(batch, **option))
+    out, plain = (np.asarray(x[:33]).astype("f4") for x in (out, plain))
+    assert np.abs(out - plain).max() > 1e-2
 
 
 @pytest.mark.parametrize("window", [1, 8, 9, 20])
@@ -114,56 +131,102 @@ def test_pages_left_of_the_window_may_hold_anything_or_be_gone(window, causal, i
             np.testing.assert_array_equal(x, y)
 
 
-def test_a_window_may_be_traced_and_is_off_at_zero_and_below(implementation):
-    batch = small_batch()
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_window_may_be_traced_and_is_off_where_it_holds_all(dtype, implementation):
+    batch = small_batch(jnp.dtype(dtype))
     call = jax.jit(
         lambda window: attend(batch, {"sliding_window": window}, implementation=implementation)
     )
     plain = attend(batch, {}, implementation=implementation)
-    for window in (0, -1, -(2**31), 2**31 - 1):
-        for x, y in zip(call(jnp.int32(window)), plain, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    for window in (0, -1, I32_MIN, I32_MAX, 90, 91):
+        assert_same_bits(call(jnp.int32(window)), plain)
     for window in (1, 13):
         out, lse = call(jnp.int32(window))
         assert_attention_close(out, lse, *dense_oracle(batch, sliding_window=window))
     assert call._cache_size() == 1
+    nothing = {"sinks": np.full(8, -np.inf, np.float32)}
+    assert_same_bits(attend(batch, nothing, implementation=implementation), plain)
 
 
-@pytest.mark.parametrize("option", [{"num_kv_splits": 1}, {"split_tokens": 16}], ids=str)
-def test_a_window_of_one_is_the_value_itself(option, implementation):
-    batch = make_batch(SMALL, jnp.float32, [1, 1], [50, 9], seed=1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "option", [{"num_kv_splits": 1}, {"split_tokens": 16}, {"split_tokens": 64}], ids=str
+)
+def test_a_window_of_one_is_the_value_itself(option, dtype, implementation):
+    batch = make_batch(SMALL, dtype, [1, 1, 9], [150, 9, 70], seed=1)
     out, _ = attend(batch, {"sliding_window": 1}, **option, implementation=implementation)
-    for row, length in enumerate((50, 9)):
-        page, slot = divmod(length - 1, SMALL.page_size)
+    positions = [(0, 149), (1, 8), *((2, 61 + i) for i in range(9))]
+    for token, (row, position) in enumerate(positions):
+        page, slot = divmod(position, SMALL.page_size)
         value = batch.v_pages[batch.page_table[row, page], :, slot]
-        np.testing.assert_allclose(out[row], np.repeat(value, 4, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(out[token]).astype("f4"), np.repeat(value, 4, axis=0).astype("f4"),
+            rtol=float(jnp.finfo(out.dtype).eps),
+        )  # fmt: skip
 
 
-def test_rows_without_a_key_give_zero_and_their_sink(implementation):
+@pytest.mark.parametrize("implementation", ["native", "emulated"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    "split", [{}, {"num_kv_splits": 1}, {"num_kv_splits": 4}, {"split_tokens": 64}], ids=str
+)
+def test_a_sink_counts_once_and_a_split_without_a_key_counts_nothing(split, dtype, implementation):
+    # Queries of row 0 see one tile each, so each split is empty for one of them; row 1 misses the
+    # pages of whole splits, row 2 all, and row 3 has no key.
+    batch = make_batch(SMALL, dtype, [2, 1, 1, 1, 20], [65, 300, 100, 0, 40], seed=8)
+    table = batch.page_table.copy()
+    table[1, 8:24] = -1
+    table[2] = WILD_PAGE
+    batch = dataclasses.replace(batch, page_table=table)
     sinks = slopes_and_sinks()["sinks"]
-    batch = make_batch(
-        dataclasses.replace(SMALL, num_layers=2), jnp.float32, [1, 3, 20, 2], [0, 1, 0, 12],
-        num_tokens=30,
-    )  # fmt: skip
-    batch = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, -1))
-    for changed in (batch, dataclasses.replace(batch, layer=5)):
+    for window in (1, None):
+        for options in ({"sliding_window": window, "sinks": sinks}, {"sliding_window": window}):
+            out, lse = attend(batch, options, **split, implementation=implementation)
+            assert_attention_close(out, lse, *dense_oracle(batch, **options))
+            if "sinks" in options:
+                assert not np.asarray(out[3:5]).astype("f4").any()
+                np.testing.assert_array_equal(lse[3:5], [sinks, sinks])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_without_a_key_give_zero_and_their_sink(dtype, implementation):
+    sinks = slopes_and_sinks()["sinks"]
+    case = dataclasses.replace(SMALL, num_layers=2)
+    batch = make_batch(case, dtype, [1, 3, 20, 2], [0, 1, 0, 12], num_tokens=30)
+    nothing = dataclasses.replace(batch, page_table=np.full_like(batch.page_table, -1))
+    for changed in (nothing, dataclasses.replace(batch, layer=5)):
         out, lse = attend(changed, {"sinks": sinks}, implementation=implementation)
-        assert not np.asarray(out).any()
+        assert not np.asarray(out).astype("f4").any()
         np.testing.assert_array_equal(lse[:26], np.broadcast_to(sinks, (26, 8)))
         assert np.isneginf(np.asarray(lse[26:])).all(), "padding has no sink"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0, 1000.0])
-def test_a_sink_far_from_the_logits_neither_overflows_nor_is_lost(sink, implementation):
-    batch = small_batch()
+def test_a_sink_far_from_the_logits_neither_overflows_nor_is_lost(sink, dtype, implementation):
+    batch = small_batch(jnp.dtype(dtype))
     options = {"sinks": np.full(8, sink, np.float32)}
-    out, lse = attend(batch, options, implementation=implementation)
+    out, lse = (np.asarray(x) for x in attend(batch, options, implementation=implementation))
     expected, expected_lse = dense_oracle(batch, **options)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(out.astype("f4"), expected, atol=tolerance)
     live = np.isfinite(expected_lse)
-    np.testing.assert_allclose(np.asarray(lse)[live], expected_lse[live], rtol=1e-6, atol=1e-5)
+    assert np.isneginf(lse[~live]).all(), "padding has no sink"
+    np.testing.assert_allclose(lse[live], expected_lse[live], rtol=1e-6, atol=1e-5)
 
 
+def test_options_of_rows_with_more_queries_than_keys_and_of_wild_lengths(implementation):
+    batch = make_batch(SMALL, jnp.bfloat16, [50, 3, 1], [30, 1, 21], num_tokens=60, seed=9)
+    for pages in (batch.k_pages, batch.v_pages):
+        pages[np.isnan(pages)] = 2
+    options = slopes_and_sinks() | {"sliding_window": 5, "soft_cap": 2.0}
+    for seq_lens in ([30, 1, 21], [I32_MAX, -1, 32], [I32_MIN, 33, I32_MAX]):
+        wild = dataclasses.replace(batch, seq_lens=np.array(seq_lens, np.int32))
+        out, lse = attend(wild, options, implementation=implementation)
+        assert_attention_close(out, lse, *dense_oracle(wild, **options))
+
+
+@emulated_deep
 def test_slopes_and_sinks_of_other_float_dtypes_are_cast(implementation):
     batch = small_batch()
     given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in slopes_and_sinks().items()}
@@ -186,6 +249,7 @@ def test_fixed_splits_give_a_row_the_same_bits_in_any_batch():
         np.testing.assert_array_equal(out[0], together[row])
 
 
+@emulated_deep
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_match_float64_finite_differences(causal, implementation):
     case = Case("small", 4, 2, 16, page_size=4, num_layers=2, causal=causal)
@@ -230,6 +294,7 @@ def test_gradients_match_float64_finite_differences(causal, implementation):
         np.testing.assert_allclose(np.sum(gradient * direction), expected, rtol=3e-4)
 
 
+@emulated_deep
 def test_vmap_over_options_equals_the_loop(implementation):
     batch = small_batch()
     windows = jnp.array([3, 0, 40], jnp.int32)
@@ -306,6 +371,7 @@ def test_explain_counts_what_a_window_leaves():
     assert plan(**slopes_and_sinks(), soft_cap=np.float32(3))["implementation"] == "native"
 
 
+@emulated_deep
 @pytest.mark.parametrize("sizes", list(itertools.product([1, 4, 8], [1, 3, 4, 6])), ids=str)
 def test_few_queries_in_small_windows(sizes, implementation):
     """A window may begin behind the last key of another query; masks cross tiles of rows."""

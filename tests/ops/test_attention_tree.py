@@ -26,7 +26,8 @@ from jax_paged.testing import (
 from jax_paged.testing.options import random_parents, trees_of
 
 SMALL = Case("small", 8, 2, 64, page_size=16)
-IMPLEMENTATIONS = ("native", "reference")
+pytestmark = pytest.mark.emulator  # more of it: tests/kernels/test_cuda_emulated_tree.py
+kernels = pytest.mark.parametrize("implementation", ["native", "emulated"])
 
 
 def attend(batch: Batch, options: dict[str, Any], **more):
@@ -57,16 +58,17 @@ def small_batch(seed: int = 3, q_lens=(5, 30, 3), seq_lens=(90, 100, 40), sizes=
     return batch, trees_of(parents), parents
 
 
+@kernels
 @pytest.mark.parametrize("extra", [{}, {"sliding_window": 40}, {"soft_cap": 2.0}])
 @pytest.mark.parametrize("q_lens", [(1, 3, 2), (6, 30, 40)], ids=["decode", "prefill"])
-def test_chains_have_the_bits_of_rows_without_a_tree(q_lens, extra):
+def test_chains_have_the_bits_of_rows_without_a_tree(q_lens, extra, implementation):
     rng = np.random.default_rng(0)
     batch = make_batch(SMALL, jnp.float32, list(q_lens), [90, 100, 50], seed=1)
     slopes = {"alibi_slopes": np.float32(rng.uniform(0, 0.3, 8))} if extra else {}
     chains = trees_of([random_parents(rng, n, "chain") for n in (9, 0, 40)])
-    plain = attend(batch, extra | slopes, implementation="native")
+    plain = attend(batch, extra | slopes, implementation=implementation)
     for given in (chains, chains | {"tree_sizes": np.zeros(3, np.int32)}):
-        got = attend(batch, extra | slopes | given, implementation="native")
+        got = attend(batch, extra | slopes | given, implementation=implementation)
         for a, b in zip(got, plain, strict=True):
             np.testing.assert_array_equal(a, b)
     same = attend(batch, extra | slopes | chains, implementation="reference")
@@ -74,10 +76,11 @@ def test_chains_have_the_bits_of_rows_without_a_tree(q_lens, extra):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_tree_in_one_row_leaves_the_bits_of_the_others():
+@kernels
+def test_a_tree_in_one_row_leaves_the_bits_of_the_others(implementation):
     batch, options, parents = small_batch(sizes=(9, 40, 20))
     chain = trees_of([parents[0], parents[1], np.arange(20) - 1])  # the last row is a chain
-    call: dict[str, Any] = {"split_tokens": 64, "implementation": "native"}
+    call: dict[str, Any] = {"split_tokens": 64, "implementation": implementation}
     both = [attend(batch, given, **call) for given in (options, chain)]
     plain = attend(batch, {}, **call)
     np.testing.assert_array_equal(both[0][0][:35], both[1][0][:35])
@@ -86,7 +89,7 @@ def test_a_tree_in_one_row_leaves_the_bits_of_the_others():
     assert not np.array_equal(both[0][0][:35], plain[0][:35])
 
 
-def test_nodes_that_a_query_does_not_see_may_be_nan():
+def test_nodes_that_a_query_does_not_see_may_be_nan(implementation):
     batch, options, parents = small_batch(q_lens=(1, 1, 3))
     expected = attend(batch, options)
     k_pages, v_pages = batch.k_pages.copy(), batch.v_pages.copy()
@@ -102,10 +105,9 @@ def test_nodes_that_a_query_does_not_see_may_be_nan():
             hidden += 1
     assert hidden > 20
     changed = dataclasses.replace(batch, k_pages=k_pages, v_pages=v_pages)
-    for implementation in IMPLEMENTATIONS:
-        out, lse = attend(changed, options, implementation=implementation)
-        np.testing.assert_allclose(out, expected[0], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(lse, expected[1], rtol=1e-5)
+    out, lse = attend(changed, options, implementation=implementation)
+    np.testing.assert_allclose(out, expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("q_lens", [(2, 2, 3), (40, 30, 20)], ids=["decode", "prefill"])
@@ -128,34 +130,44 @@ def test_a_nan_sibling_reaches_only_the_nodes_that_see_it(q_lens):
     np.testing.assert_allclose(out[~sees], expected[~sees], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_wild_intervals_and_sizes_give_some_mask(seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_wild_intervals_and_sizes_give_some_mask(seed, implementation):
     rng = np.random.default_rng(seed)
     batch, _, _ = small_batch(seed)
-    wild = np.array([-(2**31), -1, 0, 1, 5, 39, 2**31 - 1])
-    sizes = np.array([-(2**31), 2**31 - 1, -1, 70, 100, 7])
+    wild = np.array([-(2**31), -1, 0, 1, 3, 5, 8, 39, 2**31 - 1])
+    sizes = np.array([-(2**31), 2**31 - 1, -1, 0, 1, 3, 70, 100, 7])
     options: dict[str, Any] = {
         "tree": rng.choice(wild, (3, MAX_TREE, 2)).astype("i4"),
         "tree_sizes": rng.choice(sizes, 3).astype("i4"),
         "alibi_slopes": np.float32(rng.uniform(0, 0.2, 8)),
         "sliding_window": 50,
     }
-    expected = dense_oracle(batch, **options)
-    for implementation in IMPLEMENTATIONS:
-        assert_attention_close(*attend(batch, options, implementation=implementation), *expected)
+    result = attend(batch, options, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch, **options))
 
 
-def test_queries_stored_before_the_tree_are_plain():
+@kernels
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_head_dims(head_dim, implementation):
+    rng = np.random.default_rng(head_dim)
+    parents = [random_parents(rng, size, "forest") for size in (40, 0, 12, 3)]
+    case = Case("tree", 8, 2, head_dim, page_size=(16, 5)[head_dim % 3 % 2])
+    batch = make_batch(case, jnp.bfloat16, [33, 1, 5, 3], [210, 40, 64, 3], num_tokens=44)
+    options = trees_of(parents) | {"sliding_window": 30, "alibi_slopes": np.full(8, 0.125, "f4")}
+    result = attend(batch, options, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch, **options))
+
+
+def test_queries_stored_before_the_tree_are_plain(implementation):
     batch, options, _ = small_batch(q_lens=(15, 60, 3))
-    for implementation in IMPLEMENTATIONS:
-        out, lse = attend(batch, options, implementation=implementation)
-        assert_attention_close(out, lse, *dense_oracle(batch, **options))
-        plain, _ = attend(batch, {}, implementation=implementation)
-        np.testing.assert_allclose(out[:6], plain[:6], rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(out[15:35], plain[15:35], rtol=1e-6, atol=1e-6)
+    out, lse = attend(batch, options, implementation=implementation)
+    assert_attention_close(out, lse, *dense_oracle(batch, **options))
+    plain, _ = attend(batch, {}, implementation=implementation)
+    np.testing.assert_allclose(out[:6], plain[:6], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(out[15:35], plain[15:35], rtol=1e-6, atol=1e-6)
 
 
-def test_a_window_counts_depth_and_skips_pages_left_of_the_roots():
+def test_a_window_counts_depth_and_skips_pages_left_of_the_roots(implementation):
     batch, options, _ = small_batch(q_lens=(40, 30, 3), seq_lens=(290, 300, 40), sizes=(40, 40, 0))
     options |= {"sliding_window": 33}
     k_pages, v_pages = batch.k_pages.copy(), batch.v_pages.copy()
@@ -164,9 +176,8 @@ def test_a_window_counts_depth_and_skips_pages_left_of_the_roots():
         for pool in (k_pages, v_pages):
             pool[batch.page_table[row, :pages]] = np.nan
     batch = dataclasses.replace(batch, k_pages=k_pages, v_pages=v_pages)
-    for implementation in IMPLEMENTATIONS:
-        out, lse = attend(batch, options, implementation=implementation)
-        assert_attention_close(out, lse, *dense_oracle(batch, **options))
+    out, lse = attend(batch, options, implementation=implementation)
+    assert_attention_close(out, lse, *dense_oracle(batch, **options))
 
 
 def test_one_forward_equals_several():
@@ -185,7 +196,7 @@ def test_one_forward_equals_several():
             np.testing.assert_allclose(out, whole[begin:end], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.emulator(deep=True)
 def test_gradients_are_those_of_the_reference(implementation):
     batch, options, _ = small_batch(q_lens=(3, 4, 2), seq_lens=(20, 30, 9), sizes=(6, 9, 0))
     arguments, defaults = batch.ragged()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit pages: what write_kv stores, what attention makes of it, and what is refused."""
 
+import dataclasses
 import functools
 import re
 
@@ -19,7 +20,8 @@ from jax_paged import (
 )
 from jax_paged.native import load
 from jax_paged.ops import reference
-from jax_paged.testing import assert_attention_close
+from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.options import attend, eight_bit
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8"]
 QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -202,9 +204,10 @@ def test_8_bit_calls_are_explained():
     assert plan["implementation"] == "native"
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("q_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_code_is_read_as_what_it_stands_for(dtype, q_dtype):
+def test_each_code_is_read_as_what_it_stands_for(dtype, q_dtype, implementation):
     """One key: out is its V. Queries of one 1: lse is one element of its K."""
     codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype))
     values = codes.astype(np.float32)
@@ -213,20 +216,47 @@ def test_each_code_is_read_as_what_it_stands_for(dtype, q_dtype):
     k_pages = jnp.asarray(np.where(np.isfinite(values), codes, codes[0]).reshape(1, 1, 1, 256))
     q = jnp.asarray(np.eye(256, dtype=np.float32).reshape(32, 8, 256), jnp.dtype(q_dtype))
     table, one = jnp.zeros((32, 1), jnp.int32), jnp.ones(32, jnp.int32)
-    out, lse = paged_attention(q, k_pages, v_pages, table, one, sm_scale=1.0, return_lse=True)
+
+    def attend(k_pages):
+        return paged_attention(
+            q, k_pages, v_pages, table, one, sm_scale=1.0, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+
+    (out, lse), rtol = attend(k_pages), 2e-7
+    if implementation == "emulated":  # rounds weights to q's dtype: that of a logit of 57344, too
+        (out, _), rtol = attend(jnp.zeros_like(k_pages)), 0.0
     exact = np.where(np.isfinite(values), exact, np.nan)  # an infinity may come out as NaN
     out = np.where(np.isfinite(values), as_float(out), out.astype(jnp.float32) * 0)
-    np.testing.assert_allclose(out, np.broadcast_to(exact, (32, 8, 256)), rtol=2e-7)
+    np.testing.assert_allclose(out, np.broadcast_to(exact, (32, 8, 256)), rtol=rtol)
     finite = np.where(np.isfinite(values), values, 0)
     np.testing.assert_allclose(np.asarray(lse).reshape(256), finite, rtol=2e-7, atol=1e-6)
 
 
+@pytest.mark.emulator
+def test_scales_of_a_wide_range_stay_within_f16(implementation):
+    batch = make_batch(Case("wide", 4, 1, 64), jnp.float16, [1, 1], [300, 90])
+    stored, real, scales = eight_bit(batch, "int8", "token", np.random.default_rng(1))
+    factor = np.float32(10.0) ** np.random.default_rng(2).uniform(-3, 3, scales["v_scale"].shape)
+    factor = np.float32(factor * 1e-3)  # P times a scale as it is would be subnormal, or overflow
+    scales["v_scale"] = scales["v_scale"] * factor
+    real = dataclasses.replace(real, v_pages=real.v_pages * factor[..., None])
+    result = attend(stored, scales, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(real))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    "implementation", ["native", pytest.param("emulated", marks=pytest.mark.deep)]
+)
 @pytest.mark.parametrize("q_len", [1, 2, 5])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 24])
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), [
     ("float8_e4m3fn", 128, 128), ("float8_e5m2", 72, 40), ("int8", 8, 200), ("int8", 64, 16),
 ])  # fmt: skip
-def test_queries_of_bf16_against_the_dequantized_cache(dtype, dim, v_dim, group, q_len):
+def test_queries_of_bf16_against_the_dequantized_cache(
+    dtype, dim, v_dim, group, q_len, implementation
+):
     """Blocks, tiles and windows at odd places; NaN in what no query of a row sees."""
     rng = np.random.default_rng(group * 10 + q_len)
     page_size, lens, window = 5, [1, 33, 64, 131], 29
@@ -279,7 +309,7 @@ def test_queries_of_bf16_against_the_dequantized_cache(dtype, dim, v_dim, group,
     out, lse = ragged_paged_attention(
         q, jnp.asarray(k), jnp.asarray(v), jnp.asarray(table), jnp.asarray(lens, jnp.int32),
         jnp.asarray(bounds), k_scale=k_scale, v_scale=v_scale, sliding_window=window,
-        return_lse=True,
+        return_lse=True, implementation=implementation,
     )  # fmt: skip
     assert_attention_close(out, lse, expected, expected_lse)
 

@@ -11,7 +11,9 @@ import pytest
 
 from jax_paged import paged_attention, ragged_paged_attention
 from jax_paged.native import load
+from jax_paged.testing import Case, dense_oracle, make_batch
 
+pytestmark = pytest.mark.emulator
 QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 LENS = [0, 1, 30, 150]
 
@@ -59,14 +61,59 @@ def test_the_f32_result_is_divided_rounded_and_clamped(out_dtype, dim, out_scale
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("out_dtype", list(QMAX))
-def test_results_of_16_bits_agree_to_a_step_of_fp8(out_dtype, dtype):
+def test_results_of_16_bits_agree_to_a_step_of_fp8(out_dtype, dtype, implementation):
     arguments = batch(dtype, 128)
     arguments = (*arguments[:2], jnp.clip(arguments[2], -60, 60), *arguments[3:])
-    plain = as_float(ragged_paged_attention(*arguments))
-    out = as_float(ragged_paged_attention(*arguments, out_dtype=out_dtype, out_scale=0.5))
+    attend = functools.partial(ragged_paged_attention, *arguments, implementation=implementation)
+    plain = as_float(attend())
+    out = as_float(attend(out_dtype=out_dtype, out_scale=0.5))
     step = {"float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2}[out_dtype]
     least = {"float8_e4m3fn": 2**-9, "float8_e5m2": 2**-16}[out_dtype]
     np.testing.assert_allclose(out, 2 * plain, rtol=0.6 * step, atol=least)
+
+
+@pytest.mark.parametrize("out_dtype", list(QMAX))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_result_is_rounded_to_the_nearest_code(dtype, out_dtype, implementation):
+    """One key of weight 1, so that out is V over the scale: each rounded once, and clamped."""
+    rng = np.random.default_rng(3)
+    made = make_batch(Case("fp8", 4, 1, 256), jnp.dtype(dtype), [1, 1, 40], [1, 1, 1])
+    exact = rng.choice([-1, 1], (3, 256)) * 2.0 ** rng.uniform(-22, 12, (3, 256))
+    exact[0, :6] = [0.0, -0.0, 2.0**-10, 3 * 2.0**-10, np.nan, 1.0625]  # ties among them
+    for row in range(3):
+        made.v_pages[made.page_table[row, 0], 0, 0] = exact[row].astype(made.v_pages.dtype)
+    arguments, options = made.ragged()
+    scale, limit = np.float32(0.75), np.float32(jnp.finfo(out_dtype).max)
+    out = ragged_paged_attention(
+        0 * arguments[0], *arguments[1:], **options, out_dtype=out_dtype, out_scale=scale,
+        implementation=implementation,
+    )  # fmt: skip
+    for row, token in enumerate((0, 1, 41)):
+        stored = made.v_pages[made.page_table[row, 0], 0, 0].astype(np.float32)
+        codes = np.clip(stored / scale, -limit, limit).astype(jnp.dtype(out_dtype))
+        np.testing.assert_array_equal(as_float(out[token]), as_float(np.tile(codes, (4, 1))))
+
+
+@pytest.mark.parametrize("out_dtype", list(QMAX))
+@pytest.mark.parametrize("case", [
+    Case("bf16", 8, 2, 128), Case("odd", 3, 1, 24, page_size=5), Case("wide", 6, 3, 192),
+])  # fmt: skip
+def test_fp8_outputs_of_all_kernels_and_padding(case, out_dtype, implementation):
+    made = make_batch(case, jnp.bfloat16, [1, 60, 3, 0], [200, 90, 3, 5], num_tokens=70)
+    arguments, options = made.ragged()
+    out, lse = ragged_paged_attention(
+        *arguments, **options, out_dtype=out_dtype, num_kv_splits=3, return_lse=True,
+        implementation=implementation,
+    )  # fmt: skip
+    expected, expected_lse = dense_oracle(made)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5)
+    assert not np.asarray(out[64:]).view(np.uint8).any()
+    # Half a step: 2^-4 or 2^-3 of a normal number, or half of the smallest number; and bf16's P.
+    step = 2.0**-4 if out_dtype.endswith("fn") else 2.0**-3
+    smallest = float(jnp.finfo(out_dtype).smallest_subnormal)
+    error = np.abs(np.asarray(out).astype(np.float64) - expected)
+    peak = np.abs(expected).max()
+    assert (error <= step * np.abs(expected) + smallest / 2 + 2.0**-7 * peak).all()
 
 
 @pytest.mark.parametrize("kv", ["float8_e4m3fn", "int8"])

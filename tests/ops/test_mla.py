@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import on_devices
-from emulation import Device, emulate
 
 from jax_paged import explain, mla_paged_attention, write_mla_kv
 from jax_paged.testing import (
@@ -21,27 +20,34 @@ from jax_paged.testing import (
 )
 from jax_paged.testing.mla import attend, eight_bit, make_mla
 
-SIZES = [(576, 512), (48, 32), (24, 24), (40, 8), (8, 8)]  # latent + rope, latent
+pytestmark = pytest.mark.emulator
+SIZES = [(576, 512), (48, 32), (64, 64), (24, 24), (40, 8), (8, 8)]  # latent + rope, latent
+kernels = pytest.mark.parametrize("implementation", ["native", "emulated"])
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_it_is_attention_with_v_the_front_of_k(sizes, causal, implementation):
-    batch = make_mla(*sizes, 5, [1, 0, 7, 1], [70, 9, 30, 0], num_tokens=12, causal=causal)
+def test_it_is_attention_with_v_the_front_of_k(sizes, dtype, causal, implementation):
+    rows = [1, 0, 7, 1], [70, 9, 30, 0]
+    batch = make_mla(*sizes, 5, *rows, dtype=dtype, num_tokens=12, causal=causal)
     assert_attention_close(*attend(batch, implementation=implementation), *dense_oracle(batch))
 
 
+@kernels
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("heads", [1, 16, 128])
-def test_heads_and_dtypes_at_deepseek_sizes(heads, dtype):
+def test_heads_and_dtypes_at_deepseek_sizes(heads, dtype, implementation):
     batch = make_mla(576, 512, heads, [1, 2], [200, 33], dtype=dtype, page_size=64, num_layers=2)
-    assert_attention_close(*attend(batch), *dense_oracle(batch))
+    assert_attention_close(*attend(batch, implementation=implementation), *dense_oracle(batch))
 
 
+@kernels
 @pytest.mark.parametrize("options", [{"num_kv_splits": 3}, {"split_tokens": 64}], ids=str)
-def test_splits(options):
+def test_splits(options, implementation):
     batch = make_mla(48, 32, 4, [1, 9], [300, 130])
-    assert_attention_close(*attend(batch, **options), *dense_oracle(batch))
+    result = attend(batch, **options, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch))
 
 
 def test_wild_values_dead_rows_and_layers_out_of_range(implementation):
@@ -90,16 +96,8 @@ def test_it_equals_multi_head_attention_with_the_weights_not_absorbed(sizes):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("sizes", [(576, 512), (48, 32), (64, 64)], ids=str)
-def test_the_cuda_kernels_read_v_from_the_rows_of_k(sizes, dtype):
-    batch = make_mla(*sizes, 3, [1, 2, 0], [70, 20, 0], dtype=dtype, num_tokens=4)
-    result = emulate(batch, Device(num_workers=3), latent=True)
-    assert_attention_close(*result, *dense_oracle(batch))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize("sizes", [(576, 512), (40, 32)], ids=str)
+@pytest.mark.parametrize("sizes", [(576, 512), (40, 32), (64, 64)], ids=str)
 def test_8_bit_rows_are_read_times_their_scale(sizes, kv_dtype, dtype, implementation):
     for rows in ([1, 1], [70, 30]), ([1, 30, 0], [70, 30, 0]):
         batch = make_mla(*sizes, 16, *rows, dtype=dtype, num_tokens=40)
@@ -107,17 +105,6 @@ def test_8_bit_rows_are_read_times_their_scale(sizes, kv_dtype, dtype, implement
         stored, real = eight_bit(batch, kv_dtype, scale)
         result = attend(stored, kv_scale=scale, implementation=implementation)
         assert_attention_close(*result, *dense_oracle(real))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("sizes", [(48, 32), (64, 64)], ids=str)
-def test_the_cuda_kernels_read_8_bit_rows(sizes, kv_dtype, dtype):
-    batch = make_mla(*sizes, 3, [1, 2, 0], [70, 20, 0], dtype=dtype, num_tokens=4)
-    stored, real = eight_bit(batch, kv_dtype, np.float32(0.03))
-    scale = np.float32([0.03])
-    result = emulate(stored, Device(num_workers=3), latent=True, k_scale=scale)
-    assert_attention_close(*result, *dense_oracle(real))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
@@ -130,11 +117,6 @@ def test_8_bit_rows_are_written_divided_by_the_scale_of_their_layer(kv_dtype):
     expected = (np.rint(expected) if kv_dtype == "int8" else expected).astype(jnp.dtype(kv_dtype))
     np.testing.assert_array_equal(np.float32(written[1, 1, 1]), np.float32(expected))
     assert not np.float32(written[0]).any()
-
-
-def test_the_cuda_kernels_at_128_heads_and_layers():
-    batch = make_mla(576, 512, 128, [1], [90], dtype="bfloat16", page_size=64, num_layers=2)
-    assert_attention_close(*emulate(batch, Device(seed=2), latent=True), *dense_oracle(batch))
 
 
 def test_gradients_are_those_of_the_reference():

@@ -3,13 +3,11 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import IMPLEMENTATIONS, Device, attend, emulate
 from pinned_batches import PAGE, PINNED, Q_LENS, SEQ_LENS, SMALL, WINDOW, slid, small_batch
 
 from jax_paged import explain
@@ -20,26 +18,25 @@ from jax_paged.testing import (
     dense_oracle,
     make_batch,
 )
-from jax_paged.testing.options import trees_of
+from jax_paged.testing.options import attend, trees_of
 
+pytestmark = pytest.mark.emulator
 SLOPES = np.float32(2.0 ** -np.linspace(1, 8, 8))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_that_slid_gives_what_it_gave_before(layout, implementation):
     batch = small_batch(layout=layout)
     options = {"sliding_window": WINDOW, "num_pinned": PINNED, "alibi_slopes": SLOPES}
     expected = dense_oracle(batch, **options)
-    assert_attention_close(*attend(batch, implementation, **options), *expected)
+    assert_attention_close(*attend(batch, options, implementation=implementation), *expected)
     moved, offsets = slid(batch)
     assert offsets.max() > 100
     assert (offsets == 0).any()
-    got = attend(moved, implementation, slot_offset=offsets, **options)
+    got = attend(moved, options | {"slot_offset": offsets}, implementation=implementation)
     assert_attention_close(*got, *expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_node_of_a_tree_among_pinned_tokens_is_pinned_by_its_slot(dtype, implementation):
     """Its window goes by depth, and a slot behind the pinned ones may have less than they."""
@@ -48,22 +45,9 @@ def test_a_node_of_a_tree_among_pinned_tokens_is_pinned_by_its_slot(dtype, imple
     options = trees_of(parents, max_tree=16)
     options |= {"sliding_window": np.int32([44, 42]), "num_pinned": np.int32([40, 40])}
     expected = dense_oracle(batch, **options)
-    assert_attention_close(*attend(batch, implementation, **options), *expected)
+    assert_attention_close(*attend(batch, options, implementation=implementation), *expected)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_tensor_cores_take_rows_that_slid(dtype, head_dim):
-    batch, offsets = slid(small_batch(dtype, head_dim=head_dim))
-    options = {"sliding_window": WINDOW, "num_pinned": PINNED, "slot_offset": offsets}
-    buffers: dict[str, Any] = {}
-    out, lse = emulate(batch, Device(num_workers=3, seed=2), buffers=buffers, **options)
-    assert buffers["chosen_stages"] > 0
-    assert buffers["chosen_prefill_rows"] == 0
-    assert_attention_close(out, lse, *dense_oracle(batch, **options))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_is_neither_pinned_nor_in_the_window_is_not_read(implementation):
     batch = small_batch()
     options = {"sliding_window": WINDOW, "num_pinned": PINNED}
@@ -86,26 +70,16 @@ def test_what_is_neither_pinned_nor_in_the_window_is_not_read(implementation):
         k_pages=np.ascontiguousarray(from_slots_first(k_pages, "HND", "k")),
         v_pages=np.ascontiguousarray(from_slots_first(v_pages, "HND", "v")),
     )
-    assert_attention_close(*attend(changed, implementation, **options), *expected)
+    assert_attention_close(*attend(changed, options, implementation=implementation), *expected)
 
 
-def test_cuda_kernels_ask_for_pinned_tokens_and_the_window_alone():
-    batch = make_batch(SMALL, jnp.dtype("bfloat16"), [1], [400], seed=1)
-    buffers: dict[str, Any] = {}
-    options = {"sliding_window": np.int32([70]), "num_pinned": np.int32([20])}
-    emulate(batch, Device(seed=1), buffers=buffers, **options)
-    touched = slots_first(buffers["k_touched"], "HND", "k").any((-2, -1))
-    tokens = np.flatnonzero(touched[batch.page_table[0]].reshape(-1))
-    np.testing.assert_array_equal(tokens, np.r_[0:20, 350:400])
-
-
-@pytest.mark.parametrize("implementation", ["native", "reference"])
 def test_windows_may_be_traced_and_differ_by_row(implementation):
     batch = small_batch()
 
     @jax.jit
     def run(window, pinned):
-        return attend(batch, implementation, sliding_window=window, num_pinned=pinned)
+        options = {"sliding_window": window, "num_pinned": pinned}
+        return attend(batch, options, implementation=implementation)
 
     for window in (WINDOW, WINDOW * 0, WINDOW + 50):
         got = run(jnp.asarray(window), jnp.asarray(PINNED))
@@ -113,7 +87,6 @@ def test_windows_may_be_traced_and_differ_by_row(implementation):
         assert_attention_close(*got, *expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_wild_windows_read_nothing_outside(implementation):
     wild = np.int32([2**31 - 1, -(2**31), -1, 0, 7])
     rng = np.random.default_rng(0)
@@ -121,7 +94,7 @@ def test_wild_windows_read_nothing_outside(implementation):
     for _ in range(4):
         given = {x: rng.permutation(wild) for x in ("sliding_window", "num_pinned", "slot_offset")}
         expected = dense_oracle(batch, **given)
-        assert_attention_close(*attend(batch, implementation, **given), *expected)
+        assert_attention_close(*attend(batch, given, implementation=implementation), *expected)
 
 
 def test_the_plan_counts_pinned_tokens_and_the_window():

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import IMPLEMENTATIONS, attend
 from rope_batches import CASE, batch_of, tables
 
 from jax_paged import paged_attention, ragged_paged_attention
 from jax_paged.ops.rope import apply_rope
 from jax_paged.testing import assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.options import attend
+
+pytestmark = pytest.mark.emulator
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("style", "rotary_dim"), [("half", 64), ("interleaved", 64), ("half", 20)])
 def test_it_equals_rope_before_the_write(style, rotary_dim, implementation):
     batch = batch_of()
@@ -33,32 +34,29 @@ def test_it_equals_rope_before_the_write(style, rotary_dim, implementation):
         q[begin:end] = apply_rope(jnp.asarray(q[begin:end]), rope.cos[at], rope.sin[at],
                                   style=style)  # fmt: skip
     expected = dense_oracle(dataclasses.replace(batch, q=q, k_pages=k_pages))
-    got = attend(batch, implementation, rope=rope)
+    got = attend(batch, {"rope": rope}, implementation=implementation)
     assert_attention_close(*got, *expected, logit_size=2)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("layout", ["HND", "NHD", "vllm5d"])
 def test_16_bit_pages_of_every_layout_are_turned_in_f32(dtype, layout, implementation):
     batch = batch_of(dtype, layout=layout)
     rope = tables(200)
-    got = attend(batch, implementation, rope=rope)
+    got = attend(batch, {"rope": rope}, implementation=implementation)
     assert_attention_close(*got, *dense_oracle(batch, rope=rope))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_positions_beyond_the_tables_are_masked(causal, implementation):
     batch, rope = batch_of(causal=causal), tables(50)
-    out, lse = attend(batch, implementation, rope=rope)
+    out, lse = attend(batch, {"rope": rope}, implementation=implementation)
     assert_attention_close(out, lse, *dense_oracle(batch, rope=rope), logit_size=2)
     assert not np.asarray(out)[0].any()
     assert np.isneginf(np.asarray(lse)[0]).all()
     assert np.asarray(out)[1:5].any(-1).all(), "queries at positions 40 and on, within the tables"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("out_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("causal", [True, False])
@@ -76,35 +74,31 @@ def test_nan_beyond_the_tables_reaches_no_output(causal, dtype, out_dtype, imple
         options |= {"k_scale": scales[0], "v_scale": scales[1]}
     if out_dtype:
         options |= {"out_dtype": jnp.dtype(out_dtype)}
-    expected = attend(batch, implementation, **options)
+    expected = [np.asarray(x) for x in attend(batch, options, implementation=implementation)]
     for row, length in ((0, 130), (1, 60)):
         at = beyond[beyond < length]
         for x in scales if eight_bit else (batch.k_pages, batch.v_pages):
             x[batch.page_table[row, at // 16], :, at % 16] = np.nan
-    out, lse = attend(batch, implementation, **options)
+    out, lse = attend(batch, options, implementation=implementation)
     assert not np.float32(out)[[0, *range(11, 21)]].any(), "queries at positions 129 and 50 to 59"
     np.testing.assert_array_equal(np.float32(out), np.float32(expected[0]))
     np.testing.assert_array_equal(lse, expected[1])
 
 
-def test_a_query_that_sees_nothing_is_0_beside_one_that_sees_nan():
+def test_a_query_that_sees_nothing_is_0_beside_one_that_sees_nan(implementation):
     """In the reference they share K and V."""
     pages = jnp.ones((1, 1, 4, 8), jnp.float32).at[0, 0, 0].set(jnp.nan)
     arguments = pages, pages, jnp.array([[0]]), jnp.array([1]), jnp.array([0, 2])
-    for implementation in ("native", "reference"):
-        out, lse = ragged_paged_attention(
-            jnp.ones((2, 1, 8), jnp.float32),
-            *arguments,
-            implementation=implementation,
-            return_lse=True,
-        )
-        assert not np.asarray(out[0]).any(), "at position -1"
-        assert np.isneginf(lse[0]).all()
-        assert np.isnan(out[1]).all()
-        assert np.isnan(lse[1]).all()
+    out, lse = ragged_paged_attention(
+        jnp.ones((2, 1, 8), jnp.float32), *arguments, implementation=implementation,
+        return_lse=True,
+    )  # fmt: skip
+    assert not np.asarray(out[0]).any(), "at position -1"
+    assert np.isneginf(lse[0]).all()
+    assert np.isnan(out[1]).all()
+    assert np.isnan(lse[1]).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_that_slid_stand_where_they_are_said_to_stand(implementation):
     """As in a window that is placed anew at each step (StreamingLLM), and as in one that is not."""
     batch, rope = batch_of(), tables(1200)
@@ -112,7 +106,7 @@ def test_pages_that_slid_stand_where_they_are_said_to_stand(implementation):
     for offset in (np.int32([0, 0, 0]), np.int32([1024, 16, 0])):
         given = options | {"slot_offset": offset}
         moved = dataclasses.replace(batch, seq_lens=batch.seq_lens + offset)
-        got = attend(moved, implementation, **given)
+        got = attend(moved, given, implementation=implementation)
         assert_attention_close(*got, *dense_oracle(moved, **given), logit_size=2)
 
 
@@ -131,7 +125,7 @@ def test_decode_takes_rope_and_so_does_its_gradient():
 
 
 WRONG = [
-    (np.zeros(3), "rope: expected (cos, sin) or (cos, sin, style), got a ndarray"),
+    ([0.0] * 3, "rope: expected (cos, sin) or (cos, sin, style), got a list"),
     ((np.zeros((4, 8)), np.zeros((4, 8))), "rope cos: expected dtype float32, got float64"),
     ((np.float32(np.zeros((4, 8))), np.float32(np.zeros((4, 7)))), "rope sin: expected shape"),
     ((np.float32(np.zeros((4, 33))),) * 2, "rope cos: expected max_positions >= 1 and rotary_dim"),
@@ -142,4 +136,4 @@ WRONG = [
 @pytest.mark.parametrize(("rope", "message"), WRONG, ids=[w[1][:40] for w in WRONG])
 def test_wrong_tables_are_told_in_one_line(rope, message):
     with pytest.raises(ValueError, match="^" + message.replace("(", r"\(").replace(")", r"\)")):
-        attend(batch_of(), "native", rope=rope)
+        attend(batch_of(), {"rope": rope}, implementation="native")

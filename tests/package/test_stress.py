@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_paged.testing.stress import engine, ops, reads
+from jax_paged.testing.stress import engine, ops
 from jax_paged.testing.stress.__main__ import ISAS, main
 from jax_paged.testing.stress.report import Report, Stop
 
@@ -108,4 +108,4 @@ def test_the_emulator_needs_a_checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if not p.endswith("support")])
     with pytest.raises(SystemExit, match="start this in its root"):
-        reads.emulator()
+        ops.bring_emulator()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the CUDA attention kernels for the emulator (ffi/emu) and calls them on numpy arrays.
+"""Builds the CUDA kernels for the emulator (ffi/emu) and calls them on numpy arrays. Not a test.
 
-Not a test: test_emulator.py and test_cuda_emulated.py import it.
+It registers "emulated" as an implementation of the ops: their kernels on the CPU. The tests of
+single launches call `emulate`, or `call` by the names of any op's operands.
 """
 
 import concurrent.futures
@@ -13,20 +14,26 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged import ragged_paged_attention
-from jax_paged.layout import (
-    pages_shape,
-    slots_first,
-)
+from jax_paged.layout import pages_shape
+from jax_paged.native.call import register_stand_in
+from jax_paged.ops import options as attention_options
+from jax_paged.ops.attention import check_call
+from jax_paged.testing import Batch
 
 FFI = Path(__file__).resolve().parents[2] / "ffi"
 MACHINE = (
-    "device_memory.cc", "fiber.cc", "ordering.cc", "scheduler.cc", "shared_memory.cc", "sync.cc",
+    "call.cc", "device_memory.cc", "fiber.cc", "ordering.cc", "scheduler.cc", "shared_memory.cc",
+    "sync.cc",
 )  # fmt: skip
 SOURCES = (
     *MACHINE,
@@ -36,20 +43,27 @@ SOURCES = (
     "qkv_norm_rope_write.cc",
 )
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
-# In the order of the C++ Dtype; the last three of pages only.
+# In the order of the C++ Dtype; the last three of pages and weights only.
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
-
 TYPES = {name: i for i, name in enumerate(DTYPES)} | {"int32": -1}  # of the C++ ArrayType
 CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows")
+# The results of the targets jax_paged.<op>.v1 that have emulated kernels.
+RESULTS = {
+    "attention": ("out", "lse"),
+    "merge_attention_states": ("out", "lse"),
+    "moe_experts": ("out",),
+    "qkv_norm_rope_write": ("q", "k_pages", "v_pages"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
     """The part of a launch that a device decides, and the emulator's seed.
 
-    Stages are those of the rings where the decode kernel serves; the shared memory decides whether
-    it does. The seed's remainder by 3 says when cp.async copies (late, early, by chance), by 4 how
-    many CTAs run at a time; CTAs, warps and lanes run in an order drawn from it.
+    Workers are the CTAs of a persistent kernel. Stages are those of the rings where attention's
+    decode kernel serves; the shared memory decides whether it does. The seed's remainder by 3 says
+    when cp.async copies (late, early, by chance), by 4 how many CTAs run at a time; CTAs, warps and
+    lanes run in an order drawn from it.
     """
 
     num_workers: int = 5
@@ -61,7 +75,7 @@ class Device:
 
 
 class EmulatedArray(ctypes.Structure):
-    """ffi/emu/attention/library.cc has the same structs, field by field."""
+    """ffi/emu/call.h has the same structs, field by field."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -82,7 +96,7 @@ class EmulatedCall(ctypes.Structure):
         ("operands", ctypes.POINTER(EmulatedArray)),
         ("attributes", ctypes.POINTER(EmulatedAttribute)),
         ("results", ctypes.POINTER(EmulatedArray)),
-        *((name, ctypes.c_int32) for name in ("num_operands", "num_attributes")),
+        *((f"num_{name}", ctypes.c_int32) for name in ("operands", "attributes", "results")),
         *((field.name, ctypes.c_int32) for field in dataclasses.fields(Device)),
         *((name, ctypes.c_int32) for name in CHOICE),
     )
@@ -133,101 +147,53 @@ def library(ffi: Path = FFI) -> ctypes.CDLL:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Loads a library and declares its functions."""
+    """Loads a library, which may have some of the ops alone, and declares its functions."""
     loaded = ctypes.CDLL(str(path))
-    loaded.emulate_attention.argtypes = [ctypes.POINTER(EmulatedCall)]
-    loaded.emulate_attention.restype = ctypes.c_char_p
-    if hasattr(loaded, "emulate_merge_states"):  # not in the libraries with planted bugs
-        pointers = [ctypes.c_void_p] * 6
-        loaded.emulate_merge_states.argtypes = [
-            *pointers, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32,
-        ]  # fmt: skip
-        loaded.emulate_merge_states.restype = ctypes.c_char_p
+    for op in RESULTS:
+        if hasattr(loaded, f"emulate_{op}"):
+            function = getattr(loaded, f"emulate_{op}")
+            function.argtypes, function.restype = [ctypes.POINTER(EmulatedCall)], ctypes.c_char_p
+    for name, sizes in (("attention", 8), ("moe_experts", 6)):
+        if hasattr(loaded, f"{name}_workspace_words"):
+            function = getattr(loaded, f"{name}_workspace_words")
+            function.argtypes, function.restype = [ctypes.c_int64] * sizes, ctypes.c_int64
     loaded.take_sites.restype = ctypes.c_char_p
     loaded.skip_site.argtypes = [ctypes.c_char_p]
-    loaded.workspace_words.argtypes = [ctypes.c_int64] * 8
-    loaded.workspace_words.restype = ctypes.c_int64
     return loaded
 
 
-def emulate_merge(out_a, lse_a, out_b, lse_b, *, seed=1):
-    """(out, lse) of `merge_attention_states` on numpy arrays; raises EmulationError."""
-    arrays = [np.ascontiguousarray(x) for x in (out_a, lse_a, out_b, lse_b)]
-    arrays += [poisoned(out_a.shape, out_a.dtype), poisoned(lse_a.shape, np.float32)]
-    error = library().emulate_merge_states(
-        *(x.ctypes.data for x in arrays), lse_a.size, out_a.shape[-1],
-        DTYPES.index(out_a.dtype.name), seed,
-    ).decode()  # fmt: skip
-    if error:
-        raise EmulationError(error)
-    return arrays[4], arrays[5]
-
-
-def poisoned(shape, dtype) -> np.ndarray:
+def poisoned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """An array of all-ones bytes: NaN in every float dtype."""
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = 0xFF
     return array
 
 
-def emulate(
-    batch, device: Device = Device(), *, loaded=None, buffers=None, latent=False, **options
-):
-    """(out, lse) of a `jax_paged.testing.Batch`; raises EmulationError.
+_one_call = threading.Lock()  # the emulated machine is one
 
-    `options`: those of attention, as the FFI target takes them: of scales those of the layer.
-    `buffers`: a dict that receives all operands and results, the workspace among them, what
-    select.h chose (`CHOICE`), and in `k_touched` and `v_touched`, shaped like the pages, how many
-    bytes of each element a kernel asked for.
-    `latent`: V is read from the K pages, as MLA does; of the V pages the shape counts.
+
+def call(
+    op: str,
+    operands: Mapping[str, np.ndarray],
+    attributes: Mapping[str, Any],
+    results: Mapping[str, np.ndarray],
+    *,
+    device: Device = Device(),
+    loaded: ctypes.CDLL | None = None,
+    touched: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, int]:
+    """Runs the kernels of jax_paged.<op>.v1 on arrays by name; raises EmulationError.
+
+    Args:
+      operands, attributes: as the FFI target gets them.
+      results: are written; the workspace is one of them.
+      loaded: the library, `library()` by default.
+      touched: uint8[*shape, itemsize] of some operands: 1 for bytes that a kernel asked for.
+
+    Returns what select.h chose (`CHOICE`), of attention alone.
     """
-    loaded = library() if loaded is None else loaded
-    case = batch.case
-    options = {name: x for name, x in options.items() if x is not None}
-    options |= {"layout": case.layout, "causal": case.causal}
-    out_dtype = jnp.dtype(options.pop("out_dtype", batch.q.dtype))
-    if "rope" in options:
-        options["cos"], options["sin"], style = options.pop("rope")
-        options["rope_interleaved"] = style == "interleaved"
-    pages = pages_shape(batch.k_pages, case.layout, "k")
-    heads = pages.num_kv_heads
-    num_tokens, num_q_heads, _ = batch.q.shape
-    max_seqs, pages_per_seq = batch.page_table.shape
-    v_head_dim = pages_shape(batch.v_pages, case.layout, "v").head_dim
-    if ("num_pinned" in options) != ("slot_offset" in options):  # the op gives both, or none
-        rows = np.zeros(max_seqs, np.int32)
-        options = {"num_pinned": rows, "slot_offset": rows} | options
-    static = ("layout", "causal", "soft_cap", "num_kv_splits", "split_tokens", "rope_interleaved")
-    attributes = {name: options.pop(name) for name in static if name in options}
-    words = loaded.workspace_words(
-        max_seqs, heads, num_q_heads // heads, v_head_dim, pages_per_seq * pages.page_size,
-        attributes.get("num_kv_splits", 0), attributes.get("split_tokens", 0),
-        options["tree"].shape[1] if "tree" in options else 0,
-    )  # fmt: skip
-    pools = {"k_pages": batch.k_pages, "v_pages": batch.v_pages}
-    if latent:
-        pools = {"kv_pages": batch.k_pages.squeeze(-3)}
-    operands = {
-        "q": batch.q,
-        **pools,
-        "page_table": batch.page_table,
-        "seq_lens": batch.seq_lens,
-        "cu_q_lens": batch.cu_q_lens,
-        "num_seqs": np.array([batch.num_seqs], np.int32),
-        "layer": np.array(0 if batch.layer is None else batch.layer, np.int32),
-        "sm_scale": np.array(batch.sm_scale, np.float32),
-    }
-    for name, x in options.items():
-        operands[name] = np.array(x, "i4" if np.asarray(x).dtype.kind in "iu" else "f4")
-    operands = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in operands.items()}
-    results = {
-        "out": poisoned((num_tokens, num_q_heads, v_head_dim), out_dtype),
-        "lse": poisoned((num_tokens, num_q_heads), np.float32),
-        "workspace": poisoned(words, np.float32),
-    }
-    touched = {}
-    if buffers is not None:
-        touched = {x: np.zeros((*operands[x].shape, operands[x].itemsize), "u1") for x in pools}
+    touched = touched or {}
+    operands = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in operands.items()}
 
     def arrays(given):
         found = [
@@ -249,64 +215,114 @@ def emulate(
         else EmulatedAttribute(name.encode(), None, x)
         for name, x in attributes.items()
     ]
-    call = EmulatedCall(
+    emulated = EmulatedCall(
         arrays(operands), (EmulatedAttribute * len(given))(*given), arrays(results),
-        len(operands), len(given), **dataclasses.asdict(device),
+        len(operands), len(given), len(results), **dataclasses.asdict(device),
     )  # fmt: skip
-    error = loaded.emulate_attention(ctypes.byref(call)).decode()
+    run = getattr(library() if loaded is None else loaded, f"emulate_{op}")
+    with _one_call:
+        error = run(ctypes.byref(emulated)).decode()
     if error:
         raise EmulationError(error)
+    return {name: getattr(emulated, name) for name in CHOICE}
+
+
+def _stand_in(target, operands, attributes, results, aliases, cuda_workspace_words):
+    """An op's target as a callback: see `register_stand_in`."""
+    op = target.split(".")[1]
+    if op not in RESULTS:
+        raise NotImplementedError(f"{target}: there is no emulated kernel")
+
+    def run(*arrays):
+        given = dict(zip(operands, map(np.asarray, arrays), strict=True))
+        made = [poisoned(x.shape, x.dtype) for x in results]
+        for operand, result in (aliases or {}).items():
+            made[result][...] = list(given.values())[operand]
+        by_name = dict(zip(RESULTS[op], made, strict=True))
+        if cuda_workspace_words:
+            by_name["workspace"] = poisoned((cuda_workspace_words,), np.int32)
+        call(op, given, attributes, by_name, device=_device_for(given))
+        return tuple(made)
+
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
+    return jax.pure_callback(run, types, *operands.values(), vmap_method="sequential")
+
+
+def _device_for(operands: Mapping[str, np.ndarray]) -> Device:
+    """Another launch for other operands, the same one for the same.
+
+    The workers follow the shape of the queries alone: results may have other bits with others.
+    """
+    first, *_ = operands.values()
+    size = zlib.crc32(repr(first.shape).encode())
+    order = size
+    for name, x in operands.items():
+        if x.dtype == np.int32:
+            order = zlib.crc32(x.tobytes(), order)
+        order = zlib.crc32(f"{name} {x.shape}".encode(), order)
+    return Device(num_workers=1 + size % 7, stages=2 + order % 3, seed=order >> 4)
+
+
+register_stand_in("emulated", _stand_in)
+
+
+def emulate(
+    batch: Batch,
+    device: Device = Device(),
+    *,
+    loaded: ctypes.CDLL | None = None,
+    buffers: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of attention on a batch, in one launch; raises EmulationError.
+
+    `options`: those of `ragged_paged_attention`, scales as the kernels take them: of the layer.
+    `buffers`: a dict that receives all operands and results, the workspace among them, what
+    select.h chose (`CHOICE`), and in `k_touched` and `v_touched`, shaped like the pages, how many
+    bytes of each element a kernel asked for.
+    """
+    loaded = library() if loaded is None else loaded
+    static, operands, words = _attention_call(batch, options, loaded)
+    out_shape = (*batch.q.shape[:2], pages_shape(batch.v_pages, batch.case.layout, "v").head_dim)
+    results = {
+        "out": poisoned(out_shape, static.get("out_dtype", batch.q.dtype)),
+        "lse": poisoned(batch.q.shape[:2], np.float32),
+        "workspace": poisoned((words,), np.int32),
+    }
+    touched = {}
     if buffers is not None:
-        buffers.update(operands | results)
+        pools = {name: operands[name] for name in ("k_pages", "v_pages")}
+        touched = {name: np.zeros((*x.shape, x.itemsize), "u1") for name, x in pools.items()}
+    attributes = attention_options.attributes(static)
+    chosen = call(
+        "attention", operands, attributes, results, device=device, loaded=loaded, touched=touched
+    )
+    if buffers is not None:
+        buffers.update(operands | results | chosen)
         buffers.update((f"{name[:-6]}_touched", x.sum(-1)) for name, x in touched.items())
-        buffers.update((name, getattr(call, name)) for name in CHOICE)
     return results["out"], results["lse"]
 
 
-IMPLEMENTATIONS = ("native", "reference", "emulated")
-
-
-def attend(batch, implementation: str, **options):
-    """(out, lse) of `ragged_paged_attention` or of the emulated CUDA kernels."""
-    if implementation == "emulated":
-        return emulate(batch, Device(seed=4), **options)
-    arguments, defaults = batch.ragged()
-    call = defaults | options | {"return_lse": True, "implementation": implementation}
-    return ragged_paged_attention(*arguments, **call)
-
-
-def windows_begin(batch, window: int) -> np.ndarray:
-    """i64[S]: the first token of each row that some query sees; seq_len in rows without a query."""
-    case, rows = batch.case, len(batch.seq_lens)
-    seq_lens = np.clip(batch.seq_lens, 0, batch.page_table.shape[1] * case.page_size)
-    bounds = np.maximum.accumulate(np.clip(batch.cu_q_lens, 0, len(batch.q)))
-    q_lens = np.where(np.arange(rows) < batch.num_seqs, np.diff(bounds), 0)
-    first = seq_lens.astype(np.int64) - q_lens - window + 1
-    return np.where(q_lens > 0, np.maximum(first, 0) if window > 0 else 0, seq_lens)
-
-
-def tokens_of(batch, begins, ends) -> np.ndarray:
-    """bool[num_pages, page_size]: the slots of tokens [begins[row], ends[row]) of the rows."""
-    page = batch.case.page_size
-    slots = np.zeros((pages_shape(batch.k_pages, batch.case.layout, "k").num_pages, page), bool)
-    for row, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        for token in range(begin, min(end, batch.page_table.shape[1] * page)):
-            page_id = batch.page_table[row, token // page]
-            if 0 <= page_id < len(slots):
-                slots[page_id, token % page] = True
-    return slots
-
-
-def assert_reads_windows_only(batch, window: int, buffers) -> None:
-    """Kernels asked for the tokens from where a row's windows begin, and for nothing else.
-
-    `buffers`: of an `emulate` on pages without a layer axis. Of vllm5d V is loaded by 8 tokens.
-    """
-    begins = windows_begin(batch, window)
-    for name in ("k", "v"):
-        touched = slots_first(buffers[f"{name}_touched"], batch.case.layout, name).any((-2, -1))
-        by = 8 if name == "v" and batch.case.layout == "vllm5d" else 1
-        allowed = tokens_of(batch, begins // by * by, -(-batch.seq_lens // by) * by)
-        assert not (touched & ~allowed).any(), f"{name}_pages: read outside of the windows"
-        needed = tokens_of(batch, begins, batch.seq_lens)
-        assert touched[needed].all(), f"{name}_pages: tokens in a window not read"
+def _attention_call(
+    batch: Batch, options: Mapping[str, Any], loaded: ctypes.CDLL
+) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:
+    """The static options, the operands by name, and the words of the workspace."""
+    names = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens")
+    given = {name: getattr(batch, name) for name in names} | {"num_seqs": batch.num_seqs}
+    given |= {"layout": batch.case.layout, "causal": batch.case.causal, "layer": batch.layer}
+    given |= {"sm_scale": batch.sm_scale, "implementation": "emulated", **options}
+    # The op looks at what the host knows: of scalars on a device it sees no values.
+    for name, dtype in (("layer", "i4"), ("sliding_window", "i4"), ("sm_scale", "f4")):
+        if given.get(name) is not None and np.ndim(given[name]) == 0:
+            given[name] = jnp.asarray(given[name], dtype)
+    static, arrays = check_call(given)
+    static = dict(static)
+    operands = {name: np.asarray(x) for name, x in arrays.items()}
+    pages = pages_shape(batch.v_pages, batch.case.layout, "v")
+    rows, pages_per_seq = operands["page_table"].shape
+    words = loaded.attention_workspace_words(
+        rows, pages.num_kv_heads, batch.q.shape[1] // pages.num_kv_heads, pages.head_dim,
+        pages_per_seq * pages.page_size, static.get("num_kv_splits", 0),
+        static.get("split_tokens", 0), operands["tree"].shape[1] if "tree" in operands else 0,
+    )  # fmt: skip
+    return static, operands, words

@@ -8,6 +8,7 @@
 
 #include "common/ffi_checks.h"
 #include "common/integers.h"
+#include "common/merge_checks.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"
@@ -26,8 +27,9 @@ ffi::Error MergeStates(ffi::ThreadPool pool, ffi::AnyBuffer out_a, ffi::Buffer<f
                        ffi::AnyBuffer out_b, ffi::Buffer<ffi::F32> lse_b,
                        ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse) {
   Dtype dtype;
-  const std::string error =
-      ReadMergeStates(out_a, Shape(lse_a), out_b, Shape(lse_b), *out, Shape(*lse), &dtype);
+  const std::string error = ReadMergeStates({ArrayOf(out_a), ArrayOf(lse_a), ArrayOf(out_b),
+                                             ArrayOf(lse_b), ArrayOf(*out), ArrayOf(*lse)},
+                                            &dtype);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const MergeParams params = {out_a.untyped_data(), lse_a.typed_data(),  out_b.untyped_data(),
                               lse_b.typed_data(),   out->untyped_data(), lse->typed_data(),

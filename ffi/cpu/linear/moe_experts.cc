@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "common/ffi_checks.h"
 #include "common/integers.h"
 #include "common/moe_checks.h"
 #include "cpu/handlers.h"
@@ -200,7 +201,9 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
                       ffi::Buffer<ffi::F32> down_scale, ffi::Result<ffi::AnyBuffer> out) {
   MoeParams call = {};
   const std::string error =
-      ReadMoe({x, gate_up, down, experts, weights, gate_up_scale, down_scale, *out}, &call);
+      ReadMoe({ArrayOf(x), ArrayOf(gate_up), ArrayOf(down), ArrayOf(experts), ArrayOf(weights),
+               ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(*out)},
+              &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
   try {

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "common/ffi_checks.h"
 #include "common/integers.h"
 #include "common/qkv_checks.h"
 #include "cpu/attention/kernels.h"
@@ -44,9 +45,11 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
                             ffi::Result<ffi::AnyBuffer> k_result,
                             ffi::Result<ffi::AnyBuffer> v_result) {
   QkvParams params = {};
-  const std::string error = ReadQkv({qkv, k_pages, v_pages, positions, slot_mapping, cos, sin,
-                                     q_norm, k_norm, layer, *q, *k_result, *v_result},
-                                    eps, style, layout, &params);
+  const std::string error =
+      ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(positions),
+               ArrayOf(slot_mapping), ArrayOf(cos), ArrayOf(sin), ArrayOf(q_norm), ArrayOf(k_norm),
+               ArrayOf(layer), ArrayOf(*q), ArrayOf(*k_result), ArrayOf(*v_result)},
+              eps, style, layout, &params);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   CopyUnlessAliased(k_pages, *k_result);
   CopyUnlessAliased(v_pages, *v_result);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/ffi_checks.h"
+#include "common/merge_checks.h"
 #include "cuda/merge_states/launch.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -17,8 +18,9 @@ ffi::Error MergeStates(cudaStream_t stream, ffi::AnyBuffer out_a, ffi::Buffer<ff
                        ffi::AnyBuffer out_b, ffi::Buffer<ffi::F32> lse_b,
                        ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse) {
   Dtype dtype;
-  const std::string error =
-      ReadMergeStates(out_a, Shape(lse_a), out_b, Shape(lse_b), *out, Shape(*lse), &dtype);
+  const std::string error = ReadMergeStates({ArrayOf(out_a), ArrayOf(lse_a), ArrayOf(out_b),
+                                             ArrayOf(lse_b), ArrayOf(*out), ArrayOf(*lse)},
+                                            &dtype);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const cudaError_t launched =
       LaunchMergeStates(stream, dtype,

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "common/ffi_checks.h"
 #include "common/moe_checks.h"
 #include "cuda/current_device.h"
 #include "cuda/moe_experts/launch.h"
@@ -21,7 +22,9 @@ ffi::Error MoeExperts(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate
                       ffi::ResultBuffer<ffi::S32> workspace) {
   MoeParams params = {};
   std::string error =
-      ReadMoe({x, gate_up, down, experts, weights, gate_up_scale, down_scale, *out}, &params);
+      ReadMoe({ArrayOf(x), ArrayOf(gate_up), ArrayOf(down), ArrayOf(experts), ArrayOf(weights),
+               ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(*out)},
+              &params);
   if (error.empty()) {
     error = CheckMoeArgs(params, static_cast<int64_t>(workspace->element_count()));
   }

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "common/ffi_checks.h"
 #include "common/qkv_checks.h"
 #include "cuda/qkv_norm_rope_write/launch.h"
 #include "xla/ffi/api/ffi.h"
@@ -24,9 +25,11 @@ ffi::Error QkvNormRopeWrite(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuf
                             ffi::Result<ffi::AnyBuffer> k_result,
                             ffi::Result<ffi::AnyBuffer> v_result) {
   QkvParams params = {};
-  const std::string error = ReadQkv({qkv, k_pages, v_pages, positions, slot_mapping, cos, sin,
-                                     q_norm, k_norm, layer, *q, *k_result, *v_result},
-                                    eps, style, layout, &params);
+  const std::string error =
+      ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(positions),
+               ArrayOf(slot_mapping), ArrayOf(cos), ArrayOf(sin), ArrayOf(q_norm), ArrayOf(k_norm),
+               ArrayOf(layer), ArrayOf(*q), ArrayOf(*k_result), ArrayOf(*v_result)},
+              eps, style, layout, &params);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   QkvArgs args;
   if (!MakeQkvArgs(params, &args)) {

@@ -103,6 +103,8 @@ def _run(part: str, report, stop, options: argparse.Namespace) -> None:
 def _repeat(case: str, implementation: str) -> int:
     from . import ops
 
+    if implementation == "emulated":
+        ops.bring_emulator()
     name, picks, seed = case.split("/")
     op = (ops.OPS | ops.WILD_OPS)[name]
     numbers = [int(x) for x in picks.split(".")]

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws cases of the ops, runs them, and makes those that fail as simple as they can be."""
 
+import importlib
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +21,10 @@ OPS = READS | PAGES | WEIGHTS
 WILD_OPS = WILD_READS | WILD_PAGES | WILD_WEIGHTS
 CONTENTS = 2  # of each row: the second one finds its programs compiled
 CLEAR_EVERY = 60  # rows; a process can map only so many programs
-EMULATED = ("attention", "attention, wild integers")
+EMULATED = (
+    "attention", "mla", "ragged_attention", "cascade_attention", "merge_attention_states",
+    "qkv_norm_rope_write", "moe_experts",
+)  # fmt: skip
 
 
 def draw(ops: Mapping[str, Op], seed: int, number: int) -> tuple[str, tuple[int, ...]]:
@@ -41,7 +47,8 @@ def run(
 ) -> None:  # fmt: skip
     """Runs cases from number `begin` on."""
     if implementation == "emulated":
-        ops = {name: op for name, op in ops.items() if name in EMULATED}
+        bring_emulator()
+        ops = {name: op for name, op in ops.items() if name.partition(",")[0] in EMULATED}
     for number in itertools.count(begin):
         stop.following = number
         if stop.is_due() or report.is_hopeless:
@@ -60,6 +67,16 @@ def run(
                     f"{name} {row_of(op, small)}: {failure}\nrepeat it by: python -m "
                     f"jax_paged.testing.stress --implementation {implementation} --case '{where}'"
                 )
+
+
+def bring_emulator() -> None:
+    """Registers implementation="emulated", the CUDA kernels on the CPU: a part of the tests."""
+    support = Path.cwd() / "tests" / "support"
+    if not (support / "emulation.py").exists():
+        raise SystemExit("the emulator needs a checkout: start this in its root")
+    if str(support) not in sys.path:
+        sys.path.insert(0, str(support))
+    importlib.import_module("emulation")
 
 
 def _where(name: str, picks: Sequence[int], seed: int) -> str:

@@ -2,9 +2,7 @@
 """The ops that read pages, or K and V, or merge what others have read."""
 
 import dataclasses
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from jax_paged.ops.merge import merge_attention_states
 
 from .. import cascade, flat, mla
 from ..cases import Batch, Case
-from ..options import ATTENTION_FACTORS, LOGIT_FACTORS, attend, attention_case, scale_of_layer
+from ..options import ATTENTION_FACTORS, LOGIT_FACTORS, attend, attention_case
 from ..oracle import TOLERANCES, assert_attention_close, dense_oracle
 from .op import DTYPES, FP8, WILD, Op, Row
 
@@ -34,29 +32,8 @@ def _attention(row: Row, seed: int, implementation: Any) -> float:
     batch, real, options, more = attention_case(row, seed, capacity=420)
     if row["out_dtype"] is not None:
         more |= {"out_dtype": row["out_dtype"], "out_scale": jnp.float32(0.02 + seed % 7)}
-    result = _attend(batch, options, more, implementation, seed)
+    result = attend(batch, options | more, implementation=implementation)
     return _compare(result, dense_oracle(real, **options), batch, more)
-
-
-def _attend(batch: Batch, options, more, implementation: Any, seed: int):
-    if implementation != "emulated":
-        return attend(batch, options | more, implementation=implementation)
-    emulation = emulator()
-    device = emulation.Device(num_workers=1 + seed % 7, stages=2 + seed % 3, seed=seed % 2**31)
-    scales = {k: scale_of_layer(batch, x) for k, x in more.items() if k in ("k_scale", "v_scale")}
-    return emulation.emulate(batch, device, **options, **(more | scales))
-
-
-def emulator() -> Any:
-    """The module that runs the CUDA kernels on the CPU; it is a part of the tests."""
-    support = Path.cwd() / "tests" / "support"
-    if not (support / "emulation.py").exists():
-        raise SystemExit("the emulator needs a checkout: start this in its root")
-    if str(support) not in sys.path:
-        sys.path.insert(0, str(support))
-    import emulation
-
-    return emulation
 
 
 def _compare(result, expected, batch: Batch, more: Mapping[str, Any]) -> float:
@@ -131,7 +108,7 @@ def _wild_attention(row: Row, seed: int, implementation: Any) -> float:
         options |= {name: wild(options[name]) for name in ("tree", "tree_sizes")}
     if is_wild("window"):
         options["sliding_window"] = wild(np.full(len(batch.seq_lens), 9), 0.7)
-    result = _attend(batch, options, {}, implementation, seed)
+    result = attend(batch, options, implementation=implementation)
     return _compare(result, dense_oracle(batch, **options), batch, {})
 
 
