@@ -45,6 +45,11 @@ def part(text):
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--sim",
+        action="store_true",
+        help="run CUDA ops on the simulated device, too (ffi/sim): needs nvcc, and minutes",
+    )
+    parser.addoption(
         "--deep",
         nargs="?",
         const="all",
@@ -71,6 +76,10 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     items.sort(key=_slowest_first)
+    if not config.getoption("--sim"):
+        asleep = [item for item in items if item.get_closest_marker("sim")]
+        config.hook.pytest_deselected(items=asleep)
+        items[:] = [item for item in items if not item.get_closest_marker("sim")]
     deep, single = tier(config), any("::" in arg for arg in config.args)
     if deep == "all" or single:  # what is asked for by name runs
         return
@@ -108,14 +117,21 @@ def _programs_of_the_file():
 def pytest_generate_tests(metafunc):
     """A test that takes `implementation` runs with each one of an op: one suite serves them.
 
-    Marked `emulator` it has the CUDA kernels in the emulator, too. A test may name others itself.
+    Marked `cuda` it has the CUDA kernels, too: their sources in the emulator, and with --sim their
+    PTX on the simulated device; cuda("sim") has the latter alone. A test may name others itself.
     """
     names = ["native", "reference"]
-    if mark := metafunc.definition.get_closest_marker("emulator"):
+    if mark := metafunc.definition.get_closest_marker("cuda"):
         import emulation  # noqa: F401 (it registers them)
 
-        tier = [pytest.mark.deep] if mark.kwargs.get("deep") else []
-        names.append(pytest.param("emulated", marks=tier))
+        wanted = mark.args or ("emulated", "sim")
+        if "emulated" in wanted:
+            tier = [pytest.mark.deep] if mark.kwargs.get("deep") else []
+            names.append(pytest.param("emulated", marks=tier))
+        if "sim" in wanted and metafunc.config.getoption("--sim"):
+            import simulation  # noqa: F401
+
+            names.append("sim")
     own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "implementation" in metafunc.fixturenames and not any("implementation" in x for x in own):
         metafunc.parametrize("implementation", names)

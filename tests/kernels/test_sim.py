@@ -22,7 +22,7 @@ from jax_paged import (
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.experts import make_case
 
-pytestmark = pytest.mark.skipif(nvcc() is None, reason="no nvcc: ffi/sim runs what it compiles")
+pytestmark = pytest.mark.sim
 
 
 @pytest.fixture

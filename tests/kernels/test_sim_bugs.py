@@ -14,16 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from planting import asked_for, plant
-from simulation import build, device, nvcc, register, set_devices
+from simulation import build, device, register, set_devices
 
 from jax_paged import merge_attention_states, ragged_paged_attention, write_kv
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens
 
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.skipif(nvcc() is None, reason="no nvcc: ffi/sim runs what it compiles"),
-]
+pytestmark = [pytest.mark.deep, pytest.mark.sim]
 
 # In the place of all instances of the attention kernels: those that the bugs are tried on.
 INSTANCES = """

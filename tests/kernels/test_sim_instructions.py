@@ -10,9 +10,9 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulation import SimulationError, nvcc, run_ptx
+from simulation import SimulationError, run_ptx
 
-pytestmark = pytest.mark.skipif(nvcc() is None, reason="no nvcc: ffi/sim runs what it compiles")
+pytestmark = pytest.mark.sim
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 

@@ -20,8 +20,8 @@ from jax_paged.testing import (
     make_batch,
 )
 
-pytestmark = pytest.mark.emulator
-emulated_deep = pytest.mark.emulator(deep=True)
+pytestmark = pytest.mark.cuda
+emulated_deep = pytest.mark.cuda(deep=True)
 kernels = pytest.mark.parametrize("implementation", ["native", "emulated"])
 DTYPES = tuple(TOLERANCES)
 SMALL = Case("small", 8, 2, 64, page_size=8)
@@ -236,7 +236,11 @@ def test_scale_may_be_traced_and_zero_gives_the_mean(
     traced = jax.jit(lambda scale: run(batch, implementation, sm_scale=scale))
     for scale in (0.0, -0.3, 0.3, 0.5, 2.0):
         expected = dense_oracle(dataclasses.replace(batch, sm_scale=scale))
-        assert_attention_close(*traced(jnp.float32(scale)), *expected)
+        # The simulated device cuts the last bit of sums, as tensor cores do, where others round it:
+        # of large logits that is more than of their softmax.
+        cuts = implementation == "sim" and dtype != "float32"
+        size = max(1.0, abs(scale) * head_dim**0.5) if cuts else 1.0
+        assert_attention_close(*traced(jnp.float32(scale)), *expected, logit_size=size)
 
 
 def test_no_rows_no_tokens_no_pages(implementation):

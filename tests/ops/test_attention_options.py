@@ -40,8 +40,8 @@ from jax_paged.testing.options import (
     poison,
 )
 
-pytestmark = pytest.mark.emulator
-emulated_deep = pytest.mark.emulator(deep=True)
+pytestmark = pytest.mark.cuda
+emulated_deep = pytest.mark.cuda(deep=True)
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 REFERENCE_EVERY = 1 if LONG else 7  # it compiles and runs slowly
 

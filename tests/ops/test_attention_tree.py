@@ -26,7 +26,7 @@ from jax_paged.testing import (
 from jax_paged.testing.options import random_parents, trees_of
 
 SMALL = Case("small", 8, 2, 64, page_size=16)
-pytestmark = pytest.mark.emulator  # more of it: tests/kernels/test_cuda_emulated_tree.py
+pytestmark = pytest.mark.cuda  # more of it: tests/kernels/test_cuda_emulated_tree.py
 kernels = pytest.mark.parametrize("implementation", ["native", "emulated"])
 
 
@@ -196,7 +196,7 @@ def test_one_forward_equals_several():
             np.testing.assert_allclose(out, whole[begin:end], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.emulator(deep=True)
+@pytest.mark.cuda(deep=True)
 def test_gradients_are_those_of_the_reference(implementation):
     batch, options, _ = small_batch(q_lens=(3, 4, 2), seq_lens=(20, 30, 9), sizes=(6, 9, 0))
     arguments, defaults = batch.ragged()

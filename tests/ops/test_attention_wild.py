@@ -20,7 +20,7 @@ from jax_paged.testing import (
     make_batch,
 )
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 PAGE_IDS = (-1, WILD_PAGE, "num_pages", I32_MAX, I32_MIN)
 CASES = {  # tensor cores take the second one

@@ -13,7 +13,7 @@ from jax_paged import paged_attention, ragged_paged_attention
 from jax_paged.native import load
 from jax_paged.testing import Case, dense_oracle, make_batch
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 LENS = [0, 1, 30, 150]
 

@@ -12,7 +12,7 @@ import jax_paged
 from jax_paged import merge_attention_states, paged_attention
 from jax_paged.testing import TOLERANCES, Case, assert_attention_close, dense_oracle, make_batch
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 INF = np.inf
 DTYPES = list(TOLERANCES)
 
@@ -139,7 +139,7 @@ def test_no_tokens_merge_to_no_tokens(implementation):
     assert (out.shape, lse.shape) == ((0, 3, 24), (0, 3))
 
 
-@pytest.mark.emulator(deep=True)
+@pytest.mark.cuda(deep=True)
 def test_gradients_are_those_of_the_formula_and_finite_beside_empty_parts(implementation):
     parts = make_parts("float32")
     parts[1] /= 20
@@ -176,7 +176,7 @@ def test_gradients_are_those_of_the_formula_and_finite_beside_empty_parts(implem
     np.testing.assert_array_equal(grads[1][empty_a], 0)
 
 
-@pytest.mark.emulator(deep=True)
+@pytest.mark.cuda(deep=True)
 @pytest.mark.parametrize("in_axes", [(0, 0, 0, 0), (0, 0, None, None), (None, 1, 2, None)], ids=str)
 def test_vmap_equals_the_loop(in_axes, implementation):
     merge = functools.partial(merge_attention_states, implementation=implementation)
@@ -191,7 +191,7 @@ def test_vmap_equals_the_loop(in_axes, implementation):
         np.testing.assert_array_equal(lse[s], one[1])
 
 
-@pytest.mark.emulator(deep=True)
+@pytest.mark.cuda(deep=True)
 def test_jit_and_donation_give_the_bits_of_the_eager_call(implementation):
     merge = functools.partial(merge_attention_states, implementation=implementation)
     parts = list(map(jnp.asarray, make_parts("bfloat16")))

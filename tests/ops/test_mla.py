@@ -20,7 +20,7 @@ from jax_paged.testing import (
 )
 from jax_paged.testing.mla import attend, eight_bit, make_mla
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 SIZES = [(576, 512), (48, 32), (64, 64), (24, 24), (40, 8), (8, 8)]  # latent + rope, latent
 kernels = pytest.mark.parametrize("implementation", ["native", "emulated"])
 

@@ -13,7 +13,7 @@ from jax_paged.models.decoder.moe import route
 from jax_paged.ops.moe import _reference
 from jax_paged.testing.experts import make_case, oracle, quantized
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 # Two roundings (product, output) over sums of some 24 terms; f16 has three bits more than bf16.
 TOLERANCES = {"float32": 2e-5, "float16": 0.005, "bfloat16": 0.04}
 NO_SCALES = (jnp.zeros(0, jnp.float32),) * 2

@@ -20,7 +20,7 @@ from jax_paged.testing import (
 )
 from jax_paged.testing.options import attend, trees_of
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 SLOPES = np.float32(2.0 ** -np.linspace(1, 8, 8))
 
 

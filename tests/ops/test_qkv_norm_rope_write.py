@@ -17,7 +17,7 @@ from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import is_in_place, pool_sized_ops
 from jax_paged.testing.qkv import call_op, check_results, make_call
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 LAYOUTS = ("HND", "NHD")  # of the native kernels
 DTYPES = ("bfloat16", "float16", "float32")

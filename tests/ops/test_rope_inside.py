@@ -15,7 +15,7 @@ from jax_paged.ops.rope import apply_rope
 from jax_paged.testing import assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.options import attend
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize(("style", "rotary_dim"), [("half", 64), ("interleaved", 64), ("half", 20)])

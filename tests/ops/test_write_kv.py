@@ -12,6 +12,7 @@ from jax_paged import copy_pages, write_kv
 from jax_paged.layout import LAYOUTS, POOLS, PagesShape, make_shape
 from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens
 
+pytestmark = pytest.mark.cuda("sim")
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 
 

@@ -160,6 +160,18 @@ def device(architecture: int = 80, **changes) -> Device:
     return Device(**(fields | changes))
 
 
+def _call(name, target, operands, attributes, results, aliases, workspace_words):
+    """What `register_stand_in` asks for."""
+    if target not in HANDLERS:  # no CUDA kernel: the CPU's own
+        own = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+        return own(*operands.values(), **attributes)
+    workspace = [jax.ShapeDtypeStruct((workspace_words,), np.int32)] if workspace_words else []
+    made = jax.ffi.ffi_call(
+        f"{target}.{name}", [*results, *workspace], input_output_aliases=aliases
+    )(*operands.values(), **attributes)
+    return tuple(made)[: len(results)]
+
+
 def register(path: Path, name: str) -> ctypes.CDLL:
     """Loads a library of `build` and has the ops take implementation=`name` for it."""
     loaded = ctypes.CDLL(str(path))
@@ -171,18 +183,7 @@ def register(path: Path, name: str) -> ctypes.CDLL:
         handler = jax.ffi.pycapsule(getattr(loaded, symbol))
         jax.ffi.register_ffi_target(f"{target}.{name}", handler, platform="cpu")
 
-    def call(target, operands, attributes, results, aliases, workspace_words):
-        if target not in HANDLERS:  # no CUDA kernel: the CPU's own
-            return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(
-                *operands.values(), **attributes
-            )
-        workspace = [jax.ShapeDtypeStruct((workspace_words,), np.int32)] if workspace_words else []
-        made = jax.ffi.ffi_call(
-            f"{target}.{name}", [*results, *workspace], input_output_aliases=aliases
-        )(*operands.values(), **attributes)
-        return tuple(made)[: len(results)]
-
-    register_stand_in(name, call)
+    register_stand_in(name, functools.partial(_call, name))
     set_devices(loaded, *map(device, ARCHITECTURES))
     return loaded
 
@@ -194,8 +195,16 @@ def set_devices(loaded: ctypes.CDLL, *devices: Device) -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The simulated device: the ops take implementation="sim"."""
+    """The simulated device, built at its first call: the ops take implementation="sim"."""
     return register(build(), "sim")
+
+
+def _first_call(*call):
+    library()
+    return _call("sim", *call)
+
+
+register_stand_in("sim", _first_call)
 
 
 class SimulationError(Exception):

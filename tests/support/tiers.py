@@ -2,7 +2,7 @@
 """Which tests a plain `pytest` runs, and which wait for `pytest --deep`.
 
 The default tier has every test function, and each value of each of its parameters at least once;
-where emulated kernels are among the implementations, they have each value once for themselves.
+where CUDA kernels are among the implementations, they have each value once for themselves.
 The deep tier has all combinations. Two marks change that: `deep` keeps a test, or one value, out of
 the default tier; `every` keeps all combinations in it.
 
@@ -21,10 +21,10 @@ from _pytest.mark import ParameterSet
 
 def default_tier(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Those of the items that a plain run has, in their order."""
-    groups: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("deep") is None:
-            groups[item.nodeid.partition("[")[0], _is_emulated(item)].append(item)
+            groups[item.nodeid.partition("[")[0], _cuda(item)].append(item)
     chosen = {item for group in groups.values() for item in _cover(group)}
     return [item for item in items if item in chosen]
 
@@ -61,9 +61,11 @@ def _cover(group: list[pytest.Item]) -> list[pytest.Item]:
     return chosen or group[:1]
 
 
-def _is_emulated(item: pytest.Item) -> bool:
+def _cuda(item: pytest.Item) -> str:
+    """How an item runs CUDA kernels: "emulated", "sim", or "" where it does not."""
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and callspec.params.get("implementation") == "emulated"
+    name = callspec.params.get("implementation") if callspec is not None else None
+    return name if name in ("emulated", "sim") else ""
 
 
 def _values(item: pytest.Item) -> set[tuple[str, int]]:
@@ -75,5 +77,6 @@ def _values(item: pytest.Item) -> set[tuple[str, int]]:
 def _hash(item: pytest.Item) -> int:
     # By the file's name alone: one that moves to another folder keeps its combinations.
     name = f"tests/{item.path.name}::{item.nodeid.partition('::')[2]}"
-    # Emulated kernels get the cases of the native ones, whose programs share much.
-    return zlib.crc32(name.replace("emulated", "native").encode())
+    # CUDA kernels get the cases of the native ones, whose programs share much.
+    how = _cuda(item)
+    return zlib.crc32((name.replace(how, "native") if how else name).encode())
