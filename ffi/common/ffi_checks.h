@@ -13,6 +13,7 @@
 #include "common/checks.h"
 #include "common/dtypes.h"
 #include "common/operand_names.h"
+#include "common/qkv_checks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged {
@@ -161,6 +162,33 @@ auto BindQkv(Binding&& binding) {
       .template Ret<ffi::AnyBuffer>()   // q
       .template Ret<ffi::AnyBuffer>()   // k_pages
       .template Ret<ffi::AnyBuffer>();  // v_pages
+}
+
+// The pages of one pool as XLA gives them: mostly the same memory twice.
+struct PagesOfCall {
+  xla::ffi::AnyBuffer operand, result;
+};
+
+// What `BindQkv` binds: reads a call and has RUN(context, params, K's and V's pages) do it.
+template <auto RUN, typename Context>
+xla::ffi::Error HandleQkv(Context context, xla::ffi::AnyBuffer qkv, xla::ffi::AnyBuffer k_pages,
+                          xla::ffi::AnyBuffer v_pages, xla::ffi::Buffer<xla::ffi::S32> positions,
+                          xla::ffi::Buffer<xla::ffi::S32> slot_mapping,
+                          xla::ffi::Buffer<xla::ffi::F32> cos, xla::ffi::Buffer<xla::ffi::F32> sin,
+                          xla::ffi::AnyBuffer q_norm, xla::ffi::AnyBuffer k_norm,
+                          xla::ffi::Buffer<xla::ffi::S32> layer, float eps, std::string_view style,
+                          std::string_view layout, xla::ffi::Result<xla::ffi::AnyBuffer> q,
+                          xla::ffi::Result<xla::ffi::AnyBuffer> k_result,
+                          xla::ffi::Result<xla::ffi::AnyBuffer> v_result) {
+  QkvParams params = {};
+  const std::string error =
+      ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(positions),
+               ArrayOf(slot_mapping), ArrayOf(cos), ArrayOf(sin), ArrayOf(q_norm), ArrayOf(k_norm),
+               ArrayOf(layer), ArrayOf(*q), ArrayOf(*k_result), ArrayOf(*v_result)},
+              eps, style, layout, &params);
+  if (!error.empty()) return xla::ffi::Error::InvalidArgument(error);
+  const PagesOfCall pages[] = {{k_pages, *k_result}, {v_pages, *v_result}};
+  return RUN(context, params, pages);
 }
 
 }  // namespace jax_paged

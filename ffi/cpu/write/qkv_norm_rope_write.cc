@@ -36,23 +36,9 @@ const float* NormWeights(const void* weights, Dtype dtype, int64_t head_dim, flo
   return floats;
 }
 
-ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer k_pages,
-                            ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> positions,
-                            ffi::Buffer<ffi::S32> slot_mapping, ffi::Buffer<ffi::F32> cos,
-                            ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm,
-                            ffi::Buffer<ffi::S32> layer, float eps, std::string_view style,
-                            std::string_view layout, ffi::Result<ffi::AnyBuffer> q,
-                            ffi::Result<ffi::AnyBuffer> k_result,
-                            ffi::Result<ffi::AnyBuffer> v_result) {
-  QkvParams params = {};
-  const std::string error =
-      ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(positions),
-               ArrayOf(slot_mapping), ArrayOf(cos), ArrayOf(sin), ArrayOf(q_norm), ArrayOf(k_norm),
-               ArrayOf(layer), ArrayOf(*q), ArrayOf(*k_result), ArrayOf(*v_result)},
-              eps, style, layout, &params);
-  if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  CopyUnlessAliased(k_pages, *k_result);
-  CopyUnlessAliased(v_pages, *v_result);
+ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, const QkvParams& params,
+                            const PagesOfCall (&pages)[2]) {
+  for (const PagesOfCall& of : pages) CopyUnlessAliased(of.operand, of.result);
 
   float q_floats[kMaxQkvHeadDim], k_floats[kMaxQkvHeadDim];
   const int64_t head_dim = params.k_pool.head_dim, heads = params.k_pool.num_kv_heads;
@@ -85,9 +71,11 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
   return ffi::Error::Success();
 }
 
+constexpr auto kHandle = HandleQkv<QkvNormRopeWrite, ffi::ThreadPool>;
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QkvNormRopeWriteHandler, QkvNormRopeWrite,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QkvNormRopeWriteHandler, kHandle,
                               BindQkv(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 }  // namespace jax_paged::cpu

@@ -16,29 +16,16 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error QkvNormRopeWrite(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer k_pages,
-                            ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> positions,
-                            ffi::Buffer<ffi::S32> slot_mapping, ffi::Buffer<ffi::F32> cos,
-                            ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm,
-                            ffi::Buffer<ffi::S32> layer, float eps, std::string_view style,
-                            std::string_view layout, ffi::Result<ffi::AnyBuffer> q,
-                            ffi::Result<ffi::AnyBuffer> k_result,
-                            ffi::Result<ffi::AnyBuffer> v_result) {
-  QkvParams params = {};
-  const std::string error =
-      ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(positions),
-               ArrayOf(slot_mapping), ArrayOf(cos), ArrayOf(sin), ArrayOf(q_norm), ArrayOf(k_norm),
-               ArrayOf(layer), ArrayOf(*q), ArrayOf(*k_result), ArrayOf(*v_result)},
-              eps, style, layout, &params);
-  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+ffi::Error QkvNormRopeWrite(cudaStream_t stream, const QkvParams& params,
+                            const PagesOfCall (&pages)[2]) {
   QkvArgs args;
   if (!MakeQkvArgs(params, &args)) {
     return ffi::Error::InvalidArgument(Mismatch(kQkvOp, "qkv",
                                                 "fewer tokens than CUDA's limit of blocks allows",
-                                                ShapeText(Shape(qkv).dims, Shape(qkv).rank)));
+                                                std::to_string(params.num_tokens)));
   }
   // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
-  for (const auto& [from, to] : {std::pair(k_pages, *k_result), std::pair(v_pages, *v_result)}) {
+  for (const auto& [from, to] : pages) {
     if (from.untyped_data() == to.untyped_data()) continue;
     const cudaError_t copied = cudaMemcpyAsync(to.untyped_data(), from.untyped_data(),
                                                from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
@@ -51,10 +38,12 @@ ffi::Error QkvNormRopeWrite(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
+constexpr auto kHandle = HandleQkv<QkvNormRopeWrite, cudaStream_t>;
+
 }  // namespace
 
 // kCmdBufferCompatible: no allocation, no synchronisation, no read of device memory by the host.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QkvNormRopeWriteHandler, QkvNormRopeWrite,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QkvNormRopeWriteHandler, kHandle,
                               BindQkv(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
