@@ -158,6 +158,7 @@ def test_head_dims(head_dim, implementation):
     assert_attention_close(*result, *dense_oracle(batch, **options))
 
 
+@pytest.mark.cuda(deep=True)
 def test_queries_stored_before_the_tree_are_plain(implementation):
     batch, options, _ = small_batch(q_lens=(15, 60, 3))
     out, lse = attend(batch, options, implementation=implementation)

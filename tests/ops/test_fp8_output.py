@@ -39,6 +39,7 @@ def as_float(x):
     return np.asarray(x).astype(np.float32)
 
 
+@pytest.mark.cuda(deep=True)
 @pytest.mark.parametrize("out_scale", [None, 0.37, 64.0])
 @pytest.mark.parametrize("dim", [8, 40, 128])
 @pytest.mark.parametrize("out_dtype", list(QMAX))
@@ -59,6 +60,7 @@ def test_the_f32_result_is_divided_rounded_and_clamped(out_dtype, dim, out_scale
     assert not as_float(out)[[0, -1]].any(), "no keys, and padding"
 
 
+@pytest.mark.cuda(deep=True)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("out_dtype", list(QMAX))
 def test_results_of_16_bits_agree_to_a_step_of_fp8(out_dtype, dtype, implementation):

@@ -217,6 +217,7 @@ def test_experts_that_nobody_chose_are_never_read(implementation):
     np.testing.assert_allclose(out, oracle(*case), atol=2e-5)
 
 
+@pytest.mark.cuda(deep=True)
 def test_dead_tokens_give_zero_and_read_no_expert(implementation):
     x, gate_up, down, experts, weights = make_case(5, 8, 1)
     experts = jnp.array([[0], [7], [1], [7], [2]], jnp.int32)
