@@ -26,6 +26,19 @@ def expected_counts(kernel):
             ("LDSM.*\\.M88\\.4", loads, loads),
             ("LDGSTS.*\\.128", copies, copies),
         ]
+    if match := re.search(r"Latent(?:Prefill)?KernelI\w*?ELi(\d+)ELb([01])E", kernel):
+        # S: two steps of 32 dimensions in a loop and one behind it; O: 32 tokens.
+        rows, is_eight_bit = int(match[1]), match[2] == "1"
+        groups = 2 if rows == 64 else 1
+        v_loads = 16 if rows == 64 else 8
+        mma = 3 * 2 * groups + v_loads * (2 if rows == 16 else 4)
+        copies = 16 if is_eight_bit else 24  # at two places of the loader
+        return [
+            ("HMMA.16816.F32", mma, mma),
+            ("LDSM.*\\.M88\\.4", 3 * (groups + 2), 3 * (groups + 2)),
+            ("LDSM.*\\.MT88\\.4", v_loads, v_loads),
+            ("LDGSTS.*\\.128", copies, copies),
+        ]
     match = re.search(r"(Decode|Prefill)Kernel\w*?ELi(\d+)E(?:LNS0_8PageKindE([012])E)?", kernel)
     if not match:
         return []

@@ -42,6 +42,7 @@ struct alignas(16) Word4 {
 #define JAX_PAGED_DEVICE __device__ __forceinline__
 #define JAX_PAGED_UNROLL _Pragma("unroll")
 #define JAX_PAGED_NO_UNROLL _Pragma("unroll 1")
+#define JAX_PAGED_UNROLL_2 _Pragma("unroll 2")
 #define JAX_PAGED_UNROLL_4 _Pragma("unroll 4")
 
 namespace jax_paged::prim {

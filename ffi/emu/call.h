@@ -49,6 +49,7 @@ struct EmulatedCall {
   int32_t chosen_stages;
   int32_t chosen_ctas;
   int32_t chosen_prefill_rows;
+  int32_t chosen_latent_rows;  // 0: another kernel than latent.cuh serves
 };
 
 }  // extern "C"

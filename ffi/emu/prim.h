@@ -18,6 +18,7 @@
 #define JAX_PAGED_DEVICE inline
 #define JAX_PAGED_UNROLL
 #define JAX_PAGED_NO_UNROLL
+#define JAX_PAGED_UNROLL_2
 #define JAX_PAGED_UNROLL_4
 
 namespace jax_paged::prim {

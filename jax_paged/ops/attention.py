@@ -417,22 +417,33 @@ def _cuda_workspace_words(
     num_kv_splits: int = 0,
     split_tokens: int = 0,
     max_tree: int = 0,
+    unit_rows: int = 16,
 ) -> int:
     """What the CUDA kernels work in, in 4-byte words: WorkspaceWords of ffi/cuda/attention/args.h.
 
     Automatic splits (both 0) leave at most two partial results per worker, whatever the batch and
     the context; fixed splits leave one for each split of each decode row of `capacity` tokens.
+    unit_rows: of packed rows, 16 but for latent rows (`_latent_unit_rows`).
     """
-    tile_rows, tile_tokens, max_workers = 16, 64, 384
-    slots = 2 * max_workers
+    tile_rows, tile_tokens = 16, 64
+    unit_parts = unit_rows // tile_rows
+    slots = 2 * max(384, 192 * unit_parts)  # by the most workers
     if split_tokens or num_kv_splits:
         splits = num_kv_splits
         if split_tokens:
             splits = -(-capacity // (-(-split_tokens // tile_tokens) * tile_tokens))
         uncut = isinstance(splits, int) and splits <= 1
-        slots = 0 if uncut else max_seqs * num_kv_heads * -(-group_size // tile_rows) * splits
+        slots = 0 if uncut else max_seqs * num_kv_heads * splits
+        slots *= -(-group_size // unit_rows) * unit_parts
     tree_words = max_seqs * (max_tree + 1) if max_tree else 0
     return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5 + tree_words
+
+
+def _latent_unit_rows(q: jax.Array) -> int:
+    """Packed rows of a unit of the latent CUDA kernel, or of the one that serves f32."""
+    if q.dtype.itemsize != 2 or q.shape[1] <= 16:
+        return 16
+    return 32 if q.shape[1] <= 32 else 64
 
 
 def _pages(known: Mapping[str, Any], arrays: Arrays) -> PagesShape:
@@ -455,6 +466,7 @@ def _call(static: Static, arrays: Arrays):
         max_tree=arrays["tree"].shape[1] if "tree" in arrays else 0,
         num_kv_splits=known.get("num_kv_splits", 0),
         split_tokens=known.get("split_tokens", 0),
+        unit_rows=_latent_unit_rows(q) if "kv_pages" in arrays else 16,
     )
     axes = dict.fromkeys(arrays) | options.heads_axes(arrays) | {"q": 1}
     for pool in ("k", "v"):

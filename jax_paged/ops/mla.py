@@ -85,7 +85,8 @@ def mla_paged_attention(
     vmap runs one call after another. Over devices q may be split by heads; the pool stays whole.
 
     After DeepSeek-V2 (2024), section 2.1; the absorbed form is that of its inference code. On CUDA
-    v_head_dim < latent + rope runs on the SIMT kernel: right rather than fast.
+    bf16 and f16 run on tensor cores; f32, v_head_dim above 512 and 8-bit rows whose length is no
+    multiple of 16 run on the SIMT kernel: right rather than fast.
 
     >>> import jax.numpy as jnp
     >>> kv_pages = jnp.arange(4.0)[None, :, None] * jnp.ones((1, 4, 16))

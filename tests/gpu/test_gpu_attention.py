@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits
 
 from jax_paged import paged_attention, ragged_paged_attention, write_kv
 from jax_paged.testing import (
@@ -30,12 +31,6 @@ def run(batch, implementation="native", **options):
     return ragged_paged_attention(
         *arguments, **(defaults | options), return_lse=True, implementation=implementation
     )
-
-
-def assert_same_bits(a, b):
-    """Both results hold the same bytes."""
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import Device, EmulationError, emulate, library
+from bits import assert_same_bits
+from emulation import Device, EmulationError, emulate, library, limits
 
 from jax_paged import linear, moe_experts
 from jax_paged.layout import LAYOUTS
@@ -32,12 +33,6 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 7, 8, 16, 71)
 PAGE_SIZES = (1, 5, 8, 16, 32, 544)
 SMALL = Case("small", 8, 2, 64, page_size=8)
-
-
-def assert_same_bits(a, b):
-    """Both (out, lse) pairs hold the same bytes."""
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
 def check(batch, device=None, **options):
@@ -97,14 +92,6 @@ def test_any_number_of_workers_serves(num_workers):
     check(batch, Device(num_workers=num_workers, stages=2))
 
 
-def limits(kib: int) -> dict[str, int]:
-    """Shared memory of a device with so many KiB per multiprocessor, one less per CTA."""
-    return {
-        "shared_bytes_per_cta": (kib - 1) * 1024,
-        "shared_bytes_per_multiprocessor": kib * 1024,
-    }
-
-
 @pytest.mark.parametrize(
     ("kib", "shapes"),  # (stages, CTAs per multiprocessor) for each of HEAD_DIMS
     [
@@ -141,6 +128,21 @@ def test_kernels_that_do_not_fit_leave_their_rows_to_others(
     assert (chosen["chosen_prefill_rows"] > 0) == prefills
 
 
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+def test_few_queries_on_a_long_context_are_spread_over_the_workers(layout):
+    # Of row 0 the prefill kernel has 2 units of 32 tiles, the decode kernel 4 x 32 pieces.
+    case = dataclasses.replace(SMALL, layout=layout)
+    batch = make_batch(case, jnp.bfloat16, [5, 1, 40], [2000, 100, 60], seed=3)
+    decode_pieces = {}
+    for num_workers in (2, 24):
+        buffers = {}
+        first = check(batch, Device(num_workers=num_workers, seed=5), buffers=buffers)
+        assert buffers["chosen_prefill_rows"] > 0
+        decode_pieces[num_workers] = int(buffers["workspace"][:2].view(np.int64)[0])
+        assert_same_bits(emulate(batch, Device(num_workers=num_workers, seed=6)), first)
+    assert decode_pieces == {2: 2 * 2, 24: 2 * 2 + 4 * 32}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("split_tokens", [64, 512])
 def test_split_tokens_makes_a_row_independent_of_its_batch_and_of_the_device(split_tokens, dtype):
@@ -174,8 +176,9 @@ def test_more_rows_than_the_planner_has_threads():
 def test_workspace_is_what_python_asks_for(group, options):
     sizes = {"max_seqs": 5, "num_kv_heads": 3, "group_size": group, "v_head_dim": 72}
     options = {"num_kv_splits": 0, "split_tokens": 0} | options
-    for max_tree in (0, 70):
-        asked = sizes | {"capacity": 1000} | options | {"max_tree": max_tree}
+    for max_tree, unit_rows in ((0, 16), (70, 16), (0, 32), (0, 64)):
+        asked = sizes | {"capacity": 1000} | options
+        asked |= {"max_tree": max_tree, "unit_rows": unit_rows}
         assert _cuda_workspace_words(**asked) == library().attention_workspace_words(
             *asked.values()
         )

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits
 from emulation import Device, emulate
 from pinned_batches import PAGE, PINNED, WINDOW, slid, small_batch
 from tiers import first_of
@@ -94,12 +95,6 @@ def without_left(batch: Batch, window: int | None, page_ids: bool = True) -> Bat
         gone = (np.arange(batch.page_table.shape[1]) + 1) * page <= begins[:, None]
         changed["page_table"] = np.where(gone, WILD_PAGE, batch.page_table).astype(np.int32)
     return dataclasses.replace(batch, **changed)
-
-
-def assert_same_bits(a, b):
-    """Both (out, lse) pairs hold the same bytes."""
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
 def check(batch, options, device=None, **split):

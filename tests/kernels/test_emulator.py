@@ -16,6 +16,7 @@ from emulation import (
     Device,
     EmulationError,
     emulate,
+    emulate_mla,
     library,
     open_library,
 )
@@ -23,6 +24,8 @@ from planting import COMPILE, sites_of, sparse_memory, survivors
 from touched import assert_reads_windows_only
 
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing.mla import eight_bit as latent_eight_bit
+from jax_paged.testing.mla import make_mla
 from jax_paged.testing.options import eight_bit
 
 # file, what stands there, what the bug makes of it, what must be said about it
@@ -92,7 +95,8 @@ BUGS = {
         "segment.cuh", "before == limit", "before == 0", "nobody has written|not published",
     ),
     "partial result read through L1": (
-        "segment.cuh", "prim::LoadL2(SlotOut(", "prim::LoadConst<Float4>(SlotOut(", "L1 may serve",
+        "segment.cuh", "prim::LoadL2(SlotOut<ROWS>(", "prim::LoadConst<Float4>(SlotOut<ROWS>(",
+        "L1 may serve",
     ),
     "ranges overlap": (
         "segment.cuh", "range.end = range.begin + header.chunk;",
@@ -252,19 +256,77 @@ BUGS = {
     "prefill: a tile that the warp's last row sees left out": (
         "prefill_unit.cuh", "{first.first, last.end}", "{last.first, last.end}", DIFFERS,
     ),
+    "latent: rows that do not exist not zeroed": (
+        "latent_loader.cuh", "prim::CpAsync16(tile + at", "if (valid) prim::CpAsync16(tile + at",
+        "nobody has|not finite",
+    ),
+    "latent: page id not checked": (
+        "latent_loader.cuh", "page_id_ >= 0 && page_id_ < args.num_pages", "page_id_ != -1",
+        "kv_pages out of bounds",
+    ),
+    "latent: 32-bit page address": (
+        "latent_loader.cuh", "exists ? args.k_strides.Offset",
+        "exists ? (int32_t)args.k_strides.Offset", "kv_pages out of bounds",
+    ),
+    "latent: tokens that no query sees": (
+        "latent.cuh", "if (job.end > seen) job.end = seen;", "", "not finite|error",
+    ),
+    "latent: loads into the stage being read": (
+        "latent.cuh", "stage == 0 ? stages - 1 : stage - 1", "stage", "cp.async|race",
+    ),
+    "latent: waits too late": (
+        "latent.cuh", "prim::CpAsyncWait(stages - 2)", "prim::CpAsyncWait(stages - 1)",
+        "while the cp.async",
+    ),
+    "latent: masks of the stage before": (
+        "latent.cuh", "masks + stage * kLatentWarps", "masks + (stage ^ 1) * kLatentWarps",
+        f"race|nobody has|{DIFFERS}",
+    ),
+    "latent: the mask of four tokens for eight": (
+        "latent_tile.cuh", "exists | also << 4", "exists | exists << 4", DIFFERS,
+    ),
+    "latent: diagonal one token too far": (
+        "latent_tile.cuh", "token + 8 <= seen_by_all.end", "token + 8 <= seen_by_all.end + 1",
+        DIFFERS,
+    ),
+    "latent: O not rescaled": (
+        "latent_tile.cuh", "keep[0] != 1.0f || keep[1] != 1.0f", "keep[0] != 1.0f", DIFFERS,
+    ),
+    "latent: columns of another warp": (
+        "latent_tile.cuh", "prim::WarpIndex() % Traits::kValueWarps * Traits::kValueDims",
+        "prim::WarpIndex() / 2 % Traits::kValueWarps * Traits::kValueDims",
+        f"race|nobody has|{DIFFERS}",
+    ),
+    "latent: queries beyond the unit's": (
+        "latent_tile.cuh", "row < job.rows.count && !scale.is_zero", "!scale.is_zero",
+        "q out of bounds",
+    ),
+    "latent: a prefill unit drawn twice": (
+        "latent.cuh", "index = prim::GridSize() +", "index = 1 +", "race|write after write",
+    ),
+    "latent: scores overwritten while they are read": (
+        "latent.cuh", "  prim::SyncThreads();  // tiles and scores have been read\n", "", "race",
+    ),
 }  # fmt: skip
 
 
 # The kernels that the planted bugs are tried on: one head_dim, so that they compile in a second.
 KERNELS = """
 #include "cuda/attention/decode.cuh"
+#include "cuda/attention/latent.cuh"
 #include "cuda/attention/prefill.cuh"
 #include "emu/attention/kernels.h"
 namespace jax_paged::emu {
 AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
                                  const cuda::DeviceLimits& limits) {
+  const cuda::LatentChoice latent = cuda::ChooseLatent(args, limits);
+  if (latent.decode.rows > 0) {
+    return {{}, latent, {cuda::LatentCta<BFloat16, 32, false>, latent.decode.shared_bytes},
+            {cuda::LatentPrefillCta<BFloat16, 64, false>, latent.prefill.shared_bytes}};
+  }
   return {cuda::ChooseKernels(args, limits, cuda::DecodeTraits<64>::SharedBytes,
                               cuda::PrefillTraits<64>::kSharedBytes, true),
+          {},
           {args.layout == Layout::kVllm5d
                ? cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kVllm5d>
                : cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kRows>,
@@ -358,13 +420,35 @@ def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
     yield make_batch(Case("edge", 4, 1, 64), jnp.bfloat16, [70], [300]), longer_than_a_tile
 
 
+def latent_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
+    """The same for the bf16 latent kernels of 32 packed rows, and of 64 for prefill."""
+    yield make_mla(64, 48, 20, [1, 1, 0, 1], [270, 1, 5, 0], dtype="bfloat16", num_tokens=6), {}
+    yield make_mla(64, 64, 20, [1, 30, 9], [70, 150, 9], dtype="bfloat16", page_size=5), {}
+    batch = make_mla(40, 32, 20, [1, 3], [140, 9], dtype="bfloat16", page_size=5)
+    batch.page_table[0, 2] = 2_147_480_000  # a hole
+    yield batch, {}
+    batch = make_mla(64, 32, 20, [1], [40], dtype="bfloat16", page_size=16)
+    num_pages = 2**21  # of 2 KiB
+    memory = sparse_memory(num_pages * 2048)
+    pool = np.frombuffer(memory, np.uint16).view(jnp.bfloat16).reshape(-1, *batch.k_pages.shape[1:])
+    pool[num_pages - len(batch.k_pages) :] = batch.k_pages
+    table = batch.page_table + (num_pages - len(batch.k_pages))
+    far = dataclasses.replace(batch, k_pages=pool, page_table=table.astype(np.int32))
+    yield batch, {"stored": far}
+
+
 def check_all(loaded):
-    """Runs every batch of bf16_batches on one library."""
+    """Runs every batch of bf16_batches and of latent_batches on one library."""
     for batch, options in bf16_batches():
         check(batch, loaded=loaded, **options)
+    for batch, options in latent_batches():
+        check(batch, loaded=loaded, run=emulate_mla, **options)
 
 
-def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, scales=(), **options):
+def check(
+    batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, scales=(), run=emulate,
+    **options,
+):  # fmt: skip
     """Runs a batch under several seeds against the oracle, and looks at what a window left out.
 
     With `stored`, the same batch in 8 bits with its scales, or far away, the kernels get that.
@@ -375,7 +459,7 @@ def check(batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, sc
     for seed in seeds:
         device, buffers = Device(num_workers=num_workers, seed=seed), {} if window else None
         given = batch if stored is None else stored
-        result = emulate(given, device, loaded=loaded, buffers=buffers, **options)
+        result = run(given, device, loaded=loaded, buffers=buffers, **options)
         if window:
             assert_reads_windows_only(batch, window, buffers)
         assert_attention_close(*result, *expected)
@@ -416,6 +500,17 @@ def battery():
     batch = make_batch(Case("battery", 8, 2, 64), jnp.bfloat16, [1, 1, 2], [270, 1, 33])
     stored, real, scales = eight_bit(batch, "float8_e4m3fn", "token", np.random.default_rng(0))
     check(real, stored=stored, scales=scales)
+    for kv_dtype in (None, "int8"):
+        for heads in (5, 40):
+            decode = make_mla(64, 48, heads, [1, 1, 1], [270, 1, 33], dtype="bfloat16")
+            prefill = make_mla(64, 48, heads, [20, 5], [140, 70], dtype="float16")
+            # Fewer workers than units, in the last two.
+            for real, workers in ((decode, 5), (decode, 1), (prefill, 1)):
+                stored, scales = None, {}
+                if kv_dtype:
+                    scales = {"kv_scale": np.float32(0.03)}
+                    stored, real = latent_eight_bit(real, kv_dtype, scales["kv_scale"])
+                check(real, stored=stored, scales=scales, num_workers=workers, run=emulate_mla)
 
 
 @pytest.mark.deep

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits
 from option_table import LONG, NUM_CASES, num_covering, table
 from tiers import first_of
 
@@ -84,12 +85,6 @@ SMALL = Case("small", 8, 2, 64, page_size=8)
 def small_batch(dtype: Any = jnp.float32, **changes) -> Batch:
     case = dataclasses.replace(SMALL, **changes)
     return make_batch(case, dtype, [1, 5, 30, 1], [90, 40, 30, 0], num_tokens=40, seed=3)
-
-
-def assert_same_bits(a, b):
-    """Both (out, lse) pairs hold the same bytes."""
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
 
 def slopes_and_sinks(num_q_heads: int = 8) -> dict[str, Any]:

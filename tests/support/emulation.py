@@ -26,8 +26,9 @@ import numpy as np
 
 from jax_paged.layout import pages_shape
 from jax_paged.native.call import register_stand_in
+from jax_paged.ops import mla
 from jax_paged.ops import options as attention_options
-from jax_paged.ops.attention import check_call
+from jax_paged.ops.attention import _latent_unit_rows, check_call
 from jax_paged.testing import Batch
 
 FFI = Path(__file__).resolve().parents[2] / "ffi"
@@ -46,7 +47,7 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAG
 # In the order of the C++ Dtype; the last three of pages and weights only.
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 TYPES = {name: i for i, name in enumerate(DTYPES)} | {"int32": -1}  # of the C++ ArrayType
-CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows")
+CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows", "chosen_latent_rows")
 # The results of the targets jax_paged.<op>.v1 that have emulated kernels.
 RESULTS = {
     "attention": ("out", "lse"),
@@ -72,6 +73,14 @@ class Device:
     shared_bytes_per_cta: int = 227 * 1024
     shared_bytes_per_multiprocessor: int = 228 * 1024
     seed: int = 1
+
+
+def limits(kib: int) -> dict[str, int]:
+    """Shared memory of a device with so many KiB per multiprocessor, one less per CTA."""
+    return {
+        "shared_bytes_per_cta": (kib - 1) * 1024,
+        "shared_bytes_per_multiprocessor": kib * 1024,
+    }
 
 
 class EmulatedArray(ctypes.Structure):
@@ -153,7 +162,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         if hasattr(loaded, f"emulate_{op}"):
             function = getattr(loaded, f"emulate_{op}")
             function.argtypes, function.restype = [ctypes.POINTER(EmulatedCall)], ctypes.c_char_p
-    for name, sizes in (("attention", 8), ("moe_experts", 6)):
+    for name, sizes in (("attention", 9), ("moe_experts", 6)):
         if hasattr(loaded, f"{name}_workspace_words"):
             function = getattr(loaded, f"{name}_workspace_words")
             function.argtypes, function.restype = [ctypes.c_int64] * sizes, ctypes.c_int64
@@ -282,8 +291,45 @@ def emulate(
     bytes of each element a kernel asked for.
     """
     loaded = library() if loaded is None else loaded
-    static, operands, words = _attention_call(batch, options, loaded)
-    out_shape = (*batch.q.shape[:2], pages_shape(batch.v_pages, batch.case.layout, "v").head_dim)
+    static, operands = _attention_call(batch, options)
+    return _emulate(batch, device, loaded, buffers, static, operands, unit_rows=16)
+
+
+def emulate_mla(
+    batch: Batch,
+    device: Device = Device(),
+    *,
+    loaded: ctypes.CDLL | None = None,
+    buffers: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of MLA, on a batch of `testing.mla.make_mla`; `buffers` gets `kv_touched`."""
+    loaded = library() if loaded is None else loaded
+    names = ("page_table", "seq_lens", "cu_q_lens", "num_seqs")
+    given = {name: getattr(batch, name) for name in names}
+    given |= {"q": batch.q, "kv_pages": np.squeeze(batch.k_pages, -3), "layer": batch.layer}
+    given |= {"sm_scale": batch.sm_scale, "v_head_dim": batch.v_pages.shape[-1]}
+    given |= {"causal": batch.case.causal, "kv_scale": None, "num_kv_splits": None}
+    given |= {"split_tokens": None, "implementation": "emulated", **options}
+    static, operands = mla._check(_with_device_scalars(given))
+    operands = {name: np.asarray(x) for name, x in operands.items()}
+    if "k_scale" in operands:  # the kernels take one for each KV head
+        operands["k_scale"] = operands["k_scale"].reshape(1)
+    unit_rows = _latent_unit_rows(operands["q"])
+    return _emulate(batch, device, loaded, buffers, dict(static), operands, unit_rows)
+
+
+def _emulate(batch, device, loaded, buffers, static, operands, unit_rows):
+    """One launch of attention, for `emulate` and `emulate_mla`."""
+    pages = pages_shape(batch.v_pages, batch.case.layout, "v")
+    rows, pages_per_seq = operands["page_table"].shape
+    words = loaded.attention_workspace_words(
+        rows, pages.num_kv_heads, batch.q.shape[1] // pages.num_kv_heads, pages.head_dim,
+        pages_per_seq * pages.page_size, static.get("num_kv_splits", 0),
+        static.get("split_tokens", 0), operands["tree"].shape[1] if "tree" in operands else 0,
+        unit_rows,
+    )  # fmt: skip
+    out_shape = (*batch.q.shape[:2], pages.head_dim)
     results = {
         "out": poisoned(out_shape, static.get("out_dtype", batch.q.dtype)),
         "lse": poisoned(batch.q.shape[:2], np.float32),
@@ -291,7 +337,7 @@ def emulate(
     }
     touched = {}
     if buffers is not None:
-        pools = {name: operands[name] for name in ("k_pages", "v_pages")}
+        pools = {name: x for name, x in operands.items() if name.endswith("_pages")}
         touched = {name: np.zeros((*x.shape, x.itemsize), "u1") for name, x in pools.items()}
     attributes = attention_options.attributes(static)
     chosen = call(
@@ -304,25 +350,20 @@ def emulate(
 
 
 def _attention_call(
-    batch: Batch, options: Mapping[str, Any], loaded: ctypes.CDLL
-) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:
-    """The static options, the operands by name, and the words of the workspace."""
+    batch: Batch, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The static options and the operands by name."""
     names = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens")
     given = {name: getattr(batch, name) for name in names} | {"num_seqs": batch.num_seqs}
     given |= {"layout": batch.case.layout, "causal": batch.case.causal, "layer": batch.layer}
     given |= {"sm_scale": batch.sm_scale, "implementation": "emulated", **options}
-    # The op looks at what the host knows: of scalars on a device it sees no values.
+    static, arrays = check_call(_with_device_scalars(given))
+    return dict(static), {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def _with_device_scalars(given: dict[str, Any]) -> dict[str, Any]:
+    """A call whose scalars are on a device: the op looks at the values of those on the host."""
     for name, dtype in (("layer", "i4"), ("sliding_window", "i4"), ("sm_scale", "f4")):
         if given.get(name) is not None and np.ndim(given[name]) == 0:
             given[name] = jnp.asarray(given[name], dtype)
-    static, arrays = check_call(given)
-    static = dict(static)
-    operands = {name: np.asarray(x) for name, x in arrays.items()}
-    pages = pages_shape(batch.v_pages, batch.case.layout, "v")
-    rows, pages_per_seq = operands["page_table"].shape
-    words = loaded.attention_workspace_words(
-        rows, pages.num_kv_heads, batch.q.shape[1] // pages.num_kv_heads, pages.head_dim,
-        pages_per_seq * pages.page_size, static.get("num_kv_splits", 0),
-        static.get("split_tokens", 0), operands["tree"].shape[1] if "tree" in operands else 0,
-    )  # fmt: skip
-    return static, operands, words
+    return given

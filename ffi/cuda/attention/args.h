@@ -17,11 +17,19 @@
 namespace jax_paged::cuda {
 
 inline constexpr int32_t kTileTokens = 64;   // KV tokens that a CTA takes at once
-inline constexpr int32_t kTileRows = 16;     // packed rows of a unit
+inline constexpr int32_t kTileRows = 16;     // packed rows of a unit, but for latent.cuh
 inline constexpr int32_t kMaxWorkers = 384;  // CTAs of an attention launch; bounds the workspace
 inline constexpr int32_t kAttentionThreads = 128;
-inline constexpr int32_t kMinStages = 2;  // of the decode kernel's rings
+inline constexpr int32_t kMinStages = 2;  // of the rings of decode.cuh and latent.cuh
 inline constexpr int32_t kMaxStages = 4;
+
+// Packed rows of a unit of latent.cuh, by the query heads of a token: few where there are few,
+// since the others would be computed for nothing.
+constexpr int32_t LatentRows(int64_t group_size) {
+  return group_size <= 16 ? 16 : (group_size <= 32 ? 32 : 64);
+}
+inline constexpr int32_t kMaxLatentRows = 64;
+inline constexpr int32_t kMaxLatentWorkers = 192;  // CTAs of a launch; bounds the workspace
 
 // n / divisor for 0 <= n < 2^31 by a multiplication.
 struct FastDivide {
@@ -109,8 +117,8 @@ struct AttentionArgs {
   Global<float> lse;              // [num_tokens, num_q_heads]
 
   // Workspace.
-  Global<float> partial_out;  // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
-  Global<float> partial_ml;   // [num_slots, kTileRows, 2]: m (log2) and l
+  Global<float> partial_out;  // [slots, unit_rows, v_head_dim], scaled by 2^-m
+  Global<float> partial_ml;   // [slots, unit_rows, 2]: m (log2) and l
   Global<PlanHeader> header;
   Global<RowLengths> row_lengths;  // [max_seqs]
   Global<RowSplits> row_splits;    // [max_seqs]
@@ -125,7 +133,7 @@ struct AttentionArgs {
   PageStrides k_strides;
   PageStrides v_strides;
   int64_t pages_per_seq;
-  int64_t num_slots;
+  int64_t num_slots;  // of kTileRows packed rows each
   FastDivide by_page_size;
   FastDivide by_group_size;
   int32_t num_layers;
@@ -149,12 +157,14 @@ struct AttentionArgs {
   int32_t split_tokens;   // 0: off
   int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
   int32_t stages;         // of the decode kernel's rings
+  int32_t unit_rows;      // packed rows of a unit
   Layout layout;
   Dtype kv_dtype;        // of the pages: that of q, or 8-bit
   Dtype out_dtype;       // of out: that of q, or fp8
   int32_t prefill_rows;  // packed rows of a prefill unit; 0: the decode kernel serves all rows
   bool causal;
   bool rope_interleaved;
+  bool is_latent;  // V is the front of K's rows
 
   JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {
     return num_kv_splits > 0 || split_tokens > 0;
@@ -170,14 +180,19 @@ struct WorkspaceShape {
   int64_t capacity;
   int64_t num_kv_splits;
   int64_t split_tokens;
-  int64_t max_tree;  // 0: no trees
+  int64_t max_tree;   // 0: no trees
+  int64_t unit_rows;  // packed rows of a unit, at most
 };
 
-// Partial results that a call may leave. Automatic splits: two per worker, whatever the batch and
-// the context. Fixed splits: one per split of each decode row's unit (rows with more queries are
-// not cut).
+// Partial results of kTileRows packed rows that a call may leave. Automatic splits: two per worker,
+// whatever the batch and the context; so many more where units are larger as kMaxLatentWorkers
+// leaves. Fixed splits: one per split of each decode row's unit (rows with more queries are not
+// cut). Units smaller than unit_rows need no more.
 inline int64_t NumSlots(const WorkspaceShape& shape) {
-  int64_t splits = 2 * kMaxWorkers;
+  const int64_t unit_parts = shape.unit_rows / kTileRows;
+  int64_t splits =
+      2 *
+      (kMaxWorkers > kMaxLatentWorkers * unit_parts ? kMaxWorkers : kMaxLatentWorkers * unit_parts);
   if (shape.split_tokens > 0) {
     const int64_t tokens = RoundUp(shape.split_tokens, kTileTokens);
     splits = CeilDiv(shape.capacity, tokens);
@@ -187,7 +202,8 @@ inline int64_t NumSlots(const WorkspaceShape& shape) {
     return splits;
   }
   if (splits <= 1) return 0;
-  return shape.max_seqs * shape.num_kv_heads * CeilDiv(shape.group_size, kTileRows) * splits;
+  return shape.max_seqs * shape.num_kv_heads * CeilDiv(shape.group_size, shape.unit_rows) *
+         unit_parts * splits;
 }
 
 // The workspace in 4-byte words; jax_paged/ops/attention.py computes the same.

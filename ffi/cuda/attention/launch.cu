@@ -16,6 +16,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 template <typename T>
 cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   cudaError_t error = cudaSuccess;
+  const LatentChoice latent = ChooseLatent(args, limits);
+  if (latent.decode.rows > 0) return LaunchLatent<T>(stream, limits, args, latent);
   const auto launch = [&](auto head_dim) {
     WithPageKind(args, [&](auto pages) {
       using Decode = DecodeTraits<head_dim.value, pages.value>;

@@ -9,6 +9,7 @@
 
 #include "common/dtypes.h"
 #include "cuda/attention/args.h"
+#include "cuda/attention/latent_traits.h"
 #include "cuda/attention/select.h"
 #include "cuda/device_limits.h"
 
@@ -27,6 +28,10 @@ cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, Attent
 // After LaunchDecode or LaunchSimt of the same args, whose planner has listed the prefill units.
 template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
+// For latent rows: both kernels, the second where rows may have prefill units.
+template <typename T>
+cudaError_t LaunchLatent(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args,
+                         const LatentChoice& choice);
 template <typename T>
 cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
 

@@ -15,15 +15,22 @@
 
 namespace jax_paged::cuda {
 
+// Whether latent.cuh may serve a call; jax_paged/ops/attention.py asks the same.
+inline bool TakesLatentRows(const AttentionCall& call) {
+  return call.is_latent && ByteWidth(call.dtype) == 2;
+}
+
 inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
+  const int64_t group_size = call.num_q_heads / call.k_pool.num_kv_heads;
   return {call.max_seqs,
           call.k_pool.num_kv_heads,
-          call.num_q_heads / call.k_pool.num_kv_heads,
+          group_size,
           call.v_pool.head_dim,
           call.pages_per_seq * call.k_pool.page_size,
           call.num_kv_splits,
           call.split_tokens,
-          call.max_tree};
+          call.max_tree,
+          TakesLatentRows(call) ? LatentRows(group_size) : kTileRows};
 }
 
 // memory: the workspace. Returns "" or one line: argument, expected, got. Leaves num_workers,
@@ -117,11 +124,13 @@ inline std::string MakeArgs(const AttentionCall& call, const Array& memory, Atte
   args->split_tokens = clamp(call.split_tokens);
   args->num_workers = 0;
   args->stages = 0;
+  args->unit_rows = kTileRows;
   args->layout = call.k_pool.layout;
   args->kv_dtype = call.kv_dtype;
   args->out_dtype = call.out_dtype;
   args->prefill_rows = 0;
   args->causal = call.causal;
+  args->is_latent = call.is_latent;
   return "";
 }
 

@@ -5,7 +5,8 @@
 //
 //   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group
 //          inside) share each KV head.
-//   unit   (row, KV head, tile of kTileRows packed rows), for the decode kernel or simt.cuh
+//   unit   (row, KV head, tile of args.unit_rows packed rows), for the decode kernel, latent.cuh
+//          or simt.cuh
 //   piece  what a unit is made of: one KV tile where splits are automatic, else one split. The
 //          first begins at the tile where the window of the row's first query does; where tokens
 //          are pinned, with their tiles, and those of the window follow (FindGap). Pieces are
@@ -14,12 +15,12 @@
 //          within a piece, and at most two units of a worker are shared with others (stream-K,
 //          after LeanAttention).
 //   prefill unit  (row, tile of args.prefill_rows packed rows, KV head) of a row with more than one
-//          query and more than kTileRows packed rows; such a row has no units of the other kind.
+//          query and more than unit_rows packed rows; such a row has no units of the other kind.
 //          Rows with a tree have none, nor have calls with pinned tokens: the prefill kernel knows
-//          neither. A
-//          CTA of prefill.cuh does it whole. Long units should begin early: numbered row by row,
-//          rows with more keys first (to within a factor of two), from a row's last tile, which
-//          sees most keys, to its first.
+//          neither; nor has a row with few queries on a long context, which the decode kernel can
+//          spread over more CTAs (LongestPrefill). A CTA of prefill.cuh does it whole. Long units
+//          should begin early: numbered row by row, rows with more keys first (to within a factor
+//          of two), from a row's last tile, which sees most keys, to its first.
 //
 // Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
 // out = 0 and lse = -inf (or the sink) for rows without keys and for padding (never a sink); sets
@@ -49,6 +50,8 @@ inline constexpr int32_t kPlanWarps = kPlanThreads / kWarpLanes;
 // costs more than it saves.
 inline constexpr int32_t kManySplits = 32;
 inline constexpr int32_t kFewTiles = 4;
+// A prefill unit of no more tiles than this is never too long.
+inline constexpr int64_t kLongTiles = 16;
 
 struct PlanShared {
   alignas(16) int64_t warp_totals[kPlanWarps];
@@ -128,18 +131,55 @@ JAX_PAGED_DEVICE void PlanDepths(const AttentionArgs& args, int32_t num_rows) {
   }
 }
 
-// Everything but first_slot.
+// KV tiles that the prefill units of a row read, all of them: 0 for a row that the decode kernel
+// takes whole.
+JAX_PAGED_DEVICE int64_t PrefillTilesOf(const AttentionArgs& args, int64_t q_len, int32_t seq_len) {
+  const int64_t packed_rows = q_len * args.group_size;
+  if (q_len <= 1 || packed_rows <= args.unit_rows) return 0;
+  return args.num_kv_heads * CeilDiv(packed_rows, args.prefill_rows) *
+         CeilDiv<int64_t>(seq_len, kTileTokens);
+}
+
+// How many KV tiles a prefill unit may have before its row goes to the decode kernel instead, which
+// can spread it: with few queries on a long context the row's units would still run when all other
+// CTAs are done. Twice a worker's fair share of the call, since the decode kernel reads K and V
+// once for each unit_rows packed rows. Fixed splits: no limit, since bits must not depend on the
+// batch. What it reads need not be in order; PlanRow's caller clamps it.
+JAX_PAGED_DEVICE int64_t LongestPrefill(const AttentionArgs& args, int32_t num_seqs,
+                                        Shared<int64_t> warp_totals) {
+  if (args.prefill_rows == 0 || args.has_fixed_splits()) return INT64_MAX;
+  int64_t total = 0;
+  for (int32_t base = 0; base < args.max_seqs; base += kPlanThreads) {
+    const int32_t row = base + prim::ThreadIndex();
+    int64_t tiles = 0;
+    if (row < num_seqs) {
+      const int32_t begin =
+          Clamp<int32_t>(prim::LoadConst(args.cu_q_lens + row), 0, args.num_tokens);
+      const int32_t end =
+          Clamp<int32_t>(prim::LoadConst(args.cu_q_lens + (row + 1)), 0, args.num_tokens);
+      tiles = PrefillTilesOf(args, end - begin, StoredTokens(args, row));
+    }
+    PlanScan</*MAX=*/false>(tiles, warp_totals, &total);
+  }
+  const int64_t fair = 2 * CeilDiv(total, args.num_workers);
+  return fair > kLongTiles ? fair : kLongTiles;
+}
+
+// Everything but first_slot. `longest_prefill`: see LongestPrefill.
 JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t row, int32_t q_begin,
-                                 int32_t q_end, int32_t seq_len, int32_t tree_size) {
+                                 int32_t q_end, int32_t seq_len, int32_t tree_size,
+                                 int64_t longest_prefill) {
   RowPlan plan = {{q_begin, q_end - q_begin, seq_len, 0}, {0, 1, 0}};
   if (plan.lengths.q_len == 0 || seq_len == 0) return plan;
   const int32_t packed_rows = plan.lengths.q_len * args.group_size;
-  const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= kTileRows;
-  if (!is_decode && args.prefill_rows > 0 && tree_size == 0) return plan;  // see PrefillUnits
+  const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= args.unit_rows;
   const int32_t first_key = RowFirstKey(args, row, plan.lengths, tree_size);
   const int32_t tiles = (seq_len - 1) / kTileTokens + 1 - FindGap(args, row, first_key).size;
+  if (!is_decode && args.prefill_rows > 0 && tree_size == 0 && tiles <= longest_prefill) {
+    return plan;  // see PrefillUnits
+  }
   plan.lengths.num_units =
-      args.num_kv_heads * static_cast<int32_t>(CeilDiv(packed_rows, kTileRows));
+      args.num_kv_heads * static_cast<int32_t>(CeilDiv(packed_rows, args.unit_rows));
   if (args.has_fixed_splits()) {
     if (!is_decode) {
       plan.splits.piece_tiles = tiles;
@@ -217,6 +257,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   const int32_t first_token =
       num_seqs == 0 ? 0 : Clamp<int32_t>(prim::LoadConst(args.cu_q_lens), 0, args.num_tokens);
   if (args.max_tree > 0 && UsesPositions(args)) PlanDepths(args, num_seqs);
+  const int64_t longest_prefill = LongestPrefill(args, num_seqs, warp_totals);
   int64_t last_token = first_token;  // carried from one block of rows to the next
   int64_t num_pieces = 0;
   int64_t num_slots = 0;
@@ -241,7 +282,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
       if (is_live) tree_size = PlanTree(args, row, seq_len);
       if (writes_plan) prim::Store(args.row_trees + row, tree_size);
     }
-    RowPlan plan = PlanRow(args, row, begin, end, seq_len, tree_size);
+    RowPlan plan = PlanRow(args, row, begin, end, seq_len, tree_size, longest_prefill);
     const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
     const int64_t row_slots =
         args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;

@@ -155,16 +155,18 @@ JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& ra
 struct UnitRows {
   int32_t kv_head;
   int32_t first;  // packed row
-  int32_t count;  // at most kTileRows
+  int32_t count;  // at most ROWS
 };
 
+// ROWS, here and below: args.unit_rows, as the kernel knows it.
+template <int ROWS = kTileRows>
 JAX_PAGED_DEVICE UnitRows RowsOf(const AttentionArgs& args, const Segment& segment) {
   const int32_t tiles = segment.lengths.num_units / args.num_kv_heads;
   UnitRows rows;
   rows.kv_head = segment.unit / tiles;
-  rows.first = (segment.unit - rows.kv_head * tiles) * kTileRows;
+  rows.first = (segment.unit - rows.kv_head * tiles) * ROWS;
   const int32_t rest = segment.lengths.q_len * args.group_size - rows.first;
-  rows.count = rest < kTileRows ? rest : kTileRows;
+  rows.count = rest < ROWS ? rest : ROWS;
   return rows;
 }
 
@@ -313,13 +315,15 @@ JAX_PAGED_DEVICE Destination DestinationOf(const AttentionArgs& args, const Work
 }
 
 // Four columns of O.
+template <int ROWS>
 JAX_PAGED_DEVICE Global<Float4> SlotOut(const AttentionArgs& args, int64_t slot, int32_t row,
                                         int32_t column) {
-  const int64_t at = (slot * kTileRows + row) * args.v_head_dim + column;
+  const int64_t at = (slot * ROWS + row) * args.v_head_dim + column;
   return (args.partial_out + at).As<Float4>();
 }
+template <int ROWS>
 JAX_PAGED_DEVICE Global<Float2> SlotMl(const AttentionArgs& args, int64_t slot, int32_t row) {
-  return args.partial_ml.As<Float2>() + (slot * kTileRows + row);
+  return args.partial_ml.As<Float2>() + (slot * ROWS + row);
 }
 
 // Four columns of one packed row, from their sums.
@@ -345,7 +349,7 @@ JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, const Segment& segm
 }
 
 // Four columns of one packed row of a segment: to the output or to the segment's slot.
-template <typename T>
+template <typename T, int ROWS = kTileRows>
 JAX_PAGED_DEVICE void WriteSegment(const AttentionArgs& args, const Segment& segment,
                                    const UnitRows& rows, const Destination& to, int32_t row,
                                    int32_t column, const Float4& sum, float m, float l) {
@@ -353,25 +357,28 @@ JAX_PAGED_DEVICE void WriteSegment(const AttentionArgs& args, const Segment& seg
     WriteOutput<T>(args, segment, rows, row, column, sum, m, l);
     return;
   }
-  prim::Store(SlotOut(args, to.slot, row, column), sum);
-  if (column == 0) prim::Store(SlotMl(args, to.slot, row), Float2{m, l});
+  prim::Store(SlotOut<ROWS>(args, to.slot, row, column), sum);
+  if (column == 0) prim::Store(SlotMl<ROWS>(args, to.slot, row), Float2{m, l});
 }
 
 // Shared memory of MergeIfLast.
+template <int THREADS = kAttentionThreads>
 struct MergeShared {
-  float tops[kAttentionThreads];
+  float tops[THREADS];
   uint32_t is_last;
 };
 
-// After WriteSegment by all threads: the last segment to come here adds up all of the unit's.
-template <typename T>
+// After WriteSegment by all THREADS of the CTA: the last segment to come here adds up all of the
+// unit's.
+template <typename T, int ROWS = kTileRows, int THREADS = kAttentionThreads>
 JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segment,
                                   const UnitRows& rows, const Destination& to,
                                   Shared<char> shared) {
   if (to.is_output) return;
   const int32_t thread = prim::ThreadIndex();
-  const Shared<float> tops = (shared + offsetof(MergeShared, tops)).As<float>();
-  const Shared<uint32_t> is_last = (shared + offsetof(MergeShared, is_last)).As<uint32_t>();
+  const Shared<float> tops = (shared + offsetof(MergeShared<THREADS>, tops)).template As<float>();
+  const Shared<uint32_t> is_last =
+      (shared + offsetof(MergeShared<THREADS>, is_last)).template As<uint32_t>();
   prim::ThreadFence();
   prim::SyncThreads();
   if (thread == 0) {
@@ -387,29 +394,29 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
   const auto slot_of = [&to](int32_t i) {
     return i == 0 ? to.first_slot : to.next_slot + int64_t{i - 1} * to.slot_step;
   };
-  constexpr int32_t kParts = kAttentionThreads / kTileRows;
+  constexpr int32_t kParts = THREADS / ROWS;
   float top = kNegativeInfinity;
-  if (thread % kTileRows < rows.count) {
-    for (int32_t i = thread / kTileRows; i < to.segments; i += kParts) {
-      top = prim::Max(top, prim::LoadL2(SlotMl(args, slot_of(i), thread % kTileRows)).x);
+  if (thread % ROWS < rows.count) {
+    for (int32_t i = thread / ROWS; i < to.segments; i += kParts) {
+      top = prim::Max(top, prim::LoadL2(SlotMl<ROWS>(args, slot_of(i), thread % ROWS)).x);
     }
   }
   prim::Store(tops + thread, top);
   prim::SyncThreads();
   const int32_t row_quads = args.v_head_dim / 4;
-  for (int32_t item = thread; item < rows.count * row_quads; item += kAttentionThreads) {
+  for (int32_t item = thread; item < rows.count * row_quads; item += THREADS) {
     const int32_t row = item / row_quads;
     const int32_t column = (item - row * row_quads) * 4;
     float m = kNegativeInfinity;
     for (int32_t part = 0; part < kParts; ++part) {
-      m = prim::Max(m, prim::Load(tops + (part * kTileRows + row)));
+      m = prim::Max(m, prim::Load(tops + (part * ROWS + row)));
     }
     Float4 sum = {0, 0, 0, 0};
     float l = 0;
     JAX_PAGED_UNROLL_4
     for (int32_t i = 0; i < to.segments; ++i) {
-      const Float2 ml = prim::LoadL2(SlotMl(args, slot_of(i), row));
-      const Float4 part = prim::LoadL2(SlotOut(args, slot_of(i), row, column));
+      const Float2 ml = prim::LoadL2(SlotMl<ROWS>(args, slot_of(i), row));
+      const Float4 part = prim::LoadL2(SlotOut<ROWS>(args, slot_of(i), row, column));
       const float factor = prim::Exp2(ml.x - Base(m));
       l = prim::Fma(ml.y, factor, l);
       sum.x = prim::Fma(part.x, factor, sum.x);

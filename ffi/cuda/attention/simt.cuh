@@ -44,7 +44,7 @@ struct SimtShared {
   float m[kTileRows];
   float l[kTileRows];
   float keep[kTileRows];
-  MergeShared merge;
+  MergeShared<> merge;
 };
 
 inline constexpr int32_t kSimtStateBytes = RoundUp<int32_t>(sizeof(SimtShared), 16);

@@ -26,7 +26,7 @@ struct ExchangeShared {
   float m[kWarps * kTileRows];
   float l[kWarps * kTileRows];
   uint32_t token_masks[kWarps * kMaxStages];
-  MergeShared merge;
+  MergeShared<> merge;
 };
 
 template <int HEAD_DIM, PageKind PAGES = PageKind::kRows>

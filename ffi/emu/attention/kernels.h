@@ -7,6 +7,7 @@
 #define JAX_PAGED_EMU_ATTENTION_KERNELS_H_
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/latent_traits.h"
 #include "cuda/attention/select.h"
 #include "cuda/device_limits.h"
 
@@ -21,8 +22,9 @@ struct AttentionKernel {
 // What serves a call after the planner, as on a device with `limits`.
 struct AttentionKernels {
   cuda::KernelChoice choice;
+  cuda::LatentChoice latent;  // where it has rows, the other choice has none
   AttentionKernel decode;
-  AttentionKernel prefill;  // runs if choice.prefill_rows > 0
+  AttentionKernel prefill;  // runs if choice.prefill_rows or latent.prefill.rows > 0
 };
 
 AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args, const cuda::DeviceLimits& limits);

@@ -6,6 +6,7 @@
 #define JAX_PAGED_EMU_ATTENTION_TENSOR_CORE_H_
 
 #include "cuda/attention/decode.cuh"
+#include "cuda/attention/latent.cuh"
 #include "cuda/attention/prefill.cuh"
 #include "cuda/attention/select.h"
 #include "cuda/attention/simt.cuh"
@@ -13,12 +14,33 @@
 
 namespace jax_paged::emu {
 
+template <typename T, bool EIGHT_BIT>
+void ChooseLatentKernels(AttentionKernels* kernels) {
+  const cuda::LatentChoice& latent = kernels->latent;
+  cuda::WithLatentRows(latent.decode.rows, [&](auto rows) {
+    kernels->decode = {cuda::LatentCta<T, rows.value, EIGHT_BIT>, latent.decode.shared_bytes};
+  });
+  cuda::WithLatentPrefillRows(latent.prefill.rows, [&](auto rows) {
+    kernels->prefill = {cuda::LatentPrefillCta<T, rows.value, EIGHT_BIT>,
+                        latent.prefill.shared_bytes};
+  });
+}
+
 template <typename T>
 AttentionKernels TensorCoreKernels(const cuda::AttentionArgs& args,
                                    const cuda::DeviceLimits& limits) {
   AttentionKernels kernels = {};
   kernels.decode = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<T>(a).Run(); },
                     cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
+  kernels.latent = cuda::ChooseLatent(args, limits);
+  if (kernels.latent.decode.rows > 0) {
+    if (IsEightBit(args.kv_dtype)) {
+      ChooseLatentKernels<T, /*EIGHT_BIT=*/true>(&kernels);
+    } else {
+      ChooseLatentKernels<T, /*EIGHT_BIT=*/false>(&kernels);
+    }
+    return kernels;
+  }
   cuda::WithDecodeHeadDim(args.head_dim, args.v_head_dim, [&](auto head_dim) {
     using Prefill = cuda::PrefillTraits<head_dim.value>;
     cuda::WithPageKind(args, [&](auto pages) {
