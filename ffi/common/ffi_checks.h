@@ -14,6 +14,7 @@
 #include "common/dtypes.h"
 #include "common/operand_names.h"
 #include "common/qkv_checks.h"
+#include "common/write_checks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged {
@@ -101,43 +102,46 @@ class NamedOperands {
   std::string problem_;
 };
 
-// Checks the operands and results of jax_paged.write_kv and reads the two pools.
-inline std::string ReadWriteKv(const xla::ffi::AnyBuffer& k_pages,
-                               const xla::ffi::AnyBuffer& v_pages, const xla::ffi::AnyBuffer& k,
-                               const xla::ffi::AnyBuffer& v, ShapeView slot_mapping,
-                               ShapeView layer, std::string_view layout_name,
-                               const xla::ffi::AnyBuffer& k_result,
-                               const xla::ffi::AnyBuffer& v_result, PoolShape* k_pool,
-                               PoolShape* v_pool) {
-  constexpr char kOp[] = "jax_paged.write_kv";
-  std::string error;
-  const auto failed = [&](std::string text) {
-    error = std::move(text);
-    return !error.empty();
-  };
-  Dtype k_dtype = Dtype::kFloat32, v_dtype = Dtype::kFloat32;
-  Layout layout = Layout::kHnd;
-  if (failed(ReadKvDtype(kOp, "k_pages", TypeOf(k_pages), &k_dtype)) ||
-      failed(ReadKvDtype(kOp, "v_pages", TypeOf(v_pages), &v_dtype)) ||
-      failed(CheckType(kOp, "k", TypeOf(k), TypeOf(k_pages))) ||
-      failed(CheckType(kOp, "v", TypeOf(v), TypeOf(v_pages))) ||
-      failed(CheckType(kOp, "k_pages result", TypeOf(k_result), TypeOf(k_pages))) ||
-      failed(CheckType(kOp, "v_pages result", TypeOf(v_result), TypeOf(v_pages))) ||
-      failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(ReadPoolShape(kOp, "k_pages", Shape(k_pages), layout, Pool::kKeys, ByteWidth(k_dtype),
-                           k_pool)) ||
-      failed(ReadPoolShape(kOp, "v_pages", Shape(v_pages), layout, Pool::kValues,
-                           ByteWidth(v_dtype), v_pool)) ||
-      failed(CheckSamePool(kOp, *k_pool, *v_pool, Shape(v_pages))) ||
-      failed(CheckSameShape(kOp, "k_pages result", Shape(k_result), Shape(k_pages))) ||
-      failed(CheckSameShape(kOp, "v_pages result", Shape(v_result), Shape(v_pages))) ||
-      failed(CheckRank(kOp, "slot_mapping", slot_mapping, 1)) ||
-      failed(CheckShape(kOp, "layer", layer, {}))) {
-    return error;
-  }
-  const int64_t num_tokens = slot_mapping[0], heads = k_pool->num_kv_heads;
-  if (failed(CheckShape(kOp, "k", Shape(k), {num_tokens, heads, k_pool->head_dim}))) return error;
-  return CheckShape(kOp, "v", Shape(v), {num_tokens, heads, v_pool->head_dim});
+// The pages of one pool as XLA gives them: mostly the same memory twice.
+struct PagesOfCall {
+  xla::ffi::AnyBuffer operand, result;
+};
+
+// The operands, attributes and results of jax_paged.write_kv, behind the contexts that a platform
+// asks for.
+template <typename Binding>
+auto BindWriteKv(Binding&& binding) {
+  namespace ffi = xla::ffi;
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()         // k_pages
+      .template Arg<ffi::AnyBuffer>()         // v_pages
+      .template Arg<ffi::AnyBuffer>()         // k
+      .template Arg<ffi::AnyBuffer>()         // v
+      .template Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
+      .template Arg<ffi::Buffer<ffi::S32>>()  // layer
+      .template Attr<std::string_view>("layout")
+      .template Ret<ffi::AnyBuffer>()   // k_pages
+      .template Ret<ffi::AnyBuffer>();  // v_pages
+}
+
+// What `BindWriteKv` binds, and a workspace where the platform binds one behind it: reads a call
+// and has RUN(context, params, K's and V's pages, workspace) do it.
+template <auto RUN, typename Context, typename... Workspace>
+xla::ffi::Error HandleWriteKv(Context context, xla::ffi::AnyBuffer k_pages,
+                              xla::ffi::AnyBuffer v_pages, xla::ffi::AnyBuffer k,
+                              xla::ffi::AnyBuffer v, xla::ffi::Buffer<xla::ffi::S32> slot_mapping,
+                              xla::ffi::Buffer<xla::ffi::S32> layer, std::string_view layout,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> k_result,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> v_result,
+                              Workspace... workspace) {
+  WriteKvParams params = {};
+  const std::string error =
+      ReadWriteKv({ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(k), ArrayOf(v),
+                   ArrayOf(slot_mapping), ArrayOf(layer), ArrayOf(*k_result), ArrayOf(*v_result)},
+                  layout, &params);
+  if (!error.empty()) return xla::ffi::Error::InvalidArgument(error);
+  const PagesOfCall pages[] = {{k_pages, *k_result}, {v_pages, *v_result}};
+  return RUN(context, params, pages, workspace...);
 }
 
 // The operands, attributes and results of jax_paged.qkv_norm_rope_write, behind the contexts that a
@@ -164,13 +168,8 @@ auto BindQkv(Binding&& binding) {
       .template Ret<ffi::AnyBuffer>();  // v_pages
 }
 
-// The pages of one pool as XLA gives them: mostly the same memory twice.
-struct PagesOfCall {
-  xla::ffi::AnyBuffer operand, result;
-};
-
-// What `BindQkv` binds: reads a call and has RUN(context, params, K's and V's pages) do it.
-template <auto RUN, typename Context>
+// What `BindQkv` binds, and a workspace: see `HandleWriteKv`.
+template <auto RUN, typename Context, typename... Workspace>
 xla::ffi::Error HandleQkv(Context context, xla::ffi::AnyBuffer qkv, xla::ffi::AnyBuffer k_pages,
                           xla::ffi::AnyBuffer v_pages, xla::ffi::Buffer<xla::ffi::S32> positions,
                           xla::ffi::Buffer<xla::ffi::S32> slot_mapping,
@@ -179,7 +178,7 @@ xla::ffi::Error HandleQkv(Context context, xla::ffi::AnyBuffer qkv, xla::ffi::An
                           xla::ffi::Buffer<xla::ffi::S32> layer, float eps, std::string_view style,
                           std::string_view layout, xla::ffi::Result<xla::ffi::AnyBuffer> q,
                           xla::ffi::Result<xla::ffi::AnyBuffer> k_result,
-                          xla::ffi::Result<xla::ffi::AnyBuffer> v_result) {
+                          xla::ffi::Result<xla::ffi::AnyBuffer> v_result, Workspace... workspace) {
   QkvParams params = {};
   const std::string error =
       ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(positions),
@@ -188,7 +187,7 @@ xla::ffi::Error HandleQkv(Context context, xla::ffi::AnyBuffer qkv, xla::ffi::An
               eps, style, layout, &params);
   if (!error.empty()) return xla::ffi::Error::InvalidArgument(error);
   const PagesOfCall pages[] = {{k_pages, *k_result}, {v_pages, *v_result}};
-  return RUN(context, params, pages);
+  return RUN(context, params, pages, workspace...);
 }
 
 }  // namespace jax_paged

@@ -140,6 +140,13 @@ JAX_PAGED_DEVICE void Store(Global<T> p, std::common_type_t<T> x) {
 JAX_PAGED_DEVICE uint32_t AtomicIncrement(Global<uint32_t> p, uint32_t limit) {
   return atomicInc(p.get(), limit);
 }
+// Returns the old value; the new one is `desired` where that was `expected`.
+JAX_PAGED_DEVICE int32_t AtomicCompareExchange(Global<int32_t> p, int32_t expected,
+                                               int32_t desired) {
+  return atomicCAS(p.get(), expected, desired);
+}
+// The new value is the larger one.
+JAX_PAGED_DEVICE void AtomicMax(Global<int32_t> p, int32_t x) { atomicMax(p.get(), x); }
 
 // ---- cp.async: 16 bytes from device to shared memory, zeros (and no read) unless valid ----
 

@@ -131,6 +131,20 @@ inline uint32_t AtomicIncrement(Global<uint32_t> p, uint32_t limit, Site site = 
   std::memcpy(where, &value, sizeof(value));
   return old;
 }
+inline int32_t AtomicCompareExchange(Global<int32_t> p, int32_t expected, int32_t desired,
+                                     Site site = Site::Here()) {
+  char* where = emu::AtomicGlobal(p.address(), p.region(), sizeof(int32_t), site);
+  int32_t old;
+  std::memcpy(&old, where, sizeof(old));
+  if (old == expected) std::memcpy(where, &desired, sizeof(desired));
+  return old;
+}
+inline void AtomicMax(Global<int32_t> p, int32_t x, Site site = Site::Here()) {
+  char* where = emu::AtomicGlobal(p.address(), p.region(), sizeof(int32_t), site);
+  int32_t old;
+  std::memcpy(&old, where, sizeof(old));
+  if (x > old) std::memcpy(where, &x, sizeof(x));
+}
 
 inline void CpAsync16(Shared<char> to, Global<const char> from, bool valid,
                       Site site = Site::Here()) {

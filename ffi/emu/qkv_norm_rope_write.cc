@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The emulated qkv_norm_rope_write kernel.
+// The emulated qkv_norm_rope_write kernels.
 
 #include <cstdint>
 #include <string>
@@ -10,6 +10,7 @@
 #include "cuda/qkv_norm_rope_write/kernel.cuh"
 #include "cuda/qkv_norm_rope_write/select.h"
 #include "emu/call.h"
+#include "emu/claim_slots.h"
 #include "emu/machine.h"
 
 namespace jax_paged::emu {
@@ -29,7 +30,8 @@ struct RunQkv {
 // The pages of the results hold those of the operands already.
 std::string QkvNormRopeWrite(Call& in) {
   QkvParams params = {};
-  const std::string error =
+  const Array workspace = in.Result("workspace");
+  std::string error =
       ReadQkv({in.Find("qkv"), in.Find("k_pages"), in.Find("v_pages"), in.Find("positions"),
                in.Find("slot_mapping"), in.Find("cos"), in.Find("sin"), in.Find("q_norm"),
                in.Find("k_norm"), in.Find("layer"), in.Result("q"), in.Result("k_pages"),
@@ -37,10 +39,13 @@ std::string QkvNormRopeWrite(Call& in) {
               in.Attribute("eps", 0.0f), in.Attribute("style", std::string_view()),
               in.Attribute("layout", std::string_view()), &params);
   if (!error.empty()) return error;
-  cuda::QkvArgs args;
-  if (!cuda::MakeQkvArgs(params, &args)) return "too many CTAs";
-  if (args.num_tokens == 0) return "";
-  return SelectQkv(params.dtype, args, RunQkv{args, in.launch().seed});
+  const cuda::QkvArgs args = cuda::MakeQkvArgs(params, static_cast<int32_t*>(workspace.data));
+  error = cuda::CheckWrittenTokens(kQkvOp, params.num_tokens, args.ctas_per_token,
+                                   workspace.shape.count());
+  if (!error.empty() || params.num_tokens == 0) return error;
+  const uint32_t seed = in.launch().seed;
+  error = ClaimSlots(args.tokens, seed);
+  return error.empty() ? SelectQkv(params.dtype, args, RunQkv{args, seed}) : error;
 }
 
 }  // namespace

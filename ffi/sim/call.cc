@@ -276,10 +276,10 @@ void sim_set_replays(int replays) { jax_paged::sim::state().replays = replays !=
 const char* sim_launches() { return jax_paged::sim::state().launches.c_str(); }
 
 // Runs an entry of some PTX, whose parameters are the addresses of the buffers: inputs first, then
-// the last one, which it writes. Returns "" or what went wrong.
+// the last one, which it writes; is_filled: and may read. Returns "" or what went wrong.
 const char* sim_run(const char* ptx, const char* entry, int32_t ctas, int32_t threads,
                     int64_t dynamic_shared, void** buffers, const int64_t* bytes,
-                    int32_t num_buffers, uint32_t seed) {
+                    int32_t num_buffers, int32_t is_filled, uint32_t seed) {
   using namespace jax_paged;
   static std::string problem;
   const std::lock_guard<std::mutex> lock(sim::state().mutex);
@@ -295,7 +295,9 @@ const char* sim_run(const char* ptx, const char* entry, int32_t ctas, int32_t th
     emu::ClearRegions();
     for (int32_t i = 0; i < num_buffers; ++i) {
       const std::string name = "buffer " + std::to_string(i);
-      emu::AddRegion(name.c_str(), buffers[i], bytes[i], /*is_input=*/i + 1 < num_buffers);
+      emu::Region* const region =
+          emu::AddRegion(name.c_str(), buffers[i], bytes[i], /*is_input=*/i + 1 < num_buffers);
+      region->is_filled = is_filled != 0;
     }
     problem = sim::Run(grid, seed);
   } catch (const std::runtime_error& error) {

@@ -128,20 +128,36 @@ Execute StoreOf(int bits) {
   }
 }
 
-// out[0] = the old value; the new one is old + 1, or 0 after in[1].
-void AtomicIncrement(Warp& warp, const Instruction& i, uint32_t lanes) {
+// out[0] = the old value; the new one is what `next` makes of it and of the operands in[1] …, which
+// are looked up by their number and lane.
+template <typename Next>
+void Atomic(Warp& warp, const Instruction& i, uint32_t lanes, Next next) {
   warp.Need(i.in[0], lanes, i, "an address");
-  warp.Need(i.in[1], lanes, i, "the limit of atom.inc");
+  for (int k = 1; k < i.num_in; ++k) warp.Need(i.in[k], lanes, i, "an operand of an atomic");
   EachLane(warp, lanes, [&](int lane) {
     const uint64_t address = AddressOf(warp, i, lane);
     char* const where = emu::AtomicGlobal(address, RegionOf(address), 4, SiteOf(i));
     uint32_t old;
     std::memcpy(&old, where, sizeof(old));
-    const uint32_t next = old >= warp.Words<uint32_t>(i.in[1])[lane] ? 0 : old + 1;
-    std::memcpy(where, &next, sizeof(next));
+    const uint32_t made = next(old, [&](int k) { return warp.Words<uint32_t>(i.in[k])[lane]; });
+    std::memcpy(where, &made, sizeof(made));
     warp.Words<uint32_t>(i.out[0])[lane] = old;
   });
   warp.SetValid(i.out[0], lanes, kAllLanes);
+}
+// old + 1, or 0 after the limit.
+void AtomicIncrement(Warp& warp, const Instruction& i, uint32_t lanes) {
+  Atomic(warp, i, lanes,
+         [](uint32_t old, const auto& operand) { return old >= operand(1) ? 0 : old + 1; });
+}
+void AtomicCompareAndSwap(Warp& warp, const Instruction& i, uint32_t lanes) {
+  Atomic(warp, i, lanes,
+         [](uint32_t old, const auto& operand) { return old == operand(1) ? operand(2) : old; });
+}
+void AtomicMax(Warp& warp, const Instruction& i, uint32_t lanes) {
+  Atomic(warp, i, lanes, [](uint32_t old, const auto& operand) {
+    return static_cast<int32_t>(operand(1)) > static_cast<int32_t>(old) ? operand(1) : old;
+  });
 }
 
 void Fence(Warp& warp, const Instruction& i, uint32_t lanes) {
@@ -210,6 +226,10 @@ bool MakeMemoryAccess(const std::string& opcode, int address_bits, int register_
   }
   if (opcode == "atom.global.inc.u32") {
     i->execute = AtomicIncrement;
+  } else if (opcode == "atom.global.cas.b32") {
+    i->execute = AtomicCompareAndSwap;
+  } else if (opcode == "atom.global.max.s32") {
+    i->execute = AtomicMax;
   } else if (opcode == "membar.gl") {
     i->execute = Fence;
   } else if (opcode == "cp.async.cg.shared.global.L2::128B" ||

@@ -34,7 +34,12 @@ from jax_paged.layout import POOLS, Layout, is_stacked, kv_heads_axis, pages_sha
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import HeadAxes
 from jax_paged.ops import reference
-from jax_paged.ops.write import check_written_scales, refusing_transforms, write_checked
+from jax_paged.ops.write import (
+    check_written_scales,
+    cuda_workspace_words,
+    refusing_transforms,
+    write_checked,
+)
 
 TARGET = "jax_paged.qkv_norm_rope_write.v1"
 
@@ -222,6 +227,7 @@ def _qkv_native(spec: QkvSpec):
                 attributes,
                 heads=_qkv_head_axes(spec, *operands[1:3]),
                 aliases={1: 1, 2: 2},
+                cuda_workspace_words=cuda_workspace_words(operands[4].shape[0]),
                 implementation=spec.implementation,
                 reference=functools.partial(_qkv_reference, spec),
             )

@@ -181,12 +181,21 @@ def native_write(layout: Layout, implementation: Implementation):
                 {"layout": layout},
                 heads=_head_axes(operands[0], operands[1], layout),
                 aliases={0: 0, 1: 1},
+                cuda_workspace_words=cuda_workspace_words(operands[4].shape[0]),
                 implementation=implementation,
                 reference=functools.partial(reference_write, layout),
             )
         )
 
     return refusing_transforms("write_kv", call)
+
+
+def cuda_workspace_words(tokens: int) -> int:
+    """What the CUDA kernels of a write work in: SlotTableWords of ffi/cuda/written_tokens.h.
+
+    A table of the slots that are written: a power of two, at least 2 · tokens and 2.
+    """
+    return 1 << (max(2 * tokens, 2) - 1).bit_length()
 
 
 def refusing_transforms(op: str, native: Callable[..., tuple[jax.Array, ...]]):

@@ -14,6 +14,7 @@ from jax_paged.layout import (
     make_shape,
     slots_first,
 )
+from jax_paged.ops.write import cuda_workspace_words
 
 
 def bits(x):
@@ -39,6 +40,28 @@ def make_tokens(count, dtype: Any = "float32"):
     """Random k and v for `make_pools`."""
     rng = np.random.default_rng(count)
     return [rng.standard_normal((count, 2, dim), "f4").astype(dtype) for dim in (16, 24)]
+
+
+# Of `repeated_slots`.
+REPEATS = ("one slot", "few slots", "most slots once", "one place of the table")
+
+
+def repeated_slots(kind: str, count: int, num_slots: int) -> np.ndarray:
+    """Slots of many tokens, some for the same slot, and all but the first kind some for none.
+
+    The last kind are slots that the hash of CUDA's table (ffi/cuda/written_tokens.cuh) puts into
+    its last 64 entries: a search goes on and on, and beyond the table's end.
+    """
+    rng = np.random.default_rng(count)
+    if kind == "one slot":
+        return np.full(count, num_slots // 2, np.int32)
+    low, high = (-1, 9) if kind == "few slots" else (-num_slots // 8, num_slots + num_slots // 8)
+    slots = np.arange(low, high)
+    if kind == "one place of the table":
+        words = cuda_workspace_words(count)
+        entry = (slots.astype(np.uint32) * np.uint32(2654435769)).astype(np.uint64) * words >> 32
+        slots = slots[entry >= words - 64]
+    return rng.choice(slots, count).astype(np.int32)
 
 
 def expected_write(pages, tokens, slots, layer=None, layout: Layout = "HND", pool: Pool = "k"):

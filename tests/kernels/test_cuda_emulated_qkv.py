@@ -14,6 +14,7 @@ import pytest
 from emulation import MACHINE, Device, EmulationError, library, open_library, poisoned
 from planting import COMPILE, plant
 
+from jax_paged.ops.write import cuda_workspace_words
 from jax_paged.testing.qkv import check_results, make_call
 
 I32_MAX = 2**31 - 1
@@ -33,11 +34,17 @@ def emulate(call, seed=1, loaded=None):
         "k_pages": call.k_pages.copy(),
         "v_pages": call.v_pages.copy(),
     }
+    workspace = poisoned((cuda_workspace_words(len(call.qkv)),), np.int32)
     emulation.call(
-        "qkv_norm_rope_write", operands, attributes, results, device=Device(seed=seed),
-        loaded=loaded,
+        "qkv_norm_rope_write", operands, attributes, results | {"workspace": workspace},
+        device=Device(seed=seed), loaded=loaded,
     )  # fmt: skip
     return tuple(results.values())
+
+
+def test_the_workspace_that_python_asks_for_is_what_the_kernels_need():
+    for tokens in (0, 1, 2, 3, 2048, 2049, 4096, 4097, 10**6, 2**30 - 1):
+        assert cuda_workspace_words(tokens) == library().write_kv_workspace_words(tokens)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -70,10 +77,11 @@ BUGS = {
         "args.k_slots.IsSlot(layer, slot)", "(slot != -1)", "_pages out of bounds",
     ),
     "position not checked": (
-        "position < args.max_positions;\n\n", "true;\n\n", "(cos|sin) out of bounds",
+        "position < args.tokens.max_positions;", "true;", "(cos|sin) out of bounds",
     ),
     "tokens of one slot both written": (
-        " && !IsOverwritten(args, token, slot)", "", "race: write after write",
+        " &&\n             !IsOverwritten<kQkvThreads>(args.tokens, token, slot)", "",
+        "race: write after write",
     ),
     "V in the place of K": ("args.v_pages + args.v_slots", "args.k_pages + args.k_slots", "race"),
     "mean over half of the lanes": (

@@ -67,6 +67,16 @@ def test_f32_launches_simt(loaded):
     assert [name for name, *_ in launches(loaded)] == ["Plan", "Simt"]
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_a_write_of_many_tokens_claims_their_slots_first(many, loaded):
+    """Up to 2048 tokens one launch serves (kScannedTokens of ffi/cuda/written_tokens.h)."""
+    count, claims = (2049, [("ClaimSlots", 17, 128, 0)]) if many else (2048, [])
+    check(*(write_call(0, count)(how) for how in ("sim", "reference")))
+    assert launches(loaded) == [*claims, ("WriteKv", 2 * count, 128, 16)]
+    check(*(qkv_call(0, count)(how) for how in ("sim", "reference")))
+    assert launches(loaded) == [*claims, ("Qkv", count, 128, 16)]
+
+
 def test_no_token_launches_nothing(loaded):
     set_devices(loaded, device())
     q, pages = jnp.ones((0, 4, 16)), jnp.ones((2, 2, 4, 16))
@@ -101,20 +111,20 @@ def experts_call(seed):
     return lambda how: moe_experts(*case, implementation=how)
 
 
-def write_call(seed):
+def write_call(seed, tokens=20):
     rng = np.random.default_rng(seed)
-    k, v = (jnp.asarray(rng.standard_normal((20, 2, 32), "f4")) for _ in "kv")
-    slots = jnp.asarray(rng.integers(-3, 60, 20), jnp.int32)
+    k, v = (jnp.asarray(rng.standard_normal((tokens, 2, 32), "f4")) for _ in "kv")
+    slots = jnp.asarray(rng.integers(-3, 60, tokens), jnp.int32)
     pages = jnp.asarray(rng.standard_normal((6, 2, 8, 32), "f4"))
     return lambda how: write_kv(pages + 0, pages + 1, k, v, slots, implementation=how)
 
 
-def qkv_call(seed):
+def qkv_call(seed, tokens=11):
     rng = np.random.default_rng(seed)
-    qkv = jnp.asarray(rng.standard_normal((11, 8 * 32), "f4"))
-    slots = jnp.asarray(rng.permutation(48)[:11], jnp.int32)
+    qkv = jnp.asarray(rng.standard_normal((tokens, 8 * 32), "f4"))
+    slots = jnp.asarray(rng.integers(0, 48, tokens), jnp.int32)
     angles = jnp.asarray(rng.standard_normal((64, 16), "f4"))
-    positions = jnp.asarray(rng.integers(0, 64, 11), jnp.int32)
+    positions = jnp.asarray(rng.integers(0, 70, tokens), jnp.int32)  # some of no position
     pages = jnp.asarray(rng.standard_normal((6, 2, 8, 32), "f4"))
     return lambda how: qkv_norm_rope_write(
         qkv, pages + 0, pages + 1, positions, slots, jnp.cos(angles), jnp.sin(angles),
@@ -122,11 +132,22 @@ def qkv_call(seed):
     )  # fmt: skip
 
 
+def many_writes_call(seed):
+    return write_call(seed, tokens=2600)
+
+
+def many_qkv_call(seed):
+    return qkv_call(seed, tokens=2600)
+
+
 @pytest.mark.parametrize(
     "make",
-    [attention_call, merge_call, experts_call, write_call, qkv_call],
+    [
+        attention_call, merge_call, experts_call, write_call, qkv_call, many_writes_call,
+        many_qkv_call,
+    ],
     ids=lambda f: f.__name__,
-)
+)  # fmt: skip
 def test_a_replayed_graph_takes_the_new_values(make, loaded):
     """What the host chose for the first call must serve the second one, in a used workspace."""
     for architecture in (80, 90):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test of the tests: bugs that the emulator cannot see, planted where only nvcc looks.
+"""A test of the tests: bugs planted where only nvcc looks, and in write_kv.
 
-They stand in the inline PTX of prim.h, in the launches, in the handlers and in write_kv. Each is
-compiled as the module is, and called through jit on the simulated device (ffi/sim).
+They stand in the inline PTX of prim.h, in the launches, in the handlers, and in all that write_kv
+is made of. Each is compiled as the module is, and called through jit on the simulated device
+(ffi/sim).
 """
 
 import concurrent.futures
@@ -18,7 +19,7 @@ from simulation import build, device, register, set_devices
 
 from jax_paged import merge_attention_states, ragged_paged_attention, write_kv
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
-from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens
+from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens, repeated_slots
 
 pytestmark = [pytest.mark.deep, pytest.mark.sim]
 
@@ -31,7 +32,7 @@ JAX_PAGED_INSTANTIATE(LaunchPrefill, BFloat16, 64, PageKind::kRows)
 }  // namespace jax_paged::cuda
 """
 ATTENTION = ("current_device.cc", "attention/handler.cc", "attention/launch.cu", "attention/few.cu")
-WRITE = ("write_kv/handler.cc", "write_kv/launch.cu")
+WRITE = ("claim_slots.cu", "write_kv/handler.cc", "write_kv/launch.cu")
 MERGE = ("merge_states/handler.cc", "merge_states/launch.cu")
 
 UNEQUAL = "[Nn]ot equal"
@@ -175,36 +176,87 @@ BUGS = {
         "    strides.Offset(slot / page_size, head, slot % page_size));",
         f"no known buffer|out of bounds|{UNEQUAL}",
     ),
-    "the axes of the grid swapped": (
-        "cuda/write_kv/launch.cu", "grid(params.num_tokens, 2)", "grid(2, params.num_tokens)",
+    "K alone": (
+        "cuda/write_kv/args.h", "return 2 * args.tokens.num_tokens;",
+        "return args.tokens.num_tokens;", UNEQUAL,
+    ),
+    "a CTA of write_kv too many": (
+        "cuda/write_kv/launch.cu", "<<<NumCtas(args), ", "<<<NumCtas(args) + 1, ",
         f"no known buffer|out of bounds|{UNEQUAL}",
     ),
-    "K alone": (
-        "cuda/write_kv/launch.cu", "grid(params.num_tokens, 2)", "grid(params.num_tokens, 1)",
-        UNEQUAL,
-    ),
     "of two tokens for a slot both": (
-        "cuda/write_kv/launch.cu", "if (__syncthreads_or(overwritten)) return;", "",
+        "cuda/write_kv/kernel.cuh",
+        "  if (IsOverwritten<kWriteKvThreads>(args.tokens, token, slot)) return;\n", "",
         f"race|{UNEQUAL}",
     ),
-    "whether a slot comes again, asked by each thread alone": (
-        "cuda/write_kv/launch.cu", "if (__syncthreads_or(overwritten)) return;",
-        "if (overwritten) return;", f"race|{UNEQUAL}",
+    "whether a slot comes again, asked by each warp alone": (
+        "cuda/written_tokens.cuh", "return any != 0;", "return vote != 0;", f"race|{UNEQUAL}",
     ),
     "the token behind not looked at": (
-        "cuda/write_kv/launch.cu", "token + 1 + threadIdx.x", "token + 2 + threadIdx.x",
+        "cuda/written_tokens.cuh", "begin > token ? begin : token + 1",
+        "begin > token + 1 ? begin : token + 2", f"race|{UNEQUAL}",
+    ),
+    "the last tokens not looked at": (
+        "cuda/written_tokens.cuh",
+        "  if (prim::ThreadIndex() == 0) look(4 * fours, tokens.num_tokens);\n", "",
         f"race|{UNEQUAL}",
     ),
+    # the table of slots, of more tokens than a CTA looks through
+    "a table that is not cleared": (
+        "cuda/claim_slots.cu",
+        "const cudaError_t cleared = cudaMemsetAsync(tokens.table.get(), 0xff, bytes, stream);",
+        "const cudaError_t cleared = bytes ? cudaSuccess : cudaErrorInvalidValue;",
+        "nobody has initialised",
+    ),
+    "a table that is cleared in the first call alone": (
+        "cuda/claim_slots.cu",
+        "const cudaError_t cleared = cudaMemsetAsync(tokens.table.get(), 0xff, bytes, stream);",
+        "static bool done = false;\n"
+        "  const cudaError_t cleared = done ? cudaSuccess :\n"
+        "      cudaMemsetAsync(tokens.table.get(), 0xff, bytes, stream);\n  done = true;",
+        "nobody has initialised",
+    ),
+    "a table cleared in part": (
+        "cuda/claim_slots.cu", "* sizeof(int32_t);", "* sizeof(int16_t);", "nobody has initialised",
+    ),
+    "the first of many tokens for a slot": (
+        "cuda/written_tokens.cuh",
+        "if (holder < token) prim::AtomicMax(tokens.table + entry, token);",
+        "if (holder > token) prim::AtomicCompareExchange(tokens.table + entry, holder, token);",
+        f"race|{UNEQUAL}",
+    ),
+    "the largest of the tokens not kept": (
+        "cuda/written_tokens.cuh",
+        "if (holder < token) prim::AtomicMax(tokens.table + entry, token);", "", f"race|{UNEQUAL}",
+    ),
+    "an entry taken without a comparison": (
+        "cuda/written_tokens.cuh", "prim::LoadConst(tokens.slot_mapping + holder) == slot) {",
+        "true) {", f"race|no known buffer|out of bounds|{UNEQUAL}",
+    ),
+    "a search that does not go round": (
+        "cuda/written_tokens.cuh",
+        "return (entry + 1) & static_cast<uint32_t>(tokens.table_words - 1);", "return entry + 1;",
+        "out of bounds|no known buffer",
+    ),
+    "a table of twice the size": (
+        "cuda/written_tokens.h", "tokens.table_words = SlotTableWords(num_tokens);",
+        "tokens.table_words = 2 * SlotTableWords(num_tokens);",
+        "outside of the buffers|no known buffer",
+    ),
+    "the claims of the last tokens left out": (
+        "cuda/written_tokens.h", "CeilDiv(tokens.num_tokens, kClaimThreads)",
+        "tokens.num_tokens / kClaimThreads", f"race|no known buffer|out of bounds|{UNEQUAL}",
+    ),
     "K's tokens written to V": (
-        "cuda/write_kv/handler.cc", "v_result->untyped_data(), v.untyped_data()",
-        "v_result->untyped_data(), k.untyped_data()", f"no known buffer|out of bounds|{UNEQUAL}",
+        "cuda/write_kv/args.h", "MakeWriteKvPool(in.v_pool, in.v_pages, in.v)",
+        "MakeWriteKvPool(in.v_pool, in.v_pages, in.k)", f"no known buffer|out of bounds|{UNEQUAL}",
     ),
 }  # fmt: skip
 
 
 def sources_of(file):
     """What is compiled for a bug in a file, and what is tried."""
-    if "write_kv" in file or "page_view" in file:
+    if any(name in file for name in ("claim_slots", "write_kv", "written_tokens", "page_view")):
         return WRITE, check_write
     if "merge_states" in file:
         return MERGE, check_merge
@@ -252,8 +304,11 @@ def check_merge(loaded, name):
 
 def check_write(loaded, name):
     set_devices(loaded, device())
-    for slots in ([4, 9, -1, 30, 0], [4, 4, 9, 4, 9], [20] * 300):
-        pools, tokens = make_pools(8, num_layers=2), make_tokens(len(slots))
+    few = ([4, 9, -1, 30, 0], [4, 4, 9, 4, 9], [20] * 300, [7, *[-1] * 200, 7])
+    many = (repeated_slots(kind, 2100, 8000) for kind in ("few slots", "one place of the table"))
+    for slots in (*few, *many):
+        pools = make_pools(8, num_layers=2, num_pages=7 if len(slots) <= 300 else 1000)
+        tokens = make_tokens(len(slots))
         written = write_kv(
             *map(jnp.array, pools), *map(jnp.asarray, tokens), jnp.asarray(slots, jnp.int32),
             layer=1, implementation=name,

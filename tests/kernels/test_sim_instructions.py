@@ -341,6 +341,52 @@ def test_votes_and_matches():
     np.testing.assert_array_equal(match, [0x55555555, 0x22222222, 0x55555555, 0x88888888] * 8)
 
 
+# ---- atomics (9.7.13.5: d = a; a = op(a, b, c), at the same address one after the other) ----
+
+I32_MIN = -(2**31)
+ATOMICS = {  # instruction → the new value of the old one and the operands
+    "atom.global.cas.b32 %r9, [%rd0], %r0, %r1;": lambda a, b, c: c if a == b else a,
+    "atom.global.max.s32 %r9, [%rd0], %r0;": lambda a, b, c: max(a, b),
+    "atom.global.inc.u32 %r9, [%rd0], %r0;": lambda a, b, c: 0 if a % 2**32 >= b % 2**32 else a + 1,
+}
+
+
+@pytest.mark.parametrize("instruction", ATOMICS)
+@pytest.mark.parametrize("num_words", [32, 1])
+def test_atomics_return_the_old_value_and_leave_the_new_one(num_words, instruction):
+    """Lanes of a warp come to a word in any order: with one word each of them sees another step."""
+    rng = np.random.default_rng(num_words)
+    few = np.array([-1, 0, 1, 7, 2**31 - 1, I32_MIN], np.int32)
+    before, b, c = (rng.choice(few, n) for n in (num_words, 32, 32))
+    out = np.zeros(64, np.int32)  # the words, and behind them what each lane got
+    out[:num_words] = before
+    body = f"""{columns(2)}
+    add.s64 %rd3, %rd0, 128;
+    {"mov.b64 %rd0, %out;" if num_words == 1 else ""}
+    {instruction}
+    st.global.u32 [%rd3], %r9;
+    """
+    got = run_ptx(body, [b, c], out, filled=True)
+    new = ATOMICS[instruction]
+    if num_words == 32:
+        np.testing.assert_array_equal(got[32:], before)
+        expected = [new(*map(int, x)) for x in zip(before, b, c, strict=True)]
+        np.testing.assert_array_equal(got[:32], np.array(expected).astype(np.int32))
+        return
+    left, value = list(zip(b.tolist(), c.tolist(), got[32:].tolist(), strict=True)), before[0]
+    while left:  # the lanes in an order that explains what each of them got
+        step = next(x for x in left if x[2] == value)
+        left.remove(step)
+        value = np.array(new(int(value), *step[:2])).astype(np.int32)
+    assert got[0] == value
+
+
+def test_an_atomic_on_what_nobody_has_written_is_an_error():
+    body = f"{columns(1)}\natom.global.max.s32 %r9, [%rd0], %r0;"
+    with pytest.raises(SimulationError, match="nobody has initialised"):
+        run_ptx(body, [np.arange(32, dtype=np.uint32)], np.zeros(32, np.uint32))
+
+
 # ---- what is no answer but an error ----
 
 

@@ -16,6 +16,7 @@ from jax_paged import explain, paged_attention, qkv_norm_rope_write, write_kv
 from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import is_in_place, pool_sized_ops
 from jax_paged.testing.qkv import call_op, check_results, make_call
+from jax_paged.testing.writes import REPEATS, repeated_slots
 
 pytestmark = pytest.mark.cuda
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
@@ -115,6 +116,17 @@ def test_of_tokens_for_one_slot_the_last_that_is_written_wins_whole(implementati
         positions = call.positions.copy()
         positions[-1] = 11  # not written: the one before it wins
         check(dataclasses.replace(call, positions=positions), implementation)
+
+
+@pytest.mark.parametrize("repeats", REPEATS)
+@pytest.mark.parametrize("tokens", [2048, 2049, 2601])  # CUDA has a table from 2049 on
+def test_of_many_tokens_for_one_slot_the_last_that_is_written_wins(tokens, repeats, implementation):
+    call = make_call("bfloat16", 8, heads=(1, 1), tokens=tokens, page_size=16, num_pages=500)
+    rng = np.random.default_rng(tokens)
+    positions = rng.integers(-4, 15, tokens).astype(np.int32)  # of 11: every other one is written
+    positions[-2:] = 11
+    slots = repeated_slots(repeats, tokens, 8000)
+    check(dataclasses.replace(call, slot_mapping=slots, positions=positions), implementation)
 
 
 def test_no_tokens_and_no_pages(implementation):

@@ -10,9 +10,16 @@ import pytest
 
 from jax_paged import copy_pages, write_kv
 from jax_paged.layout import LAYOUTS, POOLS, PagesShape, make_shape
-from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens
+from jax_paged.testing.writes import (
+    REPEATS,
+    bits,
+    expected_write,
+    make_pools,
+    make_tokens,
+    repeated_slots,
+)
 
-pytestmark = pytest.mark.cuda("sim")
+pytestmark = pytest.mark.cuda
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 
 
@@ -56,6 +63,14 @@ def test_of_tokens_for_one_slot_the_last_wins_whole(num_layers, layout, implemen
     for slots in ([4, 4], [9, 4, 9, -1, 4, 9], [20] * 500, [1, 2, 3] * 100 + [2]):
         tokens = make_tokens(len(slots))
         check_write(pools, tokens, slots, implementation, layer=layer, layout=layout)
+
+
+@pytest.mark.parametrize("repeats", REPEATS)
+@pytest.mark.parametrize("count", [2047, 2048, 2049, 2600])  # CUDA has a table from 2049 on
+def test_of_many_tokens_for_one_slot_the_last_wins_whole(count, repeats, implementation):
+    pools = make_pools(16, num_pages=1000)
+    slots = repeated_slots(repeats, count, 16_000)
+    check_write(pools, make_tokens(count), slots, implementation)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

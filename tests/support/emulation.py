@@ -42,6 +42,7 @@ SOURCES = (
     "merge_states.cc",
     "moe_experts.cc",
     "qkv_norm_rope_write.cc",
+    "write_kv.cc",
 )
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAGED_EMULATE")
 # In the order of the C++ Dtype; the last three of pages and weights only.
@@ -54,6 +55,7 @@ RESULTS = {
     "merge_attention_states": ("out", "lse"),
     "moe_experts": ("out",),
     "qkv_norm_rope_write": ("q", "k_pages", "v_pages"),
+    "write_kv": ("k_pages", "v_pages"),
 }
 
 
@@ -162,7 +164,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         if hasattr(loaded, f"emulate_{op}"):
             function = getattr(loaded, f"emulate_{op}")
             function.argtypes, function.restype = [ctypes.POINTER(EmulatedCall)], ctypes.c_char_p
-    for name, sizes in (("attention", 9), ("moe_experts", 6)):
+    for name, sizes in (("attention", 9), ("moe_experts", 6), ("write_kv", 1)):
         if hasattr(loaded, f"{name}_workspace_words"):
             function = getattr(loaded, f"{name}_workspace_words")
             function.argtypes, function.restype = [ctypes.c_int64] * sizes, ctypes.c_int64

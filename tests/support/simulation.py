@@ -231,8 +231,13 @@ ret;
 """
 
 
-def run_ptx(body: str, inputs, out, *, ctas=1, threads=32, shared=4096, seed=1, loaded=None):
-    """Runs instructions in every thread; returns `out` as they left it; raises SimulationError."""
+def run_ptx(
+    body: str, inputs, out, *, ctas=1, threads=32, shared=4096, filled=False, seed=1, loaded=None
+):
+    """Runs instructions in every thread; returns `out` as they left it; raises SimulationError.
+
+    They may read what `out` holds before if it is `filled`.
+    """
     loaded = library() if loaded is None else loaded
     arrays = [np.ascontiguousarray(x) for x in (*inputs, out)]
     arrays[-1] = arrays[-1].copy()
@@ -247,10 +252,19 @@ def run_ptx(body: str, inputs, out, *, ctas=1, threads=32, shared=4096, seed=1, 
     loaded.sim_run.restype = ctypes.c_char_p
     loaded.sim_run.argtypes = [
         ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64,
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint32,
     ]  # fmt: skip
     error = loaded.sim_run(
-        text.encode(), b"kernel", ctas, threads, shared, pointers, sizes, len(arrays), seed
+        text.encode(),
+        b"kernel",
+        ctas,
+        threads,
+        shared,
+        pointers,
+        sizes,
+        len(arrays),
+        filled,
+        seed,
     ).decode()
     if error:
         raise SimulationError(error)

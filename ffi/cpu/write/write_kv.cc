@@ -9,8 +9,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <string>
-#include <string_view>
 
 #include "common/ffi_checks.h"
 #include "common/integers.h"
@@ -57,52 +55,36 @@ void WriteHeads(const PageView& pages, const char* tokens, const int32_t* slots,
   }
 }
 
-ffi::Error WriteKv(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
-                   ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slot_mapping,
-                   ffi::Buffer<ffi::S32> layer, std::string_view layout_name,
-                   ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result) {
-  PoolShape k_pool, v_pool;
-  const std::string error = ReadWriteKv(k_pages, v_pages, k, v, Shape(slot_mapping), Shape(layer),
-                                        layout_name, *k_result, *v_result, &k_pool, &v_pool);
-  if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  const int64_t num_tokens = Shape(slot_mapping)[0];
+ffi::Error WriteKv(ffi::ThreadPool pool, const WriteKvParams& params,
+                   const PagesOfCall (&pages)[2]) {
+  for (const PagesOfCall& of : pages) CopyUnlessAliased(of.operand, of.result);
+  const PoolShape &k_pool = params.k_pool, &v_pool = params.v_pool;
+  const int32_t layer = *params.layer;
+  if (layer < 0 || layer >= k_pool.num_layers) return ffi::Error::Success();
+
+  const PageView k_view = MakePageView(params.k_pages, k_pool, layer);
+  const PageView v_view = MakePageView(params.v_pages, v_pool, layer);
   const int64_t heads = k_pool.num_kv_heads;
-
-  CopyUnlessAliased(k_pages, *k_result);
-  CopyUnlessAliased(v_pages, *v_result);
-  const int32_t layer_index = *layer.typed_data();
-  if (layer_index < 0 || layer_index >= k_pool.num_layers) return ffi::Error::Success();
-
-  const PageView k_view = MakePageView(k_result->untyped_data(), k_pool, layer_index);
-  const PageView v_view = MakePageView(v_result->untyped_data(), v_pool, layer_index);
-  const int64_t bytes = num_tokens * heads * (k_pool.token_bytes() + v_pool.token_bytes());
+  const int64_t bytes = params.num_tokens * heads * (k_pool.token_bytes() + v_pool.token_bytes());
   const int64_t workers = bytes < kSerialBytes ? 1 : Clamp(pool.num_threads(), 1, 2 * heads);
   const int64_t parts = Clamp(CeilDiv(workers, 2), 1, heads);  // of the heads of K, and of V
   const auto write = [&](int64_t item, int64_t) {
     const bool is_k = item < parts;
     const int64_t part = item % parts;
     const PoolShape& shape = is_k ? k_pool : v_pool;
-    WriteHeads(is_k ? k_view : v_view, static_cast<const char*>((is_k ? k : v).untyped_data()),
-               slot_mapping.typed_data(), num_tokens, heads, shape.token_bytes(),
+    WriteHeads(is_k ? k_view : v_view, static_cast<const char*>(is_k ? params.k : params.v),
+               params.slot_mapping, params.num_tokens, heads, shape.token_bytes(),
                heads * part / parts, heads * (part + 1) / parts);
   };
   ParallelFor(pool, 2 * parts, workers, write);
   return ffi::Error::Success();
 }
 
+constexpr auto kHandle = HandleWriteKv<WriteKv, ffi::ThreadPool>;
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(WriteKvHandler, WriteKv,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // k_pages
-                                  .Arg<ffi::AnyBuffer>()         // v_pages
-                                  .Arg<ffi::AnyBuffer>()         // k
-                                  .Arg<ffi::AnyBuffer>()         // v
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // layer
-                                  .Attr<std::string_view>("layout")
-                                  .Ret<ffi::AnyBuffer>()    // k_pages
-                                  .Ret<ffi::AnyBuffer>());  // v_pages
+XLA_FFI_DEFINE_HANDLER_SYMBOL(WriteKvHandler, kHandle,
+                              BindWriteKv(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 }  // namespace jax_paged::cpu

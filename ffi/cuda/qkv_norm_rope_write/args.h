@@ -12,6 +12,7 @@
 #include "common/page_view.h"
 #include "common/qkv_params.h"
 #include "cuda/pointers.h"
+#include "cuda/written_tokens.h"
 
 namespace jax_paged::cuda {
 
@@ -20,11 +21,10 @@ inline constexpr int32_t kLaneElements = 16;  // of a head, in the registers of 
 static_assert(kLaneElements * 32 == kMaxQkvHeadDim, "a warp holds the widest head");
 
 struct QkvArgs {
-  Global<const char> qkv;              // [num_tokens, width]
-  Global<const int32_t> positions;     // [num_tokens]
-  Global<const int32_t> slot_mapping;  // [num_tokens]
-  Global<const int32_t> layer;         // scalar
-  Global<const float> cos;             // [max_positions, half]
+  Global<const char> qkv;  // [num_tokens, width]
+  WrittenTokens tokens;
+  Global<const int32_t> layer;  // scalar
+  Global<const float> cos;      // [max_positions, half]
   Global<const float> sin;
   Global<const char> q_norm;  // [head_dim], if has_q_norm
   Global<const char> k_norm;
@@ -35,13 +35,11 @@ struct QkvArgs {
   PoolSlots k_slots;
   PoolSlots v_slots;
   int64_t width;  // elements of qkv per token
-  int32_t num_tokens;
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t v_head_dim;
   int32_t half;
-  int32_t max_positions;
   int32_t chunk_elements;  // what a lane loads at once: 2, 4 or 8
   int32_t lanes_per_head;  // 1, 2, 4, ... 32
   int32_t ctas_per_token;
@@ -53,14 +51,14 @@ struct QkvArgs {
 };
 
 // The launch depends on shapes and attributes alone.
-inline int32_t NumCtas(const QkvArgs& args) { return args.num_tokens * args.ctas_per_token; }
+inline int32_t NumCtas(const QkvArgs& args) { return args.tokens.num_tokens * args.ctas_per_token; }
 
-// Returns false for a call with more CTAs than a grid takes.
-inline bool MakeQkvArgs(const QkvParams& in, QkvArgs* out) {
-  QkvArgs& args = *out;
+// workspace: as CheckWrittenTokens asks for, which says too whether a grid takes all the CTAs.
+inline QkvArgs MakeQkvArgs(const QkvParams& in, int32_t* workspace) {
+  QkvArgs args;
   args.qkv = Global<const char>(static_cast<const char*>(in.qkv));
-  args.positions = Global<const int32_t>(in.positions);
-  args.slot_mapping = Global<const int32_t>(in.slot_mapping);
+  args.tokens = MakeWrittenTokens(in.slot_mapping, in.positions, in.num_tokens, in.max_positions,
+                                  in.k_pool.num_slots(), workspace);
   args.layer = Global<const int32_t>(in.layer);
   args.cos = Global<const float>(in.cos);
   args.sin = Global<const float>(in.sin);
@@ -72,13 +70,11 @@ inline bool MakeQkvArgs(const QkvParams& in, QkvArgs* out) {
   args.k_slots = MakePoolSlots(in.k_pool);
   args.v_slots = MakePoolSlots(in.v_pool);
   args.width = in.width();
-  args.num_tokens = static_cast<int32_t>(in.num_tokens);
   args.num_q_heads = static_cast<int32_t>(in.num_q_heads);
   args.num_kv_heads = static_cast<int32_t>(in.k_pool.num_kv_heads);
   args.head_dim = static_cast<int32_t>(in.k_pool.head_dim);
   args.v_head_dim = static_cast<int32_t>(in.v_pool.head_dim);
   args.half = static_cast<int32_t>(in.half);
-  args.max_positions = static_cast<int32_t>(in.max_positions);
   args.eps = in.eps;
   args.interleaved = in.interleaved;
   args.has_q_norm = in.q_norm != nullptr;
@@ -96,9 +92,8 @@ inline bool MakeQkvArgs(const QkvParams& in, QkvArgs* out) {
     args.lanes_per_head *= 2;
   }
   const int64_t heads_per_cta = kQkvThreads / args.lanes_per_head;
-  const int64_t ctas_per_token = CeilDiv(in.num_heads(), heads_per_cta);
-  args.ctas_per_token = static_cast<int32_t>(ctas_per_token);
-  return in.num_tokens * ctas_per_token <= INT32_MAX;
+  args.ctas_per_token = static_cast<int32_t>(CeilDiv(in.num_heads(), heads_per_cta));
+  return args;
 }
 
 }  // namespace jax_paged::cuda

@@ -13,8 +13,8 @@
 // Shared memory: one word per warp. Bound by memory: each element is read once and written once;
 // the rows of cos and sin come from L1 or L2 for all heads but the first.
 //
-// Of several tokens for one slot the last one wins whole: a CTA with heads of K or V first looks
-// whether a later token has the same slot (num_tokens / 512 loads per thread at most, all L2 hits).
+// Of several tokens for one slot the last one that is written wins whole: a CTA with heads of K or
+// V first asks whether a later one has the slot. written_tokens.cuh says how it knows.
 
 #ifndef JAX_PAGED_CUDA_QKV_NORM_ROPE_WRITE_KERNEL_CUH_
 #define JAX_PAGED_CUDA_QKV_NORM_ROPE_WRITE_KERNEL_CUH_
@@ -24,6 +24,7 @@
 
 #include "cuda/prim.h"
 #include "cuda/qkv_norm_rope_write/args.h"
+#include "cuda/written_tokens.cuh"
 
 namespace jax_paged::cuda {
 
@@ -84,35 +85,6 @@ JAX_PAGED_DEVICE void LoadFloats(Global<const float> from, float (&x)[N]) {
   }
 }
 
-// Whether a later token that is written has this slot. All threads of the CTA take part.
-JAX_PAGED_DEVICE bool IsOverwritten(const QkvArgs& args, int32_t token, int32_t slot) {
-  bool found = false;
-  const auto look = [&](int32_t later, int32_t later_slot) {
-    if (later <= token || later_slot != slot) return;
-    const int32_t position = prim::LoadConst(args.positions + later);
-    found |= position >= 0 && position < args.max_positions;
-  };
-  const int32_t fours = args.num_tokens / 4;
-  for (int32_t i = (token + 1) / 4 + prim::ThreadIndex(); i < fours; i += kQkvThreads) {
-    const Word4 slots = prim::LoadConst((args.slot_mapping + int64_t{4} * i).As<const Word4>());
-    look(4 * i, static_cast<int32_t>(slots.x));
-    look(4 * i + 1, static_cast<int32_t>(slots.y));
-    look(4 * i + 2, static_cast<int32_t>(slots.z));
-    look(4 * i + 3, static_cast<int32_t>(slots.w));
-  }
-  for (int32_t i = 4 * fours + prim::ThreadIndex(); i < args.num_tokens; i += kQkvThreads) {
-    look(i, prim::LoadConst(args.slot_mapping + i));
-  }
-  const Shared<uint32_t> votes = prim::SharedMemory().As<uint32_t>();
-  const uint32_t vote = prim::Ballot(found);
-  if (prim::LaneIndex() == 0) prim::Store(votes + prim::WarpIndex(), vote);
-  prim::SyncThreads();
-  uint32_t any = 0;
-  JAX_PAGED_UNROLL
-  for (int32_t warp = 0; warp < kQkvWarps; ++warp) any |= prim::Load(votes + warp);
-  return any != 0;
-}
-
 // Turns the pair (a, b) by the angle of cos and sin.
 JAX_PAGED_DEVICE void Turn(float* a, float* b, float cos, float sin) {
   const float first = *a * cos - *b * sin;
@@ -127,8 +99,8 @@ JAX_PAGED_DEVICE void QkvCta(const QkvArgs& args) {
   const int32_t token = prim::BlockIndex() / args.ctas_per_token;
   const int32_t heads_per_cta = kQkvThreads / args.lanes_per_head;
   const int32_t first_head = (prim::BlockIndex() - token * args.ctas_per_token) * heads_per_cta;
-  const int32_t position = prim::LoadConst(args.positions + token);
-  const bool has_position = position >= 0 && position < args.max_positions;
+  const int32_t position = prim::LoadConst(args.tokens.positions + token);
+  const bool has_position = position >= 0 && position < args.tokens.max_positions;
 
   // This lane's head and its row of qkv.
   const int32_t lane = prim::ThreadIndex() % args.lanes_per_head;
@@ -171,9 +143,10 @@ JAX_PAGED_DEVICE void QkvCta(const QkvArgs& args) {
   bool writes = false;
   int32_t slot = -1, layer = -1;
   if (first_head + heads_per_cta > first_k) {  // the same for all threads, and so is the barrier
-    slot = prim::LoadConst(args.slot_mapping + token);
+    slot = prim::LoadConst(args.tokens.slot_mapping + token);
     layer = prim::LoadConst(args.layer);
-    writes = has_position && args.k_slots.IsSlot(layer, slot) && !IsOverwritten(args, token, slot);
+    writes = has_position && args.k_slots.IsSlot(layer, slot) &&
+             !IsOverwritten<kQkvThreads>(args.tokens, token, slot);
   }
 
   if (args.has_q_norm || args.has_k_norm) {

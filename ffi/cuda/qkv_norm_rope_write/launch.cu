@@ -2,6 +2,7 @@
 
 // The launch of qkv_norm_rope_write. kernel.cuh says how it works.
 
+#include "cuda/claim_slots.h"
 #include "cuda/qkv_norm_rope_write/kernel.cuh"
 #include "cuda/qkv_norm_rope_write/launch.h"
 #include "cuda/qkv_norm_rope_write/select.h"
@@ -29,8 +30,9 @@ struct Launch {
 }  // namespace
 
 cudaError_t LaunchQkv(cudaStream_t stream, Dtype dtype, const QkvArgs& args) {
-  if (args.num_tokens == 0) return cudaSuccess;
-  return SelectQkv(dtype, args, Launch{stream, args});
+  if (args.tokens.num_tokens == 0) return cudaSuccess;
+  const cudaError_t claimed = ClaimSlots(stream, args.tokens);
+  return claimed == cudaSuccess ? SelectQkv(dtype, args, Launch{stream, args}) : claimed;
 }
 
 }  // namespace jax_paged::cuda

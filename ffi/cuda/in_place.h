@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// What handlers share that update a pool in place.
+
+#ifndef JAX_PAGED_CUDA_IN_PLACE_H_
+#define JAX_PAGED_CUDA_IN_PLACE_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/ffi_checks.h"
+
+namespace jax_paged::cuda {
+
+// XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
+inline cudaError_t CopyUnlessAliased(cudaStream_t stream, const PagesOfCall (&pages)[2]) {
+  for (const auto& [from, to] : pages) {
+    if (from.untyped_data() == to.untyped_data()) continue;
+    const cudaError_t error = cudaMemcpyAsync(to.untyped_data(), from.untyped_data(),
+                                              from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_paged::cuda
+
+#endif  // JAX_PAGED_CUDA_IN_PLACE_H_
