@@ -98,6 +98,8 @@ struct AttentionCall {
   bool causal;
   int64_t num_kv_splits;  // 0: automatic
   int64_t split_tokens;   // 0: off
+  int64_t max_q_len;      // queries that a row has at most, if nobody errs; 0: not known
+  Array plan;             // i32[words] of jax_paged.attention_plan, where it is given
   // Results.
   void* out;   // [num_tokens, num_q_heads, v_head_dim]
   float* lse;  // [num_tokens, num_q_heads]
@@ -253,6 +255,7 @@ class AttentionReader {
     call_.causal = source_.Attribute("causal", true);
     call_.num_kv_splits = source_.Attribute("num_kv_splits", int64_t{0});
     call_.split_tokens = source_.Attribute("split_tokens", int64_t{0});
+    call_.max_q_len = source_.Attribute("max_q_len", int64_t{0});
     const float cap = call_.logits.soft_cap = source_.Attribute("soft_cap", 0.0f);
     if (!(cap >= 0.0f && cap < INFINITY)) {
       return Wrong("soft_cap", "finite, 0 (off) or more", std::to_string(cap));
@@ -265,7 +268,16 @@ class AttentionReader {
     return ReadWindows() && Option("alibi_slopes", {heads}, &call_.logits.alibi_slopes) &&
            Option("sinks", {heads}, &call_.logits.sinks) && ReadScale("k_scale", &call_.k_scale) &&
            ReadVScale() && ReadTree() && Option("tree_sizes", {rows}, &call_.tree_sizes) &&
-           Both("tree", "tree_sizes") && ReadRope() && Option("out_scale", {}, &call_.out_scale);
+           Both("tree", "tree_sizes") && ReadRope() && Option("out_scale", {}, &call_.out_scale) &&
+           ReadPlan();
+  }
+
+  // The kernels of the CPU plan for themselves.
+  bool ReadPlan() {
+    call_.plan = source_.Find("plan");
+    if (!call_.plan.is_given) return true;
+    return Take(CheckType(kAttentionOp, "plan", call_.plan.type, ArrayType::kInt32)) &&
+           Take(CheckRank(kAttentionOp, "plan", call_.plan.shape, 1));
   }
 
   // Two operands that come together.

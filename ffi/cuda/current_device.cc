@@ -19,6 +19,7 @@ cudaError_t GetDeviceLimits(DeviceLimits* limits) {
     *limits = known[device];
     return cudaSuccess;
   }
+  int32_t major = 0;
   const struct {
     cudaDeviceAttr attribute;
     int32_t* value;
@@ -26,11 +27,13 @@ cudaError_t GetDeviceLimits(DeviceLimits* limits) {
       {cudaDevAttrMultiProcessorCount, &limits->multiprocessors},
       {cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits->shared_bytes_per_cta},
       {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &limits->shared_bytes_per_multiprocessor},
+      {cudaDevAttrComputeCapabilityMajor, &major},
   };
   for (const auto& [attribute, value] : wanted) {
     error = cudaDeviceGetAttribute(value, attribute, device);
     if (error != cudaSuccess) return error;
   }
+  limits->overlaps_launches = major >= 9;
   if (device < kMaxDevices) known[device] = *limits;
   return cudaSuccess;
 }

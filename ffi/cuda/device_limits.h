@@ -15,6 +15,7 @@ struct DeviceLimits {
   int32_t multiprocessors;
   int32_t shared_bytes_per_cta;  // with opt-in
   int32_t shared_bytes_per_multiprocessor;
+  bool overlaps_launches;  // launch_kernel.h
 };
 
 }  // namespace jax_paged::cuda

@@ -10,6 +10,7 @@ namespace nb = nanobind;
 
 namespace jax_paged::cuda {
 extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* AttentionPlanHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* MergeStatesHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame*);
@@ -21,6 +22,8 @@ NB_MODULE(_cuda, m) {
     nb::dict handlers;
     handlers["jax_paged.attention.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::AttentionHandler));
+    handlers["jax_paged.attention_plan.v1"] =
+        nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::AttentionPlanHandler));
     handlers["jax_paged.merge_attention_states.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MergeStatesHandler));
     handlers["jax_paged.moe_experts.v1"] =

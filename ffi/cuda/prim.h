@@ -4,7 +4,8 @@
 // other intrinsic, no inline PTX and no pointer dereference, so that the same sources run on a GPU
 // (here) and in the emulator (emu/prim.h, chosen by JAX_PAGED_EMULATE).
 //
-// Instructions are those of sm_80: mma.sync, ldmatrix and cp.async, no wgmma, no TMA.
+// Instructions are those of sm_80: mma.sync, ldmatrix and cp.async, no wgmma, no TMA. From sm_90 on
+// there are two more, about the order of launches.
 
 #ifndef JAX_PAGED_CUDA_PRIM_H_
 #define JAX_PAGED_CUDA_PRIM_H_
@@ -72,6 +73,27 @@ JAX_PAGED_DEVICE void SyncWarp() { __syncwarp(); }
 JAX_PAGED_DEVICE void SyncThreads() { __syncthreads(); }
 JAX_PAGED_DEVICE void ThreadFence() { __threadfence(); }
 
+// ---- launches that overlap (launch_kernel.h) ----
+
+// Until the launch before this one has ended and its writes can be seen. Each thread waits before
+// it touches device memory, and before it ends.
+JAX_PAGED_DEVICE void WaitForPrevious() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// CTAs of the launch behind this one may come, once all CTAs of this one are here.
+JAX_PAGED_DEVICE void AllowNext() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// What a kernel does first that LaunchKernel launches.
+JAX_PAGED_DEVICE void StartKernel() {
+  AllowNext();
+  WaitForPrevious();
+}
+
 // ---- between the lanes of a warp; all lanes take part ----
 
 template <typename T>
@@ -106,7 +128,7 @@ JAX_PAGED_DEVICE void Store(Shared<T> p, std::common_type_t<T> x) {
   *p.get() = x;
 }
 
-// Of what no thread of this launch writes: ld.global.nc.
+// Of what no thread of this launch writes: ld.global.nc. For the first loads see LoadL2.
 template <typename T>
 JAX_PAGED_DEVICE T LoadConst(Global<const T> p) {
   if constexpr (sizeof(T) == 1) {
@@ -121,15 +143,18 @@ JAX_PAGED_DEVICE T LoadConst(Global<const T> p) {
     return BitCast<T>(__ldg(reinterpret_cast<const uint4*>(p.get())));
   }
 }
-// Past L1, of what another CTA may have written: ld.global.cg.
+// Past L1, of what another CTA may have written: ld.global.cg. Also what a kernel reads first:
+// ptxas moves a LoadConst ahead of WaitForPrevious, unless it depends on a load that stays behind,
+// by its address or by a branch (.ci/cuda_gate.py looks at the SASS).
 template <typename T>
-JAX_PAGED_DEVICE T LoadL2(Global<T> p) {
+JAX_PAGED_DEVICE std::remove_const_t<T> LoadL2(Global<T> p) {
+  using Value = std::remove_const_t<T>;
   if constexpr (sizeof(T) == 4) {
-    return BitCast<T>(__ldcg(reinterpret_cast<const unsigned int*>(p.get())));
+    return BitCast<Value>(__ldcg(reinterpret_cast<const unsigned int*>(p.get())));
   } else if constexpr (sizeof(T) == 8) {
-    return BitCast<T>(__ldcg(reinterpret_cast<const uint2*>(p.get())));
+    return BitCast<Value>(__ldcg(reinterpret_cast<const uint2*>(p.get())));
   } else {
-    return BitCast<T>(__ldcg(reinterpret_cast<const uint4*>(p.get())));
+    return BitCast<Value>(__ldcg(reinterpret_cast<const uint4*>(p.get())));
   }
 }
 template <typename T>

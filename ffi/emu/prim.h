@@ -43,6 +43,10 @@ inline int32_t GridSize() { return emu::GridSize(); }
 inline void SyncWarp(Site site = Site::Here()) { emu::SyncWarp(site); }
 inline void SyncThreads(Site site = Site::Here()) { emu::SyncThreads(site); }
 inline void ThreadFence(Site site = Site::Here()) { emu::ThreadFence(site); }
+// Launches do not overlap here.
+inline void WaitForPrevious() {}
+inline void AllowNext() {}
+inline void StartKernel() {}
 
 template <typename T>
 struct FromLane {
@@ -113,8 +117,8 @@ inline T LoadConst(Global<const T> p, Site site = Site::Here()) {
   return x;
 }
 template <typename T>
-inline T LoadL2(Global<T> p, Site site = Site::Here()) {
-  T x;
+inline std::remove_const_t<T> LoadL2(Global<T> p, Site site = Site::Here()) {
+  std::remove_const_t<T> x;
   std::memcpy(&x, emu::ReadGlobal(p.address(), p.region(), sizeof(T), emu::Cache::kL2, site),
               sizeof(T));
   return x;

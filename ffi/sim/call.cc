@@ -22,6 +22,7 @@
 namespace jax_paged::cuda {
 // Weak: a library with planted bugs has only those that it is about.
 extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame*) __attribute__((weak));
+extern "C" XLA_FFI_Error* AttentionPlanHandler(XLA_FFI_CallFrame*) __attribute__((weak));
 extern "C" XLA_FFI_Error* MergeStatesHandler(XLA_FFI_CallFrame*) __attribute__((weak));
 extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame*) __attribute__((weak));
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame*) __attribute__((weak));
@@ -279,7 +280,7 @@ const char* sim_launches() { return jax_paged::sim::state().launches.c_str(); }
 // the last one, which it writes; is_filled: and may read. Returns "" or what went wrong.
 const char* sim_run(const char* ptx, const char* entry, int32_t ctas, int32_t threads,
                     int64_t dynamic_shared, void** buffers, const int64_t* bytes,
-                    int32_t num_buffers, int32_t is_filled, uint32_t seed) {
+                    int32_t num_buffers, int32_t is_filled, uint32_t seed, int32_t overlaps) {
   using namespace jax_paged;
   static std::string problem;
   const std::lock_guard<std::mutex> lock(sim::state().mutex);
@@ -289,7 +290,8 @@ const char* sim_run(const char* ptx, const char* entry, int32_t ctas, int32_t th
                       {static_cast<uint32_t>(ctas), 1, 1},
                       {static_cast<uint32_t>(threads), 1, 1},
                       dynamic_shared,
-                      {}};
+                      {},
+                      overlaps != 0};
     grid.params.resize(sizeof(void*) * static_cast<size_t>(num_buffers));
     std::memcpy(grid.params.data(), buffers, grid.params.size());
     emu::ClearRegions();
@@ -308,6 +310,9 @@ const char* sim_run(const char* ptx, const char* entry, int32_t ctas, int32_t th
 
 XLA_FFI_Error* SimAttention(XLA_FFI_CallFrame* frame) {
   return jax_paged::sim::Call(*frame, jax_paged::cuda::AttentionHandler).Run();
+}
+XLA_FFI_Error* SimAttentionPlan(XLA_FFI_CallFrame* frame) {
+  return jax_paged::sim::Call(*frame, jax_paged::cuda::AttentionPlanHandler).Run();
 }
 XLA_FFI_Error* SimMergeStates(XLA_FFI_CallFrame* frame) {
   return jax_paged::sim::Call(*frame, jax_paged::cuda::MergeStatesHandler).Run();

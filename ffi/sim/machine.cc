@@ -122,7 +122,7 @@ class Runner {
                     index / grid_.ctas.x / grid_.ctas.y};
     for (int w = 0; w < num_warps; ++w) {
       Warp& warp = cta->warps[w];
-      warp.Start(program_, grid_.params.data(), w, options.num_threads);
+      warp.Start(program_, grid_.params.data(), w, options.num_threads, grid_.overlaps);
       for (int lane = 0; lane < kLanes; ++lane) SetSpecials(&warp, at, lane);
     }
   }
@@ -236,6 +236,7 @@ class Runner {
         return;
       } else {  // kExit
         group->at = at + 1;
+        warp->NeedPrevious(run, i, "the end of a thread");
         Exit(cta, warp, group, run);
         return;
       }
@@ -342,13 +343,15 @@ class Runner {
 
 }  // namespace
 
-void Warp::Start(const Program& program, const char* arguments, int number, int num_threads) {
+void Warp::Start(const Program& program, const char* arguments, int number, int num_threads,
+                 bool overlaps) {
   params = arguments;
   param_list = &program.entry.param_list;
   index = number;
   words_.resize(program.num_words + 16);
   valid_.assign(program.num_registers, 0);
   live = LanesBelow(num_threads - int64_t{number} * kLanes);
+  waited = overlaps ? 0 : kAllLanes;
   groups.assign(1, {0, live, false});
   barrier = nullptr;
   for (const Constant& constant : program.constants) {
@@ -361,6 +364,12 @@ void Warp::Start(const Program& program, const char* arguments, int number, int 
       std::fill_n(Words<uint32_t>(constant.ref), kLanes, static_cast<uint32_t>(constant.value));
     }
   }
+}
+
+void Warp::NeedPrevious(uint32_t lanes, const Instruction& i, const char* what) const {
+  if ((waited & lanes) == lanes) return;
+  emu::Fail(SiteOf(i), std::string(what) + " before griddepcontrol.wait (PTX line " +
+                           std::to_string(i.place.ptx_line) + ")");
 }
 
 void Warp::FailUnwritten(const Instruction& i, const char* what) const {

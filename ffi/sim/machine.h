@@ -7,6 +7,8 @@
 //   registers    an address, a predicate or a stored value that was never computed
 //   divergence   an instruction of the whole warp that not all its lanes reach, and so a hang
 //   barriers     threads that wait at one while others have ended or wait elsewhere
+//   launches     a thread of a launch that may overlap the one before it, which touches device
+//                memory, or ends, before griddepcontrol.wait
 // Lanes of a warp that part at a branch run group by group, the one that is furthest back first,
 // and join where they meet; the ISA promises no order among them, and no kernel may need one.
 
@@ -33,6 +35,7 @@ struct Grid {
   Dim threads;               // of a CTA
   int64_t dynamic_shared;    // bytes
   std::vector<char> params;  // the kernel's arguments, laid out as its PTX says
+  bool overlaps = false;     // may begin before the launch before it has ended
 };
 
 // Runs all CTAs, in an order drawn from the seed. Returns "" or what went wrong, in one line.

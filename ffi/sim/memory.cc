@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Loads, stores, atomics, fences and cp.async. Shadow memory (emu/) says which of them are wrong.
+// Loads, stores, atomics, fences, cp.async and griddepcontrol. Shadow memory (emu/) says which of
+// them are wrong.
 
 #include <cstring>
 #include <stdexcept>
@@ -70,6 +71,7 @@ const char* ReadFrom(Warp& warp, const Instruction& i, uint64_t address) {
 template <Space SPACE, typename T, typename S>
 void Load(Warp& warp, const Instruction& i, uint32_t lanes) {
   warp.Need(i.in[0], lanes, i, "an address");
+  if constexpr (SPACE == Space::kGlobal) warp.NeedPrevious(lanes, i, "a read");
   EachLane(warp, lanes, [&](int lane) {
     const char* from = ReadFrom<SPACE>(warp, i, AddressOf(warp, i, lane));
     for (int k = 0; k < i.num_out; ++k, from += sizeof(T)) {
@@ -85,6 +87,7 @@ template <Space SPACE, typename T>
 void Store(Warp& warp, const Instruction& i, uint32_t lanes) {
   warp.Need(i.in[0], lanes, i, "an address");
   for (int k = 1; k < i.num_in; ++k) warp.Need(i.in[k], lanes, i, "what is stored");
+  if constexpr (SPACE == Space::kGlobal) warp.NeedPrevious(lanes, i, "a write");
   EachLane(warp, lanes, [&](int lane) {
     const uint64_t address = AddressOf(warp, i, lane);
     char* to;
@@ -134,6 +137,7 @@ template <typename Next>
 void Atomic(Warp& warp, const Instruction& i, uint32_t lanes, Next next) {
   warp.Need(i.in[0], lanes, i, "an address");
   for (int k = 1; k < i.num_in; ++k) warp.Need(i.in[k], lanes, i, "an operand of an atomic");
+  warp.NeedPrevious(lanes, i, "an atomic");
   EachLane(warp, lanes, [&](int lane) {
     const uint64_t address = AddressOf(warp, i, lane);
     char* const where = emu::AtomicGlobal(address, RegionOf(address), 4, SiteOf(i));
@@ -167,6 +171,7 @@ void Fence(Warp& warp, const Instruction& i, uint32_t lanes) {
 // in: the address in shared memory, the one in global memory, how many bytes are read.
 void CopyAsync(Warp& warp, const Instruction& i, uint32_t lanes) {
   for (int k = 0; k < i.num_in; ++k) warp.Need(i.in[k], lanes, i, "an operand of cp.async");
+  warp.NeedPrevious(lanes, i, "cp.async");
   EachLane(warp, lanes, [&](int lane) {
     const uint32_t to = warp.Words<uint32_t>(i.in[0])[lane] + static_cast<uint32_t>(i.number);
     const uint64_t from = warp.Words<uint64_t>(i.in[1])[lane] + static_cast<uint64_t>(i.number2);
@@ -185,6 +190,10 @@ void CommitGroup(Warp& warp, const Instruction&, uint32_t lanes) {
 void WaitGroup(Warp& warp, const Instruction& i, uint32_t lanes) {
   EachLane(warp, lanes, [&](int) { emu::CpAsyncWait(static_cast<int>(i.number), SiteOf(i)); });
 }
+
+void WaitForPrevious(Warp& warp, const Instruction&, uint32_t lanes) { warp.waited |= lanes; }
+// Launches run one behind another here, as they may.
+void AllowNext(Warp&, const Instruction&, uint32_t) {}
 
 }  // namespace
 
@@ -239,6 +248,10 @@ bool MakeMemoryAccess(const std::string& opcode, int address_bits, int register_
     i->execute = CommitGroup;
   } else if (opcode == "cp.async.wait_group") {
     i->execute = WaitGroup;
+  } else if (opcode == "griddepcontrol.wait") {
+    i->execute = WaitForPrevious;
+  } else if (opcode == "griddepcontrol.launch_dependents") {
+    i->execute = AllowNext;
   }
   return i->execute != nullptr;
 }

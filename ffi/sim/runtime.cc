@@ -107,7 +107,7 @@ cudaError_t Do(std::function<std::string(uint32_t seed)> node) {
 }
 
 cudaError_t Launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared,
-                   cudaStream_t stream) {
+                   cudaStream_t stream, bool overlaps = false) {
   Runtime& r = runtime();
   const auto found = r.functions.find(stub);
   if (found == r.functions.end()) return Refuse(cudaErrorInvalidDeviceFunction, "no such kernel");
@@ -132,7 +132,8 @@ cudaError_t Launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
                  {grid.x, grid.y, grid.z},
                  {block.x, block.y, block.z},
                  static_cast<int64_t>(shared),
-                 {}};
+                 {},
+                 overlaps};
   const int64_t threads = launch.threads.count();
   const int64_t most = program->entry.max_threads ? program->entry.max_threads : 1024;
   if (launch.ctas.count() < 1 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 ||
@@ -156,7 +157,7 @@ cudaError_t Launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
   }
   r.launches.push_back(function.name + " " + std::to_string(grid.x) + "," + std::to_string(grid.y) +
                        "," + std::to_string(grid.z) + " " + std::to_string(threads) + " " +
-                       std::to_string(shared));
+                       std::to_string(shared) + (overlaps ? " overlaps" : " alone"));
   return Do([launch](uint32_t seed) { return Run(launch, seed); });
 }
 
@@ -267,8 +268,20 @@ cudaError_t cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** arg
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* stub,
                                 void** arguments) {
+  using jax_paged::sim::Refuse;
+  bool overlaps = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id != cudaLaunchAttributeProgrammaticStreamSerialization) {
+      return Refuse(cudaErrorInvalidValue, "an attribute of a launch that is not simulated");
+    }
+    overlaps = attribute.val.programmaticStreamSerializationAllowed != 0;
+  }
+  if (overlaps && runtime().device.architecture < 90) {
+    return Refuse(cudaErrorNotSupported, "a launch that may overlap, on a device below sm_90");
+  }
   return jax_paged::sim::Launch(stub, config->gridDim, config->blockDim, arguments,
-                                config->dynamicSmemBytes, config->stream);
+                                config->dynamicSmemBytes, config->stream, overlaps);
 }
 
 cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, int value) {
@@ -276,7 +289,13 @@ cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, 
   auto& r = runtime();
   const auto found = r.functions.find(stub);
   if (found == r.functions.end()) return Refuse(cudaErrorInvalidDeviceFunction, "no such kernel");
-  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) {
+    if (value >= cudaSharedmemCarveoutDefault && value <= cudaSharedmemCarveoutMaxShared) {
+      return cudaSuccess;
+    }
+    return Refuse(cudaErrorInvalidValue,
+                  found->second.name + ": a carve-out of " + std::to_string(value) + " percent");
+  }
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) {
     return Refuse(cudaErrorInvalidValue, "an attribute of a kernel that is not simulated");
   }

@@ -31,7 +31,8 @@ cudaStream_t CallStream();
 void Replay(uint32_t seed);
 // What went wrong; "" if nothing did.
 std::string EndCall();
-// Kernels of the last call, a line each: name, grid, threads, dynamic shared memory.
+// Kernels of the last call, a line each: name, grid, threads, dynamic shared memory, and whether it
+// may overlap the one before it.
 const std::vector<std::string>& Launches();
 
 }  // namespace jax_paged::sim

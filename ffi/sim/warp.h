@@ -45,7 +45,7 @@ struct Group {
 
 class Warp {
  public:
-  void Start(const Program& program, const char* params, int index, int num_threads);
+  void Start(const Program& program, const char* params, int index, int num_threads, bool overlaps);
 
   template <typename S>
   S* Words(Ref ref) {
@@ -62,12 +62,15 @@ class Warp {
   void Need(Ref ref, uint32_t lanes, const Instruction& instruction, const char* what) {
     if ((valid_[ref.number] & lanes) != lanes) FailUnwritten(instruction, what);
   }
+  // Fails unless the launch before this one has ended for the lanes.
+  void NeedPrevious(uint32_t lanes, const Instruction& instruction, const char* what) const;
   [[noreturn]] void FailUnwritten(const Instruction& instruction, const char* what) const;
 
   const char* params = nullptr;  // the kernel's arguments
   const std::vector<Variable>* param_list = nullptr;
   int index = 0;
-  uint32_t live = 0;  // lanes that have not ended
+  uint32_t live = 0;    // lanes that have not ended
+  uint32_t waited = 0;  // lanes for which the launch before this one has ended
   std::vector<Group> groups;
   const Instruction* barrier = nullptr;  // of the CTA, where it waits
 

@@ -4,6 +4,7 @@
 from jax_paged.cache import transfer as transfer
 from jax_paged.cache.export import export as export
 from jax_paged.cache.layers import attend as attend
+from jax_paged.cache.layers import attend_plan as attend_plan
 from jax_paged.cache.layers import write as write
 from jax_paged.cache.layers import write_qkv as write_qkv
 from jax_paged.cache.page_table import PageTable as PageTable
@@ -20,6 +21,7 @@ from jax_paged.native.load import build_info as build_info
 from jax_paged.ops.attention import paged_attention as paged_attention
 from jax_paged.ops.attention import ragged_attention as ragged_attention
 from jax_paged.ops.attention import ragged_paged_attention as ragged_paged_attention
+from jax_paged.ops.attention_plan import attention_plan as attention_plan
 from jax_paged.ops.batch import StepBatch as StepBatch
 from jax_paged.ops.batch import pages_for as pages_for
 from jax_paged.ops.cascade import CascadeLevel as CascadeLevel
@@ -34,6 +36,7 @@ from jax_paged.ops.mla import write_mla_kv as write_mla_kv
 from jax_paged.ops.moe import moe_experts as moe_experts
 from jax_paged.ops.move import copy_pages as copy_pages
 from jax_paged.ops.move import move_slots as move_slots
+from jax_paged.ops.plan import AttentionPlan as AttentionPlan
 from jax_paged.ops.qkv import qkv_norm_rope_write as qkv_norm_rope_write
 from jax_paged.ops.ranges import gather_kv as gather_kv
 from jax_paged.ops.ranges import scatter_kv as scatter_kv

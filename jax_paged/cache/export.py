@@ -14,8 +14,9 @@ from jax_paged.cache.table import Windows
 from jax_paged.cache.transfer.inbox import Inbox
 from jax_paged.native.load import build_info
 from jax_paged.ops.batch import StepBatch
+from jax_paged.ops.plan import AttentionPlan
 
-TYPES = (Inbox, KVGroup, KVState, PageTable, StepBatch, Windows)
+TYPES = (AttentionPlan, Inbox, KVGroup, KVState, PageTable, StepBatch, Windows)
 
 
 def export(

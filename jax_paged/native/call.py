@@ -5,7 +5,7 @@ Both modules register the same target names, `_cpu` for "cpu" and `_cuda` for "C
 `ffi_call` serves both and XLA picks the handler at lowering.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -83,9 +83,10 @@ def register_stand_in(name: str, call: Callable[..., Sequence[jax.Array]]) -> No
 def ffi_call(
     target: str,
     operands: Sequence[jax.Array],
-    attributes: dict[str, Any],
+    attributes: dict[str, Any] | Callable[[dict[str, jax.Array]], dict[str, Any]],
     *,
     heads: HeadAxes,
+    only_shapes: Collection[str] = (),
     aliases: dict[int, int] | None = None,
     cuda_workspace_words: int = 0,
     implementation: Implementation,
@@ -97,19 +98,25 @@ def ffi_call(
     results have the types of the reference's, inside shard_map with the mesh axes they vary over.
     The CUDA handler gets cuda_workspace_words i32 as one more result, if any: memory to work in.
     Where the heads are split over devices, each device calls for its own (`sharding.over_heads`).
+    Attributes may be a function of the operands of one device, by name. `only_shapes` names those
+    that are there for it alone: neither the target nor the reference gets them.
     """
     if implementation == "reference":
-        return reference(*operands)
+        named = zip(heads.operands, operands, strict=True)
+        return reference(*(x for name, x in named if name not in only_shapes))
 
     stand_in = STAND_INS.get(implementation)
 
     def call(*operands):
+        named = dict(zip(heads.operands, operands, strict=True))
+        own = attributes(named) if callable(attributes) else attributes
+        sent = {name: x for name, x in named.items() if name not in only_shapes}
+        operands = tuple(sent.values())
         if stand_in is not None:
-            named = dict(zip(heads.operands, operands, strict=True))
             results = jax.eval_shape(reference, *operands)
-            return stand_in(target, named, attributes, results, aliases, cuda_workspace_words)
+            return stand_in(target, sent, own, results, aliases, cuda_workspace_words)
         return _local_call(
-            target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
+            target, operands, own, aliases, cuda_workspace_words, implementation, reference
         )
 
     if implementation is None and target in _SPLIT_BY_XLA and jax.device_count() > 1:
@@ -152,7 +159,7 @@ def _local_call(
         return native(workspace if name == "_cuda" else ())
 
     default = unavailable(load.no_native(target)) if implementation == "native" else reference
-    branches = {"cpu": branch("_cpu")}
+    branches = {"cpu": reference if target in load.CUDA_ONLY else branch("_cpu")}
     if target not in load.CPU_ONLY:
         branches["cuda"] = branch("_cuda")
     return jax.lax.platform_dependent(*operands, default=default, **branches)

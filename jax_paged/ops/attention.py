@@ -37,6 +37,7 @@ from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import HeadAxes
 from jax_paged.ops import options, reference
 from jax_paged.ops.options import Arrays, Call, Static, documented
+from jax_paged.ops.plan import AttentionPlan, facts_of, plan_words, words_of
 from jax_paged.ops.reference import head_scale, layer_scale
 from jax_paged.ops.rope import Rope
 
@@ -60,6 +61,7 @@ class LayerOptions(TypedDict, total=False):
     return_lse: bool
     num_kv_splits: int | None
     split_tokens: int | None
+    plan: AttentionPlan | None
     implementation: Implementation
 
 
@@ -87,6 +89,7 @@ def paged_attention(
     return_lse: bool = False,
     num_kv_splits: int | None = None,
     split_tokens: int | None = None,
+    plan: AttentionPlan | None = None,
     layout: Layout = "HND",
     implementation: Implementation = None,
 ):
@@ -170,6 +173,8 @@ def ragged_paged_attention(
     return_lse: bool = False,
     num_kv_splits: int | None = None,
     split_tokens: int | None = None,
+    max_q_len: int | None = None,
+    plan: AttentionPlan | None = None,
     layout: Layout = "HND",
     implementation: Implementation = None,
 ):
@@ -349,7 +354,13 @@ def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     call = Call(q, k_pages, v_pages, k_shape, v_shape, rows, given)
     static, of_options = options.read_options(call)
     static["one_query_per_row"] = single
+    if single:
+        static["max_q_len"] = 1
     arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages} | arrays | of_options
+    if "plan" in arrays:
+        max_tree = arrays["tree"].shape[1] if "tree" in arrays else 0
+        facts = facts_of(static, arrays)
+        arrays["plan"] = words_of(given["plan"], facts, plan_words(rows, max_tree))
     return tuple(static.items()), arrays
 
 
@@ -418,12 +429,14 @@ def _cuda_workspace_words(
     split_tokens: int = 0,
     max_tree: int = 0,
     unit_rows: int = 16,
+    has_plan: bool = False,
 ) -> int:
-    """What the CUDA kernels work in, in 4-byte words: WorkspaceWords of ffi/cuda/attention/args.h.
+    """What the CUDA kernels work in, in 4-byte words: ScratchWords of ffi/cuda/attention/args.h.
 
-    Automatic splits (both 0) leave at most two partial results per worker, whatever the batch and
-    the context; fixed splits leave one for each split of each decode row of `capacity` tokens.
-    unit_rows: of packed rows, 16 but for latent rows (`_latent_unit_rows`).
+    In front of it is the plan, unless the call is given one. Automatic splits (both 0) leave at
+    most two partial results per worker, whatever the batch and the context; fixed splits leave one
+    for each split of each decode row of `capacity` tokens. unit_rows: of packed rows, 16 but for
+    latent rows (`_latent_unit_rows`).
     """
     tile_rows, tile_tokens = 16, 64
     unit_parts = unit_rows // tile_rows
@@ -435,8 +448,8 @@ def _cuda_workspace_words(
         uncut = isinstance(splits, int) and splits <= 1
         slots = 0 if uncut else max_seqs * num_kv_heads * splits
         slots *= -(-group_size // unit_rows) * unit_parts
-    tree_words = max_seqs * (max_tree + 1) if max_tree else 0
-    return slots * (tile_rows * (v_head_dim + 2) + 1) + (max_seqs + 1) * 13 + 5 + tree_words
+    own = slots * (tile_rows * (v_head_dim + 2) + 1) + 1
+    return own if has_plan else plan_words(max_seqs, max_tree) + own
 
 
 def _latent_unit_rows(q: jax.Array) -> int:
@@ -467,6 +480,7 @@ def _call(static: Static, arrays: Arrays):
         num_kv_splits=known.get("num_kv_splits", 0),
         split_tokens=known.get("split_tokens", 0),
         unit_rows=_latent_unit_rows(q) if "kv_pages" in arrays else 16,
+        has_plan="plan" in arrays,
     )
     axes = dict.fromkeys(arrays) | options.heads_axes(arrays) | {"q": 1}
     for pool in ("k", "v"):

@@ -33,6 +33,8 @@ class StepBatch:
     sliding_window: jax.Array | None = None  # i32[S], 0 for a row without a window
     num_pinned: jax.Array | None = None  # i32[S]
     slot_offset: jax.Array | None = None  # i32[S]
+    # How many tokens a row has at most, where that is known ahead: `step` was given an int.
+    max_q_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     # Of a state of several groups of layers: the batches of all groups but the first. What is said
     # of rows and tokens is the same in all; pages, slots and windows are the group's own.
     more: tuple["StepBatch", ...] = ()

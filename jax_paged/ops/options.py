@@ -31,9 +31,11 @@ from jax_paged.checks import (
     check_scale,
     check_shape,
     expect,
+    kind_text,
     shape_text,
 )
 from jax_paged.layout import PagesShape
+from jax_paged.ops.plan import AttentionPlan
 from jax_paged.ops.rope import Rope
 
 Static = tuple[tuple[str, Any], ...]  # names and values of a call's static part: hashable
@@ -211,6 +213,18 @@ def _split(name: str) -> Callable[[Any, Call], Any]:
     return check
 
 
+def _max_q_len(value: Any, call: Call) -> Any:
+    ok = isinstance(value, int) and value is not True and value >= 1
+    expect(ok, "max_q_len", "None or an int >= 1", value)
+    return value
+
+
+def _plan(value: Any, call: Call) -> Any:
+    is_plan = isinstance(value, AttentionPlan)
+    expect(is_plan, "plan", "None or an AttentionPlan of attention_plan", kind_text(value))
+    return value
+
+
 def _as_it_is(value: Any, call: Call) -> Any:
     return value
 
@@ -344,6 +358,22 @@ OPTIONS = (
         "depend on the rest of the batch.",
         _split("split_tokens"),
         static=True,
+        of_result=False,
+    ),
+    Option(
+        "max_q_len",
+        "how many queries a row has at most, where that is known ahead; None: any number. CUDA "
+        "does not launch a kernel then that would have no work. Rows with more queries are right, "
+        "too, but slower.",
+        _max_q_len,
+        static=True,
+        of_result=False,
+    ),
+    Option(
+        "plan",
+        "of `attention_plan` for this call's shapes and lengths, which may serve all layers of a "
+        "step; None: the call makes its own. The results have the same bits.",
+        _plan,  # `check_call` looks whether it fits
         of_result=False,
     ),
     Option(

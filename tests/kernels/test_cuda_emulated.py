@@ -20,6 +20,7 @@ from emulation import Device, EmulationError, emulate, library, limits
 from jax_paged import linear, moe_experts
 from jax_paged.layout import LAYOUTS
 from jax_paged.ops.attention import _cuda_workspace_words
+from jax_paged.ops.plan import plan_words
 from jax_paged.testing import (
     TOLERANCES,
     Case,
@@ -179,9 +180,11 @@ def test_workspace_is_what_python_asks_for(group, options):
     for max_tree, unit_rows in ((0, 16), (70, 16), (0, 32), (0, 64)):
         asked = sizes | {"capacity": 1000} | options
         asked |= {"max_tree": max_tree, "unit_rows": unit_rows}
-        assert _cuda_workspace_words(**asked) == library().attention_workspace_words(
-            *asked.values()
-        )
+        words = _cuda_workspace_words(**asked)
+        assert words == library().attention_workspace_words(*asked.values())
+        of_plan = plan_words(5, max_tree)
+        assert of_plan == library().attention_plan_words(5, max_tree)
+        assert _cuda_workspace_words(**asked, has_plan=True) == words - of_plan
 
 
 def test_workspace_does_not_grow_with_context_and_hardly_with_the_batch():

@@ -104,10 +104,10 @@ BUGS = {
         "race|write after write",
     ),
     "counters not cleared": (
-        "plan.cuh", "prim::Store(args.arrivals + i, 0u);", "", "nobody has initialised",
+        "begin.cuh", "prim::Store(args.arrivals + i, 0u);", "", "nobody has initialised",
     ),
     "empty rows not filled": (
-        "plan.cuh", "if (prim::Load(empties + i)) {", "if (false) {", "not finite",
+        "begin.cuh", "prim::Ballot(is_empty)", "prim::Ballot(false)", "not finite",
     ),
     "length not clamped": (
         "logits.cuh", "Clamp<int32_t>(stored, 0, args.capacity)", "stored",
@@ -178,7 +178,8 @@ BUGS = {
         "prefill.cuh", "index = prim::GridSize() +", "index = 1 +", "race|write after write",
     ),
     "prefill: ticket not cleared": (
-        "plan.cuh", "prim::Store(args.ticket, 0u);", "", "nobody has initialised",
+        "begin.cuh", "if (first == 0) prim::Store(args.ticket, 0u);", "",
+        "nobody has initialised",
     ),
     "prefill: values of vllm5d tokens that do not exist": (
         "prefill_loader.cuh", "if (mask == 0xffu) return;", "return;", "not finite",
@@ -237,7 +238,7 @@ BUGS = {
         "segment.cuh", "LoadSink(args, QueryHead(args, rows, row))", "LoadSink(args, 0)", DIFFERS,
     ),
     "a sink for padding": (
-        "plan.cuh", "args.num_tokens, step, /*with_sinks=*/false", "args.num_tokens, step, true",
+        "begin.cuh", "args.num_tokens, ctas, /*with_sinks=*/false", "args.num_tokens, ctas, true",
         "lse: empty rows",
     ),
     "soft cap before the scale": (

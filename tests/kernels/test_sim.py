@@ -10,11 +10,13 @@ import subprocess
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plans import call_of, plan_of
 from simulation import FFI, NVCC_FLAGS, device, library, nvcc, set_devices
 
 from jax_paged import (
     merge_attention_states,
     moe_experts,
+    paged_attention,
     qkv_norm_rope_write,
     ragged_paged_attention,
     write_kv,
@@ -33,11 +35,16 @@ def loaded():
     set_devices(library(), device(80), device(90))
 
 
+def overlaps(loaded):
+    """Of each launch of the last call, whether it may overlap the one before it."""
+    return [line.split()[-1] == "overlaps" for line in loaded.sim_launches().decode().splitlines()]
+
+
 def launches(loaded):
     """[(kernel, CTAs, threads, bytes of dynamic shared memory)] of the last call."""
     found = []
     for line in loaded.sim_launches().decode().splitlines():
-        name, grid, threads, shared = line.split()
+        name, grid, threads, shared, _ = line.split()
         (kernel,) = re.findall(r"\d+(\w+?)Kernel", name)[-1:] or [name]
         ctas = int(np.prod([int(x) for x in grid.split(",")]))
         found.append((re.sub(r"^.*\d", "", kernel), ctas, int(threads), int(shared)))
@@ -59,6 +66,40 @@ def test_a_mixed_batch_launches_plan_decode_and_prefill(architecture, loaded):
     assert [name for name, *_ in found] == ["Plan", "Decode", "Prefill"]
     limit = {80: 163, 90: 227}[architecture] * 1024
     assert all(shared <= limit for *_, shared in found)
+    assert overlaps(loaded) == [architecture >= 90] * 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_a_call_with_a_plan_launches_no_planner(architecture, dtype, loaded):
+    set_devices(loaded, device(architecture))
+    batch = make_batch(Case("sim", 8, 2, 128), jnp.dtype(dtype), [1, 40], [100, 60])
+    plan = plan_of(*call_of(batch, {}, implementation="sim"))
+    assert [name for name, *_ in launches(loaded)] == ["Plan"]
+    got = attend(batch, plan=plan)
+    assert_attention_close(*map(np.asarray, got), *dense_oracle(batch))
+    kernels = ["Decode", "Prefill"] if dtype == "bfloat16" else ["Simt"]
+    assert [name for name, *_ in launches(loaded)] == ["Begin", *kernels]
+    assert overlaps(loaded) == [architecture >= 90] * (1 + len(kernels))
+
+
+def test_a_call_that_is_known_to_be_decode_launches_no_prefill(loaded):
+    batch = make_batch(Case("sim", 8, 2, 128), jnp.bfloat16, [1] * 9, [100] * 9)
+    attend(batch)
+    assert [name for name, *_ in launches(loaded)] == ["Plan", "Decode", "Prefill"]
+    expected = dense_oracle(batch)
+    for most, kernels in ((1, ["Decode"]), (4, ["Decode"]), (5, ["Decode", "Prefill"])):
+        assert_attention_close(*map(np.asarray, attend(batch, max_q_len=most)), *expected)
+        assert [name for name, *_ in launches(loaded)] == ["Plan", *kernels]
+    paged_attention(*batch.operands(), implementation="sim")
+    assert [name for name, *_ in launches(loaded)] == ["Plan", "Decode"]
+
+
+def test_rows_with_more_queries_than_was_said_are_right(loaded):
+    batch = make_batch(Case("sim", 8, 2, 128), jnp.bfloat16, [1, 40, 9], [100, 60, 200])
+    got = attend(batch, max_q_len=1)
+    assert_attention_close(*map(np.asarray, got), *dense_oracle(batch))
+    assert [name for name, *_ in launches(loaded)] == ["Plan", "Decode"]
 
 
 def test_f32_launches_simt(loaded):
@@ -96,6 +137,19 @@ def attention_call(seed):
     )  # fmt: skip
     arguments, options = batch.ragged()
     return lambda how: ragged_paged_attention(*arguments, **options, implementation=how)
+
+
+def planned_call(seed):
+    lens = [([1, 1, 30, 0], [150, 1, 64, 40]), ([1, 0, 9, 20], [3, 70, 9, 170])][seed]
+    batch = make_batch(
+        Case("sim", 8, 2, 64), jnp.bfloat16, *lens, num_tokens=40, pages_per_seq=12, num_pages=50,
+        seed=seed,
+    )  # fmt: skip
+    arguments, options = batch.ragged()
+    plans = {"sim": plan_of(arguments, options | {"implementation": "sim"}), "reference": None}
+    return lambda how: ragged_paged_attention(
+        *arguments, **options, plan=plans[how], implementation=how
+    )
 
 
 def merge_call(seed):
@@ -143,8 +197,8 @@ def many_qkv_call(seed):
 @pytest.mark.parametrize(
     "make",
     [
-        attention_call, merge_call, experts_call, write_call, qkv_call, many_writes_call,
-        many_qkv_call,
+        attention_call, planned_call, merge_call, experts_call, write_call, qkv_call,
+        many_writes_call, many_qkv_call,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
@@ -174,7 +228,7 @@ def check(got, expected):
     "source", ["write_kv/launch.cu", "merge_states/launch.cu", "attention/inst/decode_bf16_8bit.cu"]
 )
 def test_ptx_of_both_architectures_is_the_same(source, tmp_path):
-    """Until a kernel asks for its architecture, running one of them runs both."""
+    """But for how launches overlap: running one of them runs both."""
     texts = []
     for architecture in (80, 90):
         target = f"-gencode=arch=compute_{architecture},code=compute_{architecture}"
@@ -183,5 +237,6 @@ def test_ptx_of_both_architectures_is_the_same(source, tmp_path):
         command = [nvcc(), *flags, target, "-I", FFI, "-ptx", FFI / "cuda" / source, "-o", out]
         subprocess.run(command, check=True)
         lines = out.read_text().splitlines()
+        lines = [x for x in lines if not x.strip().startswith("griddepcontrol.")]
         texts.append([x for x in lines if not x.startswith(("//", ".target"))])
     assert texts[0] == texts[1]

@@ -17,7 +17,12 @@ import pytest
 from planting import asked_for, plant
 from simulation import build, device, register, set_devices
 
-from jax_paged import merge_attention_states, ragged_paged_attention, write_kv
+from jax_paged import (
+    attention_plan,
+    merge_attention_states,
+    ragged_paged_attention,
+    write_kv,
+)
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens, repeated_slots
 
@@ -104,8 +109,8 @@ BUGS = {
     ),
     # the launches
     "too little dynamic shared memory": (
-        LAUNCH, "Traits::SharedBytes(shape.stages), stream>>>(args)",
-        "Traits::SharedBytes(shape.stages) - 16, stream>>>(args)", "shared memory out of bounds",
+        LAUNCH, "Traits::SharedBytes(args.stages), stream",
+        "Traits::SharedBytes(args.stages) - 16, stream", "shared memory out of bounds",
     ),
     "no leave for much shared memory": (
         LAUNCH,
@@ -122,28 +127,66 @@ BUGS = {
         "error = cudaDeviceGetAttribute(value, attribute, 0);", "of another device",
     ),
     "a CTA too few": (
-        LAUNCH, "<<<args.num_workers, kAttentionThreads, Traits",
-        "<<<args.num_workers - 1, kAttentionThreads, Traits", f"{DIFFERS}|nobody has",
+        LAUNCH, "PAGES>, args.num_workers, kAttentionThreads",
+        "PAGES>, args.num_workers - 1, kAttentionThreads", f"{DIFFERS}|nobody has",
     ),
     "another stream": (
-        LAUNCH, "Traits::SharedBytes(shape.stages), stream>>>(args)",
-        "Traits::SharedBytes(shape.stages)>>>(args)", "another stream",
+        LAUNCH, "Traits::SharedBytes(args.stages), stream",
+        "Traits::SharedBytes(args.stages), nullptr", "another stream",
     ),
     "more threads than the kernel is made for": (
-        LAUNCH, "<<<args.num_workers, kAttentionThreads, Traits",
-        "<<<args.num_workers, 2 * kAttentionThreads, Traits", "invalid grid or block",
+        LAUNCH, "PAGES>, args.num_workers, kAttentionThreads",
+        "PAGES>, args.num_workers, 2 * kAttentionThreads", "invalid grid or block",
     ),
     "a plan for the first call alone": (
-        "cuda/attention/launch.cu", "  PlanKernel<<<",
+        "cuda/attention/launch.cu", "  return LaunchKernel(PlanKernel",
         "  static bool planned = false;\n  if (planned) return cudaSuccess;\n  planned = true;\n"
-        "  PlanKernel<<<",
+        "  return LaunchKernel(PlanKernel",
         "nobody has",
     ),
     "lengths that the host has read": (
-        "cuda/attention/launch.cu", "  PlanKernel<<<static_cast<unsigned>(ctas)",
+        "cuda/attention/launch.cu", "  return LaunchKernel(PlanKernel",
         "  const_cast<AttentionArgs&>(args).num_tokens = args.seq_lens.get()[0];\n"
-        "  PlanKernel<<<static_cast<unsigned>(ctas)",
+        "  return LaunchKernel(PlanKernel",
         f"{DIFFERS}|nobody has|no known buffer",
+    ),
+    "counters cleared in the first call of a plan alone": (
+        "cuda/attention/launch.cu", "  return LaunchKernel(BeginKernel",
+        "  static bool begun = false;\n  if (begun) return cudaSuccess;\n  begun = true;\n"
+        "  return LaunchKernel(BeginKernel",
+        "nobody has initialised",
+    ),
+    "counters not cleared where there is a plan": (
+        "cuda/attention/begin.cuh", "const AttentionArgs& args) {\n  ClearCounters(args);",
+        "const AttentionArgs& args) {", "nobody has initialised",
+    ),
+    "rows without keys not filled where there is a plan": (
+        "cuda/attention/begin.cuh", "    FillRows(args, lengths);\n", "", DIFFERS,
+    ),
+    "padding not filled where there is a plan": (
+        "cuda/attention/begin.cuh", "prim::LoadL2(args.row_lengths + args.max_seqs).q_begin",
+        "args.num_tokens", DIFFERS,
+    ),
+    "a layer that is not there read by a plan": (
+        "cuda/attention/segment.cuh", "  if (!HasLayer(args)) range.end = range.begin;\n", "",
+        f"no known buffer|out of bounds|race|{UNEQUAL}",
+    ),
+    "a plan for another number of workers": (
+        "cuda/attention/launch.cu", "  args->num_workers = NumWorkers(",
+        "  args->num_workers = (args->out ? 1 : 2) * NumWorkers(", f"{DIFFERS}|nobody has",
+    ),
+    # launches that overlap (sm_90)
+    "a kernel that does not wait for the launch before it": (
+        PRIM, '  asm volatile("griddepcontrol.wait;" ::: "memory");\n', "",
+        "before griddepcontrol.wait",
+    ),
+    "a kernel that waits too late": (
+        LAUNCH, "  prim::StartKernel();\n  DecodeCta<T, HEAD_DIM, PAGES>(args);",
+        "  DecodeCta<T, HEAD_DIM, PAGES>(args);\n  prim::StartKernel();",
+        "before griddepcontrol.wait",
+    ),
+    "launches that overlap on a device that cannot": (
+        "cuda/current_device.cc", "major >= 9", "major >= 8", "below sm_90",
     ),
     # the handlers
     "lse for a workspace": (
@@ -254,6 +297,10 @@ BUGS = {
 }  # fmt: skip
 
 
+# What is tried on a device whose launches overlap.
+OVERLAPS = tuple(BUGS[name][1] for name in BUGS if name.startswith("a kernel that"))
+
+
 def sources_of(file):
     """What is compiled for a bug in a file, and what is tried."""
     if any(name in file for name in ("claim_slots", "write_kv", "written_tokens", "page_view")):
@@ -277,6 +324,9 @@ def check_attention(loaded, name):
     for seed, ordinal in itertools.product(range(3), (0, 1)):
         set_devices(loaded, device(seed=seed, ordinal=ordinal))
         run_attention(batches[0], name)
+    run_planned(batches[0], name)
+    set_devices(loaded, device(seed=2))
+    run_attention(batches[0], name)
     loaded.sim_set_replays(1)
     try:
         run_attention(batches[1], name)
@@ -288,6 +338,29 @@ def run_attention(batch, name):
     arguments, options = batch.ragged()
     out, lse = ragged_paged_attention(*arguments, **options, return_lse=True, implementation=name)
     assert_attention_close(np.asarray(out), np.asarray(lse), *dense_oracle(batch))
+
+
+def run_planned(batch, name):
+    """A plan, and calls that use it: two with the layer of the batch, one with none."""
+    arguments, options = batch.ragged()
+    options |= {"implementation": name}
+    plan = attention_plan(*arguments, layout=options["layout"], implementation=name)
+    for _ in range(2):
+        call = ragged_paged_attention(*arguments, **options, plan=plan, return_lse=True)
+        assert_attention_close(*map(np.asarray, call), *dense_oracle(batch))
+    stacked = [x[None] for x in arguments[1:3]]
+    nowhere = options | {"layer": jnp.int32(2**20)}
+    out = ragged_paged_attention(arguments[0], *stacked, *arguments[3:], **nowhere, plan=plan)
+    np.testing.assert_array_equal(np.asarray(out).astype("f4"), 0)
+
+
+def check_overlap(loaded, name):
+    """Decode and prefill on a device whose launches overlap."""
+    case = Case("sim", 8, 2, 64, page_size=8)
+    batch = make_batch(case, jnp.bfloat16, [1, 1, 30, 0, 1], [300, 64, 90, 9, 1], num_tokens=40)
+    set_devices(loaded, device(90))
+    run_attention(batch, name)
+    run_planned(batch, name)
 
 
 def check_merge(loaded, name):
@@ -335,7 +408,9 @@ def compiled(folder, file, old, new):
     ffi = folder / "ffi"
     (ffi / "cuda/attention/few.cu").write_text(INSTANCES, encoding="utf-8")
     names, _ = sources_of(file)
-    return build(ffi, [ffi / "cuda" / name for name in names], architectures=(80,), workers=1)
+    architectures = (90,) if old in OVERLAPS else (80,)
+    sources = [ffi / "cuda" / name for name in names]
+    return build(ffi, sources, architectures=architectures, workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -353,6 +428,8 @@ def test_planted_bug_is_caught(name, libraries):
     implementation = "sim_" + re.sub(r"\W", "_", name)
     loaded = register(libraries[name].result(), implementation)
     _, check = sources_of(BUGS[name][0])
+    if BUGS[name][1] in OVERLAPS:
+        check = check_overlap
     with pytest.raises(
         (jax.errors.JaxRuntimeError, ValueError, AssertionError), match=BUGS[name][3]
     ):

@@ -457,6 +457,35 @@ def test_threads_that_ended_before_a_barrier_are_a_deadlock():
         run_ptx(body, [ONES], np.zeros(64, np.uint32), threads=64)
 
 
+# ---- griddepcontrol (9.7.13): a launch that may begin before the one before it has ended ----
+
+LATE = {
+    "a read": f"{columns(1)}\ngriddepcontrol.wait;\nst.global.u32 [%rd0], %r0;",
+    "a write": f"{columns(0)}\nst.global.u32 [%rd0], %t;\ngriddepcontrol.wait;",
+    "an atomic": "atom.global.inc.u32 %r9, [%out], 9;\ngriddepcontrol.wait;",
+    "cp.async": "mov.u32 %r1, dynamic;\ncp.async.ca.shared.global [%r1], [%in0], 4, 4;\n"
+    "griddepcontrol.wait;",
+    "the end of a thread": "griddepcontrol.launch_dependents;",
+    "of one lane, a write": f"{columns(0)}\nsetp.lt.u32 %p1, %t, 31;\n"
+    "@%p1 griddepcontrol.wait;\nst.global.u32 [%rd0], %t;",  # the last lane has not waited
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_a_launch_that_may_overlap_waits_before_it_touches_memory(what):
+    expected = f"{what.split(', ')[-1]} before griddepcontrol.wait"
+    with pytest.raises(SimulationError, match=expected):
+        run_ptx(LATE[what], [ONES], np.zeros(32, np.uint32), overlaps=True)
+
+
+def test_what_is_read_after_the_wait_is_there():
+    body = f"griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\n{columns(1)}\n"
+    body += "st.global.u32 [%rd0], %r0;"
+    for overlaps in (False, True):  # without a launch before it there is nothing to wait for
+        out = run_ptx(body, [ONES], np.zeros(32, np.uint32), overlaps=overlaps)
+        np.testing.assert_array_equal(out, ONES)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_copies_land_at_the_wait_and_barriers_order_what_others_wrote(seed):
     """Each thread copies a word, and reads its neighbour's after wait_group and bar.sync."""

@@ -52,6 +52,7 @@ CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows", "chosen_latent_
 # The results of the targets jax_paged.<op>.v1 that have emulated kernels.
 RESULTS = {
     "attention": ("out", "lse"),
+    "attention_plan": ("plan",),
     "merge_attention_states": ("out", "lse"),
     "moe_experts": ("out",),
     "qkv_norm_rope_write": ("q", "k_pages", "v_pages"),
@@ -164,9 +165,13 @@ def open_library(path: Path) -> ctypes.CDLL:
         if hasattr(loaded, f"emulate_{op}"):
             function = getattr(loaded, f"emulate_{op}")
             function.argtypes, function.restype = [ctypes.POINTER(EmulatedCall)], ctypes.c_char_p
-    for name, sizes in (("attention", 9), ("moe_experts", 6), ("write_kv", 1)):
-        if hasattr(loaded, f"{name}_workspace_words"):
-            function = getattr(loaded, f"{name}_workspace_words")
+    sizes_of = {
+        "attention_workspace": 9, "attention_plan": 2, "moe_experts_workspace": 6,
+        "write_kv_workspace": 1,
+    }  # fmt: skip
+    for name, sizes in sizes_of.items():
+        if hasattr(loaded, f"{name}_words"):
+            function = getattr(loaded, f"{name}_words")
             function.argtypes, function.restype = [ctypes.c_int64] * sizes, ctypes.c_int64
     loaded.take_sites.restype = ctypes.c_char_p
     loaded.skip_site.argtypes = [ctypes.c_char_p]
@@ -252,20 +257,25 @@ def _stand_in(target, operands, attributes, results, aliases, cuda_workspace_wor
         by_name = dict(zip(RESULTS[op], made, strict=True))
         if cuda_workspace_words:
             by_name["workspace"] = poisoned((cuda_workspace_words,), np.int32)
-        call(op, given, attributes, by_name, device=_device_for(given))
+        call(op, given, attributes, by_name, device=_device_for(given, attributes))
         return tuple(made)
 
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
     return jax.pure_callback(run, types, *operands.values(), vmap_method="sequential")
 
 
-def _device_for(operands: Mapping[str, np.ndarray]) -> Device:
+def _device_for(operands: Mapping[str, np.ndarray], attributes: Mapping[str, Any]) -> Device:
     """Another launch for other operands, the same one for the same.
 
-    The workers follow the shape of the queries alone: results may have other bits with others.
+    The workers follow the shape of the queries alone: results may have other bits with others, and
+    a plan is for as many workers as its calls have.
     """
     first, *_ = operands.values()
-    size = zlib.crc32(repr(first.shape).encode())
+    shape = operands.get("q", first).shape
+    for text in attributes.get("shapes", "").split(","):  # of a plan: operands of its calls
+        if text.startswith("q "):
+            shape = tuple(map(int, text.split()[2:]))
+    size = zlib.crc32(repr(shape).encode())
     order = size
     for name, x in operands.items():
         if x.dtype == np.int32:

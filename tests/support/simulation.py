@@ -27,6 +27,7 @@ FFI = Path(__file__).resolve().parents[2] / "ffi"
 ARCHITECTURES = (80, 90)
 HANDLERS = {
     "jax_paged.attention.v1": "SimAttention",
+    "jax_paged.attention_plan.v1": "SimAttentionPlan",
     "jax_paged.merge_attention_states.v1": "SimMergeStates",
     "jax_paged.moe_experts.v1": "SimMoeExperts",
     "jax_paged.qkv_norm_rope_write.v1": "SimQkvNormRopeWrite",
@@ -232,8 +233,9 @@ ret;
 
 
 def run_ptx(
-    body: str, inputs, out, *, ctas=1, threads=32, shared=4096, filled=False, seed=1, loaded=None
-):
+    body: str, inputs, out, *, ctas=1, threads=32, shared=4096, filled=False, seed=1,
+    overlaps=False, loaded=None,
+):  # fmt: skip
     """Runs instructions in every thread; returns `out` as they left it; raises SimulationError.
 
     They may read what `out` holds before if it is `filled`.
@@ -253,6 +255,7 @@ def run_ptx(
     loaded.sim_run.argtypes = [
         ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64,
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint32,
+        ctypes.c_int32,
     ]  # fmt: skip
     error = loaded.sim_run(
         text.encode(),
@@ -265,6 +268,7 @@ def run_ptx(
         len(arrays),
         filled,
         seed,
+        overlaps,
     ).decode()
     if error:
         raise SimulationError(error)

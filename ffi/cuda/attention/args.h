@@ -52,7 +52,7 @@ inline FastDivide MakeFastDivide(int32_t divisor) {
   return {static_cast<uint32_t>(d), static_cast<uint32_t>(multiplier), shift};
 }
 
-// ---- the plan that the planner leaves in the workspace (plan.cuh says what the words mean) ----
+// ---- the plan (plan.cuh says what the words mean) ----
 
 struct alignas(16) PlanHeader {
   int64_t num_pieces;  // of the call
@@ -113,22 +113,23 @@ struct AttentionArgs {
   Global<const float> cos;  // [max_positions, rope_half], of rope inside attention
   Global<const float> sin;
   Global<const float> out_scale;  // scalar, what an fp8 output is divided by; null: 1
-  Global<char> out;               // [num_tokens, num_q_heads, v_head_dim], out_dtype
-  Global<float> lse;              // [num_tokens, num_q_heads]
+  Global<char> out;   // [num_tokens, num_q_heads, v_head_dim], out_dtype; null: only a plan is made
+  Global<float> lse;  // [num_tokens, num_q_heads]
 
-  // Workspace.
-  Global<float> partial_out;  // [slots, unit_rows, v_head_dim], scaled by 2^-m
-  Global<float> partial_ml;   // [slots, unit_rows, 2]: m (log2) and l
+  // The plan: an operand, or the front of the workspace.
   Global<PlanHeader> header;
-  Global<RowLengths> row_lengths;  // [max_seqs]
+  Global<RowLengths> row_lengths;  // [max_seqs + 1]: of the last, q_begin is where padding begins
   Global<RowSplits> row_splits;    // [max_seqs]
   Global<int64_t> first_piece;     // [max_seqs + 1]
   Global<int64_t> first_prefill;   // [max_seqs + 1], in the order of prefill_order
-  Global<uint32_t> arrivals;       // [num_slots]
   Global<int32_t> prefill_order;   // [max_seqs], rows with prefill units
   Global<int32_t> row_trees;       // [max_seqs]: nodes of a row's tree that is no chain, or 0
   Global<int32_t> depths;          // [max_seqs, max_tree]: ancestors of each node
-  Global<uint32_t> ticket;         // prefill units drawn beyond the first of each CTA
+  // The call's own part of the workspace.
+  Global<float> partial_out;  // [num_slots, kTileRows, v_head_dim], scaled by 2^-m
+  Global<float> partial_ml;   // [num_slots, kTileRows, 2]: m (log2) and l
+  Global<uint32_t> arrivals;  // [num_slots]
+  Global<uint32_t> ticket;    // prefill units drawn beyond the first of each CTA
 
   PageStrides k_strides;
   PageStrides v_strides;
@@ -155,6 +156,7 @@ struct AttentionArgs {
   int32_t kv_bytes;       // of an element of the pages
   int32_t num_kv_splits;  // 0: automatic
   int32_t split_tokens;   // 0: off
+  int32_t max_q_len;      // queries that a row has at most, if nobody errs; 0: not known
   int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
   int32_t stages;         // of the decode kernel's rings
   int32_t unit_rows;      // packed rows of a unit
@@ -165,13 +167,14 @@ struct AttentionArgs {
   bool causal;
   bool rope_interleaved;
   bool is_latent;  // V is the front of K's rows
+  bool has_plan;   // it is an operand
 
   JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {
     return num_kv_splits > 0 || split_tokens > 0;
   }
 };
 
-// Sizes that the workspace depends on.
+// Sizes that plan and workspace depend on.
 struct WorkspaceShape {
   int64_t max_seqs;
   int64_t num_kv_heads;
@@ -206,35 +209,55 @@ inline int64_t NumSlots(const WorkspaceShape& shape) {
          unit_parts * splits;
 }
 
-// The workspace in 4-byte words; jax_paged/ops/attention.py computes the same.
-inline int64_t WorkspaceWords(const WorkspaceShape& shape) {
-  const int64_t slot_words = kTileRows * (shape.v_head_dim + 2) + 1;
+// Words of 4 bytes; jax_paged/ops/attention.py and plan.py compute the same. What follows a plan
+// begins at 16 bytes.
+inline int64_t PlanWords(const WorkspaceShape& shape) {
   const int64_t tree_words = shape.max_tree > 0 ? shape.max_seqs * (shape.max_tree + 1) : 0;
-  return NumSlots(shape) * slot_words + (shape.max_seqs + 1) * 13 + 5 + tree_words;
+  return RoundUp((shape.max_seqs + 1) * 13 + 4 + tree_words, 4);
+}
+// Partial results, counters and the ticket.
+inline int64_t ScratchWords(const WorkspaceShape& shape) {
+  return NumSlots(shape) * (kTileRows * (shape.v_head_dim + 2) + 1) + 1;
 }
 
-// Places the workspace arrays in `words` words at `memory`, which is aligned to 16 bytes.
-inline void CarveWorkspace(Global<char> memory, const WorkspaceShape& shape, AttentionArgs* args) {
-  const int64_t slots = NumSlots(shape);
-  args->num_slots = slots;
-  const auto take = [&memory](int64_t bytes) {
-    const Global<char> start = memory;
-    memory = memory + bytes;
-    return start;
-  };
-  args->header = take(sizeof(PlanHeader)).As<PlanHeader>();
-  args->row_lengths = take((shape.max_seqs + 1) * sizeof(RowLengths)).As<RowLengths>();
-  args->row_splits = take((shape.max_seqs + 1) * sizeof(RowSplits)).As<RowSplits>();
-  args->partial_out = take(slots * kTileRows * shape.v_head_dim * 4).As<float>();
-  args->partial_ml = take(slots * kTileRows * 8).As<float>();
-  args->first_piece = take((shape.max_seqs + 1) * 8).As<int64_t>();
-  args->first_prefill = take((shape.max_seqs + 1) * 8).As<int64_t>();
-  args->arrivals = take(slots * 4).As<uint32_t>();
-  args->prefill_order = take((shape.max_seqs + 1) * 4).As<int32_t>();
-  args->ticket = take(4).As<uint32_t>();
+// Hands out memory, array behind array.
+class Carver {
+ public:
+  explicit Carver(Global<char> memory) : memory_(memory) {}
+
+  template <typename T>
+  Global<T> Take(int64_t count) {
+    const Global<char> start = memory_;
+    memory_ = memory_ + count * int64_t{sizeof(T)};
+    return start.As<T>();
+  }
+
+ private:
+  Global<char> memory_;
+};
+
+// Where the plan's arrays lie in PlanWords words at `memory`, which is aligned to 16 bytes.
+inline void CarvePlan(Global<char> memory, const WorkspaceShape& shape, AttentionArgs* args) {
+  Carver carver(memory);
+  args->header = carver.Take<PlanHeader>(1);
+  args->row_lengths = carver.Take<RowLengths>(shape.max_seqs + 1);
+  args->row_splits = carver.Take<RowSplits>(shape.max_seqs + 1);
+  args->first_piece = carver.Take<int64_t>(shape.max_seqs + 1);
+  args->first_prefill = carver.Take<int64_t>(shape.max_seqs + 1);
+  args->prefill_order = carver.Take<int32_t>(shape.max_seqs + 1);
   if (shape.max_tree == 0) return;
-  args->row_trees = take(shape.max_seqs * 4).As<int32_t>();
-  args->depths = take(shape.max_seqs * shape.max_tree * 4).As<int32_t>();
+  args->row_trees = carver.Take<int32_t>(shape.max_seqs);
+  args->depths = carver.Take<int32_t>(shape.max_seqs * shape.max_tree);
+}
+
+// The same of ScratchWords words.
+inline void CarveScratch(Global<char> memory, const WorkspaceShape& shape, AttentionArgs* args) {
+  const int64_t slots = args->num_slots = NumSlots(shape);
+  Carver carver(memory);
+  args->partial_out = carver.Take<float>(slots * kTileRows * shape.v_head_dim);
+  args->partial_ml = carver.Take<float>(slots * kTileRows * 2);
+  args->arrivals = carver.Take<uint32_t>(slots);
+  args->ticket = carver.Take<uint32_t>(1);
 }
 
 }  // namespace jax_paged::cuda

@@ -181,7 +181,7 @@ JAX_PAGED_DEVICE void LatentPrefillCta(const AttentionArgs& args) {
   const Shared<uint32_t> ticket =
       (prim::SharedMemory() + (Traits::SharedBytes(args.stages) - 16)).template As<uint32_t>();
   const int32_t num_units =
-      static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + args.max_seqs));
+      HasLayer(args) ? static_cast<int32_t>(prim::LoadL2(args.first_prefill + args.max_seqs)) : 0;
   int32_t index = prim::BlockIndex();
   while (index < num_units) {
     const PrefillUnit unit = FindPrefillUnit(args, index);  // each warp for itself

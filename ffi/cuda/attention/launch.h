@@ -15,25 +15,29 @@
 
 namespace jax_paged::cuda {
 
-// Fills num_workers, stages and prefill_rows, then launches the planner, the decode kernel and,
-// where the shapes leave room for rows that it takes, the prefill kernel.
-cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits& limits,
-                            AttentionArgs args);
+// Fills num_workers, stages and prefill_rows: for calls and for their plans, which go by them.
+void ShapeLaunches(Dtype dtype, const DeviceLimits& limits, AttentionArgs* args);
 
-// The parts: each fills num_workers and stages and launches one attention kernel after the planner.
-// Instantiated in inst/.
+// Launches the planner, or for a call with a plan what comes before its kernels (begin.cuh); then
+// the decode kernel and, where the shapes leave room for rows that it takes, the prefill kernel.
+cudaError_t LaunchAttention(cudaStream_t stream, Dtype dtype, const DeviceLimits& limits,
+                            const AttentionArgs& args);
+
+// The parts, one kernel each. Those of kernels with many instances are instantiated in inst/.
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
+cudaError_t LaunchBegin(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
 template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
-cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
-// After LaunchDecode or LaunchSimt of the same args, whose planner has listed the prefill units.
+cudaError_t LaunchDecode(cudaStream_t stream, const DeviceLimits& limits,
+                         const AttentionArgs& args);
 template <typename T, int HEAD_DIM, PageKind PAGES = PageKind::kRows>
-cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
+cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits,
+                          const AttentionArgs& args);
 // For latent rows: both kernels, the second where rows may have prefill units.
 template <typename T>
-cudaError_t LaunchLatent(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args,
-                         const LatentChoice& choice);
+cudaError_t LaunchLatent(cudaStream_t stream, const DeviceLimits& limits,
+                         const AttentionArgs& args);
 template <typename T>
-cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args);
+cudaError_t LaunchSimt(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args);
 
 }  // namespace jax_paged::cuda
 

@@ -11,6 +11,7 @@
 #include "cuda/attention/latent.cuh"
 #include "cuda/attention/launch.h"
 #include "cuda/device_limits.h"
+#include "cuda/launch_kernel.h"
 #include "cuda/shared_memory.h"
 
 namespace jax_paged::cuda {
@@ -19,32 +20,28 @@ namespace jax_paged::cuda {
 template <typename T, int ROWS, bool EIGHT_BIT>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     LatentKernel(__grid_constant__ const AttentionArgs args) {
+  prim::StartKernel();
   LatentCta<T, ROWS, EIGHT_BIT>(args);
 }
 
 template <typename T, int ROWS, bool EIGHT_BIT>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     LatentPrefillKernel(__grid_constant__ const AttentionArgs args) {
+  prim::StartKernel();
   LatentPrefillCta<T, ROWS, EIGHT_BIT>(args);
 }
 
 template <typename T, bool EIGHT_BIT>
-cudaError_t LaunchLatentAs(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args,
-                           const LatentChoice& choice) {
+cudaError_t LaunchLatentAs(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args) {
   const auto launch = [&](auto kernel, const LatentShape& shape, int64_t ctas,
                           std::atomic<uint64_t>* allowed) {
     const cudaError_t error = AllowSharedMemory(kernel, limits.shared_bytes_per_cta, allowed);
     if (error != cudaSuccess) return error;
     args.stages = shape.stages;
-    kernel<<<static_cast<unsigned>(ctas), kLatentThreads, shape.shared_bytes, stream>>>(args);
-    return cudaGetLastError();
+    return LaunchKernel(kernel, ctas, kLatentThreads, shape.shared_bytes, stream, limits, args);
   };
-  args.unit_rows = choice.decode.rows;
-  args.prefill_rows = choice.prefill.rows;
-  args.num_workers =
-      limits.multiprocessors < kMaxLatentWorkers ? limits.multiprocessors : kMaxLatentWorkers;
-  cudaError_t error = LaunchPlan(stream, limits, args);
-  if (error != cudaSuccess) return error;
+  const LatentChoice choice = ChooseLatent(args, limits);
+  cudaError_t error = cudaSuccess;
   WithLatentRows(choice.decode.rows, [&](auto rows) {
     static std::atomic<uint64_t> allowed{0};
     error =
@@ -61,11 +58,10 @@ cudaError_t LaunchLatentAs(cudaStream_t stream, const DeviceLimits& limits, Atte
 }
 
 template <typename T>
-cudaError_t LaunchLatent(cudaStream_t stream, const DeviceLimits& limits, AttentionArgs args,
-                         const LatentChoice& choice) {
-  return IsEightBit(args.kv_dtype)
-             ? LaunchLatentAs<T, /*EIGHT_BIT=*/true>(stream, limits, args, choice)
-             : LaunchLatentAs<T, /*EIGHT_BIT=*/false>(stream, limits, args, choice);
+cudaError_t LaunchLatent(cudaStream_t stream, const DeviceLimits& limits,
+                         const AttentionArgs& args) {
+  return IsEightBit(args.kv_dtype) ? LaunchLatentAs<T, /*EIGHT_BIT=*/true>(stream, limits, args)
+                                   : LaunchLatentAs<T, /*EIGHT_BIT=*/false>(stream, limits, args);
 }
 
 }  // namespace jax_paged::cuda

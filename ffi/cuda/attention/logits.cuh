@@ -50,6 +50,12 @@ JAX_PAGED_DEVICE int32_t StoredTokens(const AttentionArgs& args, int32_t row) {
   return Clamp<int32_t>(stored, 0, args.capacity);
 }
 
+// Whether the call's layer is one of the pools'. A plan serves all layers, so each kernel asks.
+JAX_PAGED_DEVICE bool HasLayer(const AttentionArgs& args) {
+  const int32_t layer = prim::LoadL2(args.layer);
+  return layer >= 0 && layer < args.num_layers && args.num_pages > 0;
+}
+
 // First key in the window of the query at `position` of a row, pinned ones aside. TREES_AND_PINS:
 // whether the kernel takes rows with a tree or pinned tokens.
 template <bool TREES_AND_PINS = true>

@@ -19,6 +19,7 @@ namespace jax_paged::cuda {
 inline bool TakesLatentRows(const AttentionCall& call) {
   return call.is_latent && ByteWidth(call.dtype) == 2;
 }
+inline constexpr int64_t kMaxPlannedCapacity = int64_t{1} << 30;
 
 inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
   const int64_t group_size = call.num_q_heads / call.k_pool.num_kv_heads;
@@ -33,9 +34,20 @@ inline WorkspaceShape WorkspaceShapeOf(const AttentionCall& call) {
           TakesLatentRows(call) ? LatentRows(group_size) : kTileRows};
 }
 
-// memory: the workspace. Returns "" or one line: argument, expected, got. Leaves num_workers,
-// stages and prefill_rows to the launch.
-inline std::string MakeArgs(const AttentionCall& call, const Array& memory, AttentionArgs* args) {
+// Memory of at least so many words. Returns "" or one line: argument, expected, got.
+inline std::string CheckWords(const char* argument, const Array& memory, int64_t least) {
+  const int64_t words = memory.shape.rank == 1 ? memory.shape[0] : 0;
+  if (words >= least) return "";
+  return Mismatch(kAttentionOp, argument, "at least " + std::to_string(least) + " words",
+                  std::to_string(words));
+}
+
+inline Global<char> MemoryOf(const Array& array) {
+  return Global<char>(static_cast<char*>(array.data));
+}
+
+// All but plan and workspace. Leaves num_workers, stages and prefill_rows to the launch.
+inline std::string MakeShape(const AttentionCall& call, AttentionArgs* args) {
   const auto wrong = [](const char* argument, const char* expected, int64_t got) {
     return Mismatch(kAttentionOp, argument, expected, std::to_string(got));
   };
@@ -65,12 +77,6 @@ inline std::string MakeArgs(const AttentionCall& call, const Array& memory, Atte
     }
   }
   const WorkspaceShape workspace = WorkspaceShapeOf(call);
-  const int64_t words = memory.shape.rank == 1 ? memory.shape[0] : 0;
-  if (words < WorkspaceWords(workspace)) {
-    return wrong("workspace",
-                 ("at least " + std::to_string(WorkspaceWords(workspace)) + " words").c_str(),
-                 words);
-  }
   const auto clamp = [](int64_t x) {
     return static_cast<int32_t>(x > INT32_MAX - kTileTokens ? INT32_MAX - kTileTokens : x);
   };
@@ -101,7 +107,6 @@ inline std::string MakeArgs(const AttentionCall& call, const Array& memory, Atte
   args->out_scale = Global<const float>(call.out_scale);
   args->out = Global<char>(static_cast<char*>(call.out));
   args->lse = Global<float>(call.lse);
-  CarveWorkspace(Global<char>(static_cast<char*>(memory.data)), workspace, args);
   args->k_strides = MakePageStrides(call.k_pool);
   args->v_strides = call.is_latent ? args->k_strides : MakePageStrides(call.v_pool);
   args->pages_per_seq = call.pages_per_seq;
@@ -122,6 +127,7 @@ inline std::string MakeArgs(const AttentionCall& call, const Array& memory, Atte
   args->kv_bytes = static_cast<int32_t>(call.k_pool.element_bytes);
   args->num_kv_splits = clamp(call.num_kv_splits);
   args->split_tokens = clamp(call.split_tokens);
+  args->max_q_len = clamp(call.max_q_len);
   args->num_workers = 0;
   args->stages = 0;
   args->unit_rows = kTileRows;
@@ -131,6 +137,41 @@ inline std::string MakeArgs(const AttentionCall& call, const Array& memory, Atte
   args->prefill_rows = 0;
   args->causal = call.causal;
   args->is_latent = call.is_latent;
+  args->has_plan = call.plan.is_given;
+  args->num_slots = 0;
+  return "";
+}
+
+// Of a call: its plan is an operand, or lies in the workspace in front of what is the call's own.
+inline std::string MakeArgs(const AttentionCall& call, const Array& workspace,
+                            AttentionArgs* args) {
+  std::string error = MakeShape(call, args);
+  const WorkspaceShape shape = WorkspaceShapeOf(call);
+  const int64_t plan_words = PlanWords(shape);
+  const int64_t before = call.plan.is_given ? 0 : plan_words;
+  if (error.empty() && call.plan.is_given) error = CheckWords("plan", call.plan, plan_words);
+  if (error.empty()) error = CheckWords("workspace", workspace, before + ScratchWords(shape));
+  if (!error.empty()) return error;
+  const Global<char> memory = MemoryOf(workspace);
+  CarvePlan(call.plan.is_given ? MemoryOf(call.plan) : memory, shape, args);
+  CarveScratch(memory + before * 4, shape, args);
+  return "";
+}
+
+// Of a call that makes a plan for others, whose shapes it has: `call` has no outputs.
+inline std::string MakePlanArgs(const AttentionCall& call, const Array& plan, AttentionArgs* args) {
+  std::string error = MakeShape(call, args);
+  const WorkspaceShape shape = WorkspaceShapeOf(call);
+  if (error.empty()) error = CheckWords("plan", plan, PlanWords(shape));
+  // Tiles of windows that are others than the plan's stay within 32 bits (segment.cuh).
+  if (error.empty() && shape.capacity > kMaxPlannedCapacity) {
+    error = Mismatch(kAttentionOp, "page_table",
+                     "at most " + std::to_string(kMaxPlannedCapacity) + " tokens a row",
+                     std::to_string(shape.capacity));
+  }
+  if (!error.empty()) return error;
+  args->out = Global<char>(static_cast<char*>(nullptr));
+  CarvePlan(MemoryOf(plan), shape, args);
   return "";
 }
 

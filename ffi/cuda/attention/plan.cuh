@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The planner, launched before the attention kernel: lengths on the device become ranges of work,
-// with no help from the host.
+// The planner: lengths on the device become ranges of work, with no help from the host. It runs in
+// a call, before the attention kernels, or as an op of its own (jax_paged.attention_plan), whose
+// plan serves many calls: the layers of a step.
 //
 //   row    one sequence. Its q_len x group_size packed rows (query-major, the heads of a group
 //          inside) share each KV head.
@@ -22,13 +23,14 @@
 //          should begin early: numbered row by row, rows with more keys first (to within a factor
 //          of two), from a row's last tile, which sees most keys, to its first.
 //
-// Also: makes lengths and bounds safe, so that the attention kernel reads nothing unchecked; writes
-// out = 0 and lse = -inf (or the sink) for rows without keys and for padding (never a sink); sets
-// the arrival counters and the ticket of the prefill units to 0.
+// Also: makes lengths and bounds safe, so that the attention kernels read nothing unchecked but the
+// layer, which is not the plan's; in a call it does what is to be done in each call, too
+// (begin.cuh). A plan fits every call of the same shapes, options and device. One of other lengths
+// gives wrong numbers there, but its rows, tokens, units and slots are within the same bounds.
 //
 // Grid: any number of CTAs of 256 threads. Each walks all rows (a scan of a few hundred numbers,
-// cheaper than a second launch); CTA 0 writes the plan, the CTAs share the zero-filling. Bound by
-// latency.
+// cheaper than a second launch); CTA 0 writes the plan, the CTAs share depths and zero-filling.
+// Bound by latency.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_PLAN_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_PLAN_CUH_
@@ -37,6 +39,7 @@
 
 #include "common/integers.h"
 #include "cuda/attention/args.h"
+#include "cuda/attention/begin.cuh"
 #include "cuda/attention/logits.cuh"
 #include "cuda/attention/tree.cuh"
 #include "cuda/block_scan.cuh"
@@ -44,8 +47,6 @@
 
 namespace jax_paged::cuda {
 
-inline constexpr int32_t kPlanThreads = 256;
-inline constexpr int32_t kPlanWarps = kPlanThreads / kWarpLanes;
 // A unit is not spread over more workers than this while their share is below kFewTiles: merging
 // costs more than it saves.
 inline constexpr int32_t kManySplits = 32;
@@ -55,9 +56,7 @@ inline constexpr int64_t kLongTiles = 16;
 
 struct PlanShared {
   alignas(16) int64_t warp_totals[kPlanWarps];
-  int32_t begin[kPlanThreads];
   int32_t end[kPlanThreads];
-  int32_t is_empty[kPlanThreads];
 };
 
 // BlockScan of sums, or of maxima. What an earlier one has left in warp_totals has been read.
@@ -66,23 +65,6 @@ JAX_PAGED_DEVICE int64_t PlanScan(int64_t x, Shared<int64_t> warp_totals, int64_
   const auto join = [](int64_t a, int64_t b) { return MAX ? (a > b ? a : b) : a + b; };
   prim::SyncThreads();
   return BlockScan(x, join, kPlanWarps, warp_totals, so_far);
-}
-
-// out = 0 and lse = -inf, or the head's sink, for tokens begin, begin + step, ... below end.
-JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_t end, int32_t step,
-                                bool with_sinks) {
-  const int64_t words =
-      int64_t{args.num_q_heads} * args.v_head_dim * args.out_bytes / int64_t{sizeof(Word2)};
-  for (int32_t token = begin; token < end; token += step) {
-    const Global<Word2> out = args.out.As<Word2>() + token * words;
-    for (int64_t i = prim::ThreadIndex(); i < words; i += kPlanThreads) {
-      prim::Store(out + i, Word2{0, 0});
-    }
-    for (int32_t i = prim::ThreadIndex(); i < args.num_q_heads; i += kPlanThreads) {
-      prim::Store(args.lse + (int64_t{token} * args.num_q_heads + i),
-                  with_sinks ? LoadSink(args, i) : kNegativeInfinity);
-    }
-  }
 }
 
 struct RowPlan {
@@ -242,18 +224,11 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   const bool writes_plan = prim::BlockIndex() == 0;
   const Shared<char> shared = prim::SharedMemory();
   const Shared<int64_t> warp_totals = (shared + offsetof(PlanShared, warp_totals)).As<int64_t>();
-  const Shared<int32_t> begins = (shared + offsetof(PlanShared, begin)).As<int32_t>();
   const Shared<int32_t> ends = (shared + offsetof(PlanShared, end)).As<int32_t>();
-  const Shared<int32_t> empties = (shared + offsetof(PlanShared, is_empty)).As<int32_t>();
+  const bool begins_call = static_cast<bool>(args.out);
 
-  for (int64_t i = int64_t{prim::BlockIndex()} * kPlanThreads + thread; i < args.num_slots;
-       i += int64_t{prim::GridSize()} * kPlanThreads) {
-    prim::Store(args.arrivals + i, 0u);
-  }
-
-  const int32_t layer = prim::LoadConst(args.layer);
-  const bool has_keys = layer >= 0 && layer < args.num_layers && args.num_pages > 0;
-  const int32_t num_seqs = Clamp<int32_t>(prim::LoadConst(args.num_seqs), 0, args.max_seqs);
+  if (begins_call) ClearCounters(args);
+  const int32_t num_seqs = Clamp<int32_t>(prim::LoadL2(args.num_seqs), 0, args.max_seqs);
   const int32_t first_token =
       num_seqs == 0 ? 0 : Clamp<int32_t>(prim::LoadConst(args.cu_q_lens), 0, args.num_tokens);
   if (args.max_tree > 0 && UsesPositions(args)) PlanDepths(args, num_seqs);
@@ -276,7 +251,7 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
     prim::SyncThreads();
     const int32_t begin = thread == 0 ? block_begin : prim::Load(ends + (thread - 1));
 
-    const int32_t seq_len = is_live && has_keys ? StoredTokens(args, row) : 0;
+    const int32_t seq_len = is_live ? StoredTokens(args, row) : 0;
     int32_t tree_size = 0;
     if (args.max_tree > 0 && row < args.max_seqs) {
       if (is_live) tree_size = PlanTree(args, row, seq_len);
@@ -297,23 +272,12 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
       prim::Store(args.row_splits + row, plan.splits);
       prim::Store(args.first_piece + row, first_piece);
     }
-
-    prim::Store(begins + thread, begin);
-    const bool is_empty = row_pieces == 0 && PrefillUnits(args, plan.lengths) == 0;
-    prim::Store(empties + thread, static_cast<int32_t>(is_live && is_empty));
-    prim::SyncThreads();
-    const int32_t rows = args.max_seqs - base < kPlanThreads ? args.max_seqs - base : kPlanThreads;
-    for (int32_t i = prim::BlockIndex(); i < rows; i += prim::GridSize()) {
-      if (prim::Load(empties + i)) {
-        FillEmpty(args, prim::Load(begins + i), prim::Load(ends + i), /*step=*/1,
-                  /*with_sinks=*/true);
-      }
+    const int32_t warp_rows = base / kWarpLanes + prim::WarpIndex();
+    if (begins_call && warp_rows % prim::GridSize() == prim::BlockIndex()) {
+      FillRows(args, plan.lengths);
     }
   }
-  const int32_t step = prim::GridSize();
-  FillEmpty(args, prim::BlockIndex(), first_token, step, /*with_sinks=*/false);
-  const int32_t padding = static_cast<int32_t>(last_token);
-  FillEmpty(args, padding + prim::BlockIndex(), args.num_tokens, step, /*with_sinks=*/false);
+  if (begins_call) FillPadding(args, first_token, static_cast<int32_t>(last_token));
 
   if (writes_plan && args.prefill_rows > 0) OrderPrefill(args, prefill_size, warp_totals);
   if (writes_plan && thread == 0) {
@@ -323,8 +287,9 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
       if (least > kFewTiles) least = kFewTiles;
       if (chunk < least) chunk = least;
     }
+    prim::Store(args.row_lengths + args.max_seqs,
+                RowLengths{static_cast<int32_t>(last_token), 0, 0, 0});
     prim::Store(args.first_piece + args.max_seqs, num_pieces);
-    prim::Store(args.ticket, 0u);
     prim::Store(args.header, PlanHeader{num_pieces, chunk});
   }
 }

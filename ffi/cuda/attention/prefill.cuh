@@ -121,7 +121,7 @@ JAX_PAGED_DEVICE void PrefillCta(const AttentionArgs& args) {
       Traits::template Field<uint32_t>(offsetof(typename Traits::State, ticket));
   // Below 2^31: each unit has more than 16 of num_tokens x num_q_heads packed rows to itself.
   const int32_t num_units =
-      static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + args.max_seqs));
+      HasLayer(args) ? static_cast<int32_t>(prim::LoadL2(args.first_prefill + args.max_seqs)) : 0;
   int32_t index = prim::BlockIndex();
   while (index < num_units) {
     if (prim::WarpIndex() == 0) {

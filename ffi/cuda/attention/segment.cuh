@@ -34,12 +34,13 @@ struct WorkRange {
 };
 
 JAX_PAGED_DEVICE WorkRange MyRange(const AttentionArgs& args) {
-  const PlanHeader header = prim::LoadConst<PlanHeader>(args.header);
+  const PlanHeader header = prim::LoadL2(args.header);
   WorkRange range;
   range.chunk = header.chunk;
   range.begin = prim::BlockIndex() * header.chunk;
   range.end = range.begin + header.chunk;
   if (range.end > header.num_pieces) range.end = header.num_pieces;
+  if (!HasLayer(args)) range.end = range.begin;
   return range;
 }
 
@@ -112,6 +113,9 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
   }
   const int32_t tiles = segment->num_pieces * piece_tiles;
   segment->num_tiles = tiles < rest_tiles ? tiles : rest_tiles;
+  // Windows or pins may be others than the plan's: a tile of nothing then, so that the loads and
+  // the sums of a warp stay in step.
+  if (segment->num_tiles < 1) segment->num_tiles = 1;
 }
 
 // The first segment of a range that is not empty. Each warp looks for its row.

@@ -70,10 +70,13 @@ bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
 
 // Whether the shapes of a call leave room for a row with more packed rows than the decode kernel
 // takes at once (plan.cuh). If not, or if the pages are 8-bit, or with pinned tokens, the prefill
-// kernel is not launched.
+// kernel is not launched. Where max_q_len says less than is true, the decode kernel serves the
+// rows.
 inline bool MayPrefill(const AttentionArgs& args) {
-  return !IsEightBit(args.kv_dtype) && !args.num_pinned && args.num_tokens > 1 &&
-         int64_t{args.num_tokens} * args.group_size > kTileRows;
+  const int32_t known = args.max_q_len;
+  const int32_t queries = known > 0 && known < args.num_tokens ? known : args.num_tokens;
+  return !IsEightBit(args.kv_dtype) && !args.num_pinned && queries > 1 &&
+         int64_t{queries} * args.group_size > kTileRows;
 }
 
 // Packed rows of a prefill unit: 32 per warp, or 16 where O of 32 rows would not fit in registers.
@@ -113,6 +116,12 @@ inline DecodeShape ShapeDecode(const DeviceLimits& limits,
     }
   }
   return {0, 0};
+}
+
+// CTAs of the attention launch.
+inline int32_t NumWorkers(const DeviceLimits& limits, int32_t ctas_per_multiprocessor) {
+  const int32_t workers = limits.multiprocessors * ctas_per_multiprocessor;
+  return workers < kMaxWorkers ? workers : kMaxWorkers;
 }
 
 // Which kernels serve a call.

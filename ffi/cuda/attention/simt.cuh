@@ -66,9 +66,7 @@ class SimtCta {
         q_((shared_ + kSimtStateBytes).As<float>()),
         o_(q_ + kTileRows * args.head_dim) {}
 
-  JAX_PAGED_DEVICE void Run() {
-    const WorkRange range = MyRange(args_);
-    if (range.begin >= range.end) return;
+  JAX_PAGED_DEVICE void Run(const WorkRange& range) {
     Segment segment = FirstSegment(args_, range);
     do {
       const UnitRows rows = RowsOf(args_, segment);
@@ -410,6 +408,12 @@ class SimtCta {
   const Shared<float> q_;
   const Shared<float> o_;
 };
+
+template <typename T>
+JAX_PAGED_DEVICE void RunSimt(const AttentionArgs& args) {
+  const WorkRange range = MyRange(args);
+  if (range.begin < range.end) SimtCta<T>(args).Run(range);
+}
 
 }  // namespace jax_paged::cuda
 

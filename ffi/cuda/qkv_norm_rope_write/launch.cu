@@ -13,6 +13,7 @@ namespace {
 template <typename T, int VEC>
 __global__ void __launch_bounds__(kQkvThreads, /*CTAs per SM:*/ 8)
     QkvKernel(__grid_constant__ const QkvArgs args) {
+  prim::AllowNext();
   QkvCta<T, VEC>(args);
 }
 

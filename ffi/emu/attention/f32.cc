@@ -8,8 +8,7 @@ namespace jax_paged::emu {
 AttentionKernels Float32Kernels(const cuda::AttentionArgs& args) {
   return {{},
           {},
-          {[](const cuda::AttentionArgs& a) { cuda::SimtCta<float>(a).Run(); },
-           cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)},
+          {cuda::RunSimt<float>, cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)},
           {nullptr, 0}};
 }
 

@@ -30,8 +30,7 @@ template <typename T>
 AttentionKernels TensorCoreKernels(const cuda::AttentionArgs& args,
                                    const cuda::DeviceLimits& limits) {
   AttentionKernels kernels = {};
-  kernels.decode = {[](const cuda::AttentionArgs& a) { cuda::SimtCta<T>(a).Run(); },
-                    cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
+  kernels.decode = {cuda::RunSimt<T>, cuda::SimtSharedBytes(args.head_dim, args.v_head_dim)};
   kernels.latent = cuda::ChooseLatent(args, limits);
   if (kernels.latent.decode.rows > 0) {
     if (IsEightBit(args.kv_dtype)) {

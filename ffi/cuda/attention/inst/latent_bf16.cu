@@ -4,7 +4,7 @@
 
 namespace jax_paged::cuda {
 
-template cudaError_t LaunchLatent<BFloat16>(cudaStream_t, const DeviceLimits&, AttentionArgs,
-                                            const LatentChoice&);
+template cudaError_t LaunchLatent<BFloat16>(cudaStream_t, const DeviceLimits&,
+                                            const AttentionArgs&);
 
 }  // namespace jax_paged::cuda

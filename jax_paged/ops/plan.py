@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan of attention: what it was made for, and whether a call fits it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jax_paged.checks import expect, shape_text
+from jax_paged.layout import pages_shape
+
+Facts = tuple[tuple[str, Any], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """How the work of a step's attention is cut up on CUDA: what `attention_plan` returns.
+
+    It is a pytree, so it passes through jit. Its words are opaque. What they depend on beside the
+    lengths is static, and a call that differs in it is refused.
+    """
+
+    words: jax.Array  # i32[...]; zeros where nothing is planned ahead (CPU, the reference)
+    facts: Facts = dataclasses.field(metadata={"static": True})
+
+
+def plan_words(max_seqs: int, max_tree: int = 0) -> int:
+    """The words of a plan: PlanWords of ffi/cuda/attention/args.h."""
+    tree_words = max_seqs * (max_tree + 1) if max_tree else 0
+    return -(-((max_seqs + 1) * 13 + 4 + tree_words) // 4) * 4
+
+
+def facts_of(known: Mapping[str, Any], arrays: Mapping[str, Any]) -> Facts:
+    """What the plan of a checked call depends on beside values."""
+    q, window, tree = arrays["q"], arrays.get("sliding_window"), arrays.get("tree")
+    k_shape = pages_shape(arrays["k_pages"], known["layout"], "k")
+    v_shape = pages_shape(arrays["v_pages"], known["layout"], "v")
+    window_kind = None if window is None else "one per row" if window.ndim else "one for all"
+    return (
+        ("q", f"{q.dtype.name}{shape_text(q.shape)}"),
+        ("page_table", shape_text(arrays["page_table"].shape)),
+        ("page_size", k_shape.page_size),
+        ("num_kv_heads", k_shape.num_kv_heads),
+        ("v_head_dim", v_shape.head_dim),
+        ("pages of dtype", arrays["k_pages"].dtype.name),
+        ("layout", known["layout"]),
+        ("sliding_window", window_kind),
+        *((name, name in arrays) for name in ("num_pinned", "alibi_slopes")),
+        ("rope", "cos" in arrays),
+        ("max_tree", None if tree is None else tree.shape[1]),
+        *((name, known.get(name)) for name in (
+            "num_kv_splits", "split_tokens", "max_q_len", "implementation",
+        )),
+    )  # fmt: skip
+
+
+def words_of(plan: AttentionPlan, facts: Facts, words: int) -> jax.Array:
+    """The words of a plan that must fit a call with these facts."""
+    for (name, mine), (_, other) in zip(facts, plan.facts, strict=True):
+        expect(mine == other, "plan", f"one made with {name}={mine}", f"{name}={other}")
+    expect(plan.words.shape == (words,), "plan", f"{words} words", shape_text(plan.words.shape))
+    return plan.words
