@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that grow and end: reserve, step, append and release, verbs of `PageTable`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -140,7 +141,10 @@ def step(
     if tree_parents is not None:
         tree_parents = as_index("tree_parents", tree_parents)
         check_shape("tree_parents", tree_parents, "num_tokens", (size,))
-    return _step(table, ids, per_row("q_lens", q_lens, ids), tree_parents, size)
+    table, batch, status = _step(table, ids, per_row("q_lens", q_lens, ids), tree_parents, size)
+    if isinstance(q_lens, int):
+        batch = dataclasses.replace(batch, max_q_len=max(q_lens, 1))
+    return table, batch, status
 
 
 @functools.partial(jax.jit, static_argnames="size")

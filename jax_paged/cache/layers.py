@@ -16,10 +16,13 @@ from jax_paged.cache.pools import KVGroup
 from jax_paged.cache.state import KVState
 from jax_paged.checks import Implementation, RopeStyle, expect, kind_text
 from jax_paged.ops.attention import LayerOptions, ragged_paged_attention
+from jax_paged.ops.attention_plan import attention_plan
 from jax_paged.ops.batch import StepBatch
 from jax_paged.ops.mla import mla_paged_attention, write_mla_kv
 from jax_paged.ops.options import documented
+from jax_paged.ops.plan import AttentionPlan
 from jax_paged.ops.qkv import qkv_norm_rope_write
+from jax_paged.ops.rope import Rope
 from jax_paged.ops.write import write_kv
 
 _OF_LATENT = inspect.signature(mla_paged_attention).parameters
@@ -179,15 +182,83 @@ def attend(
             **given,
         )  # fmt: skip
     expect(v_head_dim is None, "v_head_dim", "None for a layer with K and V", v_head_dim)
+    return ragged_paged_attention(
+        q, group.k_pages, group.v_pages, *rows, layer=layer, k_scale=group.k_scale,
+        v_scale=group.v_scale, layout=group.layout, **(given | _of_rows(batch, given)),
+    )  # fmt: skip
+
+
+@documented
+def attend_plan(
+    q: Float[Array, "tokens num_q_heads head_dim"] | jax.ShapeDtypeStruct,
+    state: KVState,
+    batch: StepBatch,
+    *,
+    layer: Int[Array, ""] | int,
+    sliding_window: Int[Array, "..."] | int | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    rope: Rope | tuple[Any, ...] | None = None,
+    num_kv_splits: int | None = None,
+    split_tokens: int | None = None,
+    implementation: Implementation = None,
+) -> AttentionPlan | None:
+    """Plans `attend` for a step: `attention_plan`, once for all layers that are alike.
+
+    On CUDA an attention call begins by cutting its rows into equal shares of work. With a plan the
+    layers of a step share that. Layers are alike that are of one kind of the state, have the same
+    window and the same static options. out and lse have the same bits as without a plan.
+
+    Args:
+      q: as for `attend`; a `jax.ShapeDtypeStruct` will do.
+      state, batch: as for `attend`. Pages are not read; they may be those before the step's K and V
+        were written.
+      layer: any of the layers.
+      {options}
+
+    Returns:
+      What `attend` takes as `plan`. None for an "mla" layer: its calls plan for themselves.
+
+    Raises:
+      ValueError, NotImplementedError: as `attend`.
+
+    >>> import jax.numpy as jnp, jax_paged as jp
+    >>> state = jp.KVState.create(num_layers=2, num_pages=2, page_size=4, num_kv_heads=1,
+    ...                           head_dim=8, max_seqs=1, pages_per_seq=2, dtype=jnp.float32)
+    >>> state, batch, _ = state.append([0], 1)
+    >>> q, v = jnp.ones((1, 2, 8)), jnp.ones((1, 1, 8))
+    >>> plan = jp.attend_plan(q, state, batch, layer=0)
+    >>> for layer in (0, 1):
+    ...     state = jp.write(0 * v, (2 + layer) * v, state, batch, layer=layer)
+    ...     print(jp.attend(q, state, batch, layer=layer, plan=plan)[0, :, 0])
+    [2. 2.]
+    [3. 3.]
+    """
+    given: dict[str, Any] = {
+        "sliding_window": sliding_window, "alibi_slopes": alibi_slopes, "rope": rope,
+        "num_kv_splits": num_kv_splits, "split_tokens": split_tokens,
+    }  # fmt: skip
+    given = {name: x for name, x in given.items() if x is not None}
+    _, group, batch, _ = _look_up(state, batch, layer)
+    if group.v_pages is None:
+        return None
+    return attention_plan(
+        q, group.k_pages, group.v_pages, batch.page_table, batch.seq_lens, batch.cu_q_lens,
+        batch.num_seqs, layout=group.layout, implementation=implementation,
+        **(given | _of_rows(batch, given)),
+    )  # fmt: skip
+
+
+def _of_rows(batch: StepBatch, given: dict[str, Any]) -> dict[str, Any]:
+    """The options that the batch knows."""
+    options = {
+        "num_pinned": batch.num_pinned, "slot_offset": batch.slot_offset, "tree": batch.tree,
+        "tree_sizes": batch.tree_sizes, "max_q_len": batch.max_q_len,
+    }  # fmt: skip
     if batch.sliding_window is not None:
         text = "None where the rows of the state have windows"
         expect("sliding_window" not in given, "sliding_window", text, "a window")
-        given["sliding_window"] = batch.sliding_window
-    return ragged_paged_attention(
-        q, group.k_pages, group.v_pages, *rows, layer=layer, num_pinned=batch.num_pinned,
-        slot_offset=batch.slot_offset, tree=batch.tree, tree_sizes=batch.tree_sizes,
-        k_scale=group.k_scale, v_scale=group.v_scale, layout=group.layout, **given,
-    )  # fmt: skip
+        options["sliding_window"] = batch.sliding_window
+    return options
 
 
 def _look_up(

@@ -28,9 +28,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jax_paged import (
+    AttentionPlan,
     KVState,
     StepBatch,
     attend,
+    attend_plan,
     kv_dtype,
     linear,
     moe_experts,
@@ -59,9 +61,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What the layers of one group share in a call."""
+    """What the layers of one group with one window share in a call."""
 
     batch: StepBatch
+    plan: AttentionPlan | None
     cos: jax.Array  # a row per token
     sin: jax.Array
     live: jax.Array
@@ -93,6 +96,11 @@ class _Projections(nnx.Module):
 
     def _project(self, name: str, x: jax.Array, **options) -> jax.Array:
         return linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+
+
+def _own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
+    """The window that a layer gives to `attend`: none where pages slide away with it."""
+    return jnp.int32(window) if window and batch.sliding_window is None else None
 
 
 class Attention(_Projections):
@@ -134,15 +142,14 @@ class Attention(_Projections):
             layer=index,
             implementation=step.implementation,
         )
-        window = None
-        if self.window and step.batch.sliding_window is None:  # else pages slide away with it
-            window = jnp.int32(self.window)
+        window = _own_window(self.window, step.batch)
         attended = attend(
             q,
             state,
             step.batch,
             layer=index,
             sliding_window=window,
+            plan=step.plan,
             implementation=step.implementation,
         )
         attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
@@ -347,14 +354,34 @@ class Decoder(_Projections):
             batch.positions, config.rope.frequencies(config.head_dim), config.rope.attention_factor
         )
         live = batch.slot_mapping >= 0
-        steps = [_Step(own, cos, sin, live, self.implementation) for own in batches]
+        steps: dict[tuple[int, int | None], _Step] = {}  # by group and window
         groups = [state.only(number) for number in range(len(state.groups))]
         for number in state.layers:
             group, index = state.find(number)
+            kind = group, config.window(number)
+            if kind not in steps:
+                own = batches[group]
+                plan = self._plan(x, groups[group], own, kind[1])
+                steps[kind] = _Step(own, plan, cos, sin, live, self.implementation)
             layer = nnx.split(self.layers[number])
-            x, groups[group] = _run_layer(*layer, x, steps[group], groups[group], jnp.int32(index))
+            x, groups[group] = _run_layer(*layer, x, steps[kind], groups[group], jnp.int32(index))
         parts = tuple(part.groups[0] for part in groups)
         return x, dataclasses.replace(state, groups=parts)
+
+    def _plan(
+        self, x: jax.Array, state: KVState, batch: StepBatch, window: int | None
+    ) -> AttentionPlan | None:
+        """Of the layers of a state of one group that have this window."""
+        dtype = x.dtype if is_eight_bit(state.k_pages) else state.k_pages.dtype
+        shape = (x.shape[0], self.config.num_q_heads, self.config.head_dim)
+        return attend_plan(
+            jax.ShapeDtypeStruct(shape, dtype),
+            state,
+            batch,
+            layer=0,
+            sliding_window=_own_window(window, batch),
+            implementation=self.implementation,
+        )
 
     def logits(self, x: jax.Array) -> jax.Array:
         """f32[R, vocab_size] of what the last layer gave, [R, hidden_size]."""
