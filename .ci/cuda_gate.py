@@ -44,17 +44,24 @@ def expected_counts(kernel):
         return []
     steps = int(match[2]) // 16  # of mma.m16n8k16 over head_dim
     if match[1] == "Decode":
+        if match[3] == "2":  # bytes, 2 steps in one load, for each of 3 dtypes
+            loads = (steps + 1) // 2 * 3
+            queries = 3 * steps if steps > 8 else 0  # in shared memory
+            return [
+                ("HMMA.16816.F32", 24 * steps, 24 * steps),  # S; O of one term of P, and of two
+                ("LDSM.*\\.M88\\.4", loads + queries, loads + queries),
+                ("LDSM.*\\.MT88\\.4", 2 * loads, 2 * loads),
+                ("LDGSTS.*\\.128", steps, 10 * steps),
+            ]
         transposed = steps if match[3] == "1" else 0  # V of vllm5d lies in memory as mma wants it
-        is_eight_bit = match[3] == "2"  # half the bytes; O once more for the rest of P
-        mma = (6 if is_eight_bit else 4) * steps  # S: 2 per step, O: 2 per step
-        least_copies = steps if is_eight_bit else 4 * steps
+        mma = 4 * steps  # S: 2 per step, O: 2 per step
         return [
             ("HMMA.16816.F32", mma, mma),
             # K, and Q where it is in shared memory
             ("LDSM.*\\.M88\\.4", steps + transposed, 2 * steps + transposed),
             ("LDSM.*\\.MT88\\.4", steps - transposed, steps - transposed),  # V
             # K and V, at two places of the loader
-            ("LDGSTS.*\\.128", least_copies, 10 * steps),
+            ("LDGSTS.*\\.128", 4 * steps, 10 * steps),
         ]
     # A warp's tile: 32 rows x 64 tokens, or 16 x 32 above head_dim 128.
     row_tiles, token_tiles = (2, 4) if steps <= 8 else (1, 2)

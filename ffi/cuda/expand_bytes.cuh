@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Bytes of 8-bit codes to the 16-bit numbers that mma takes.
+// Bytes of 8-bit codes to the 16-bit numbers that mma takes. All of it is exact, without branches,
+// and the same on all architectures; NaN and infinity stay what they are.
 //
-// Bytes are widened two at a time, without a look at single elements: moved to where a 16-bit
-// number of the same value, or of the value over a power of two, has its fields, then multiplied
-// (fp8), or made the low bits of two numbers with a known exponent and subtracted (int8). All of it
-// is exact. The patterns that have no such number (infinity and NaN) go the slow way, four bytes at
-// a time. About 3 instructions per element.
+//   e5m2 -> f16   a half has the same fields: its upper byte is the code
+//   e4m3 -> f16   one conversion for two (sm_89 and later); before, the fields are moved to where a
+//                 half over 2^8 has them, and multiplied
+//   int8 -> f16   code + 128 as the low bits of a number from 1024 on, minus 1152
+//   fp8  -> bf16  by f16 and f32; before sm_89 e4m3 as above, over 2^120
+//   int8 -> bf16  as the low bits of two numbers with a known exponent, and subtracted
+//
+// Instructions for four bytes, as pairs of neighbours:
+//           to f16, sm_80   to f16, sm_89   to bf16, sm_80   to bf16, sm_89
+//   e4m3         12               2               12                8
+//   e5m2          2               2                8                8
+//   int8          5               5                8                8
 
 #ifndef JAX_PAGED_CUDA_EXPAND_BYTES_CUH_
 #define JAX_PAGED_CUDA_EXPAND_BYTES_CUH_
@@ -18,77 +26,103 @@
 
 namespace jax_paged::cuda {
 
-inline constexpr uint32_t kSigns = 0x80008000u;  // of a pair; also the pair -0, -0
+// Which of the bytes 0 to 3 of a word become a pair of numbers: i and j, then k and l.
+template <uint32_t I, uint32_t J, uint32_t K, uint32_t L>
+struct ByteOrder {
+  static constexpr uint32_t kI = I, kJ = J, kK = K, kL = L;
+};
+using Neighbours = ByteOrder<0, 1, 2, 3>;
+using Alternate = ByteOrder<0, 2, 1, 3>;
 
-// Four stored bytes as two pairs, the lower bytes first.
+// Four stored bytes as two pairs of numbers: of bytes i and j, and of k and l.
 struct Pairs {
   uint32_t low;
   uint32_t high;
 };
 
-// Each byte in the upper half of a 16-bit number.
-JAX_PAGED_DEVICE Pairs SpreadBytes(uint32_t bytes) {
-  return {prim::PermuteBytes(bytes, 0, 0x1404), prim::PermuteBytes(bytes, 0, 0x3424)};
+// Selectors of PermuteBytes. Bytes i and j in the upper halves of two 16-bit numbers, below them
+// zeros of the second operand, or, of the upper number, the sign of the lower.
+JAX_PAGED_HOST_DEVICE constexpr uint32_t SpreadBytes(uint32_t i, uint32_t j) {
+  return j << 12 | 4 << 8 | i << 4 | 4;
+}
+JAX_PAGED_HOST_DEVICE constexpr uint32_t SpreadSigned(uint32_t i, uint32_t j) {
+  return j << 12 | (8 + i) << 8 | i << 4 | 4;
+}
+// Bytes i and j in the lower halves, above them byte 0 of the second operand.
+JAX_PAGED_HOST_DEVICE constexpr uint32_t LowerBytes(uint32_t i, uint32_t j) {
+  return 4 << 12 | j << 8 | 4 << 4 | i;
+}
+// The signs of bytes i and j in all bits of two 16-bit numbers.
+JAX_PAGED_HOST_DEVICE constexpr uint32_t SignMasks(uint32_t i, uint32_t j) {
+  return 0x8888u + j * 0x1100u + i * 0x11u;
 }
 
-template <typename T, typename Stored>
-JAX_PAGED_DEVICE Pairs ExpandSlowly(uint32_t bytes) {
-  float x[4];
-  JAX_PAGED_UNROLL
-  for (int32_t i = 0; i < 4; ++i) {
-    x[i] = prim::ToFloat(Stored{static_cast<uint8_t>(bytes >> (8 * i))});
-  }
-  return {prim::PackPair<T>(x[0], x[1]), prim::PackPair<T>(x[2], x[3])};
-}
+inline constexpr uint32_t kMinusZeros = 0x80008000u;  // of a pair; added, it changes nothing
 
-// sign, 7 bits of exponent and mantissa moved down by SHIFT, times 2^k.
+// Codes of e4m3 by moving their 7 bits below the sign down by SHIFT; the result times `power` is
+// their value. `signs`: of each byte, whether it is NaN.
 template <typename T, int SHIFT>
-JAX_PAGED_DEVICE uint32_t MoveFields(uint32_t spread, uint32_t power) {
-  constexpr uint32_t kMask = (0x7f00u >> SHIFT) * 0x10001u;
-  return prim::FmaPair<T>((spread & kSigns) | (spread >> SHIFT & kMask), power, kSigns);
+JAX_PAGED_DEVICE uint32_t MoveFields(uint32_t bytes, uint32_t signs, uint32_t i, uint32_t j,
+                                     uint32_t power) {
+  constexpr uint32_t kMask = (0x8000u | 0x7f00u >> SHIFT) * 0x10001u;
+  // The shift brings signs to where they were: down from the number's own, or the one above.
+  const int32_t spread = static_cast<int32_t>(prim::PermuteBytes(bytes, 0, SpreadSigned(i, j)));
+  const uint32_t nan = prim::PermuteBytes(signs, 0, SignMasks(i, j));
+  const uint32_t fields = (static_cast<uint32_t>(spread >> SHIFT) & kMask) | nan;
+  return prim::FmaPair<T>(fields, power, kMinusZeros);
 }
 
+// Two halves as numbers of T.
 template <typename T>
+JAX_PAGED_DEVICE uint32_t FromHalves(uint32_t halves) {
+  if constexpr (std::is_same_v<T, Float16>) return halves;
+  return prim::PackPair<T>(prim::ToFloat(Float16{static_cast<uint16_t>(halves & 0xffffu)}),
+                           prim::ToFloat(Float16{static_cast<uint16_t>(halves >> 16)}));
+}
+
+template <typename T, typename Order = Neighbours>
 JAX_PAGED_DEVICE Pairs Expand(uint32_t bytes, Float8E4M3) {
-  constexpr bool kIsBf16 = std::is_same_v<T, BFloat16>;
-  // All ones is NaN: then bit 7 of magnitude + 1 is set.
-  if (((bytes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) {
-    return ExpandSlowly<T, Float8E4M3>(bytes);
-  }
-  constexpr uint32_t kPower = (kIsBf16 ? 0x7b80u : 0x5c00u) * 0x10001u;  // 2^120, 2^8
-  const Pairs spread = SpreadBytes(bytes);
-  return {MoveFields<T, kIsBf16 ? 4 : 1>(spread.low, kPower),
-          MoveFields<T, kIsBf16 ? 4 : 1>(spread.high, kPower)};
-}
-
-template <typename T>
-JAX_PAGED_DEVICE Pairs Expand(uint32_t bytes, Float8E5M2) {
-  if constexpr (std::is_same_v<T, Float16>) {
-    return SpreadBytes(bytes);
-  } else {
-    // Exponent all ones: infinity and NaN.
-    if (((bytes & 0x7c7c7c7cu) + 0x04040404u) & 0x80808080u) {
-      return ExpandSlowly<T, Float8E5M2>(bytes);
+  if (prim::ConvertsFp8()) {
+    if constexpr (!std::is_same_v<Order, Neighbours>) {
+      constexpr uint32_t kOrder = Order::kL << 12 | Order::kK << 8 | Order::kJ << 4 | Order::kI;
+      bytes = prim::PermuteBytes(bytes, 0, kOrder);
     }
-    constexpr uint32_t kPower = 0x77807780u;  // 2^112
-    const Pairs spread = SpreadBytes(bytes);
-    return {MoveFields<T, 3>(spread.low, kPower), MoveFields<T, 3>(spread.high, kPower)};
+    const Word2 halves = prim::HalvesOfE4M3(bytes);
+    return {FromHalves<T>(halves.x), FromHalves<T>(halves.y)};
   }
+  // All ones is NaN: then magnitude + 1 sets the sign.
+  const uint32_t signs = (bytes & 0x7f7f7f7fu) + 0x01010101u;
+  constexpr bool kIsBf16 = std::is_same_v<T, BFloat16>;
+  constexpr int kShift = kIsBf16 ? 4 : 1;
+  constexpr uint32_t kPower = (kIsBf16 ? 0x7b80u : 0x5c00u) * 0x10001u;  // 2^120, 2^8
+  return {MoveFields<T, kShift>(bytes, signs, Order::kI, Order::kJ, kPower),
+          MoveFields<T, kShift>(bytes, signs, Order::kK, Order::kL, kPower)};
 }
 
-// x = (2^k + its lower 7 bits) - (2^k + its sign bit): k is 7 for bf16, 10 for f16.
-template <typename T>
+template <typename T, typename Order = Neighbours>
+JAX_PAGED_DEVICE Pairs Expand(uint32_t bytes, Float8E5M2) {
+  return {FromHalves<T>(prim::PermuteBytes(bytes, 0, SpreadBytes(Order::kI, Order::kJ))),
+          FromHalves<T>(prim::PermuteBytes(bytes, 0, SpreadBytes(Order::kK, Order::kL)))};
+}
+
+template <typename T, typename Order = Neighbours>
 JAX_PAGED_DEVICE Pairs Expand(uint32_t bytes, Int8) {
-  constexpr bool kIsBf16 = std::is_same_v<T, BFloat16>;
-  constexpr uint32_t kExponent = kIsBf16 ? 0x43u : 0x64u;  // the upper byte of 2^k
-  constexpr uint32_t kMinusOne = kIsBf16 ? 0xbf80bf80u : 0xbc00bc00u;
-  const uint32_t lower = bytes & 0x7f7f7f7fu;
-  const uint32_t sign = bytes & 0x80808080u;
-  const auto subtract = [&](uint32_t selector) {
-    return prim::FmaPair<T>(prim::PermuteBytes(sign, kExponent, selector), kMinusOne,
-                            prim::PermuteBytes(lower, kExponent, selector));
-  };
-  return {subtract(0x4140), subtract(0x4342)};
+  if constexpr (std::is_same_v<T, Float16>) {
+    const uint32_t above = bytes ^ 0x80808080u;  // code + 128
+    const auto subtract = [&](uint32_t selector) {
+      return prim::FmaPair<T>(prim::PermuteBytes(above, 0x64u, selector), 0x3c003c00u, 0xe480e480u);
+    };
+    return {subtract(LowerBytes(Order::kI, Order::kJ)), subtract(LowerBytes(Order::kK, Order::kL))};
+  } else {
+    // x = (2^7 + its lower 7 bits) - (2^7 + its sign bit).
+    const uint32_t lower = bytes & 0x7f7f7f7fu;
+    const uint32_t sign = bytes & 0x80808080u;
+    const auto subtract = [&](uint32_t selector) {
+      return prim::FmaPair<T>(prim::PermuteBytes(sign, 0x43u, selector), 0xbf80bf80u,
+                              prim::PermuteBytes(lower, 0x43u, selector));
+    };
+    return {subtract(LowerBytes(Order::kI, Order::kJ)), subtract(LowerBytes(Order::kK, Order::kL))};
+  }
 }
 
 }  // namespace jax_paged::cuda

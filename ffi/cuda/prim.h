@@ -4,8 +4,8 @@
 // other intrinsic, no inline PTX and no pointer dereference, so that the same sources run on a GPU
 // (here) and in the emulator (emu/prim.h, chosen by JAX_PAGED_EMULATE).
 //
-// Instructions are those of sm_80: mma.sync, ldmatrix and cp.async, no wgmma, no TMA. From sm_90 on
-// there are two more, about the order of launches.
+// Instructions are those of sm_80: mma.sync, ldmatrix and cp.async, no wgmma, no TMA. Of later ones
+// there is a conversion (HalvesOfE4M3), and from sm_90 on there are two about the order of launches.
 
 #ifndef JAX_PAGED_CUDA_PRIM_H_
 #define JAX_PAGED_CUDA_PRIM_H_
@@ -276,9 +276,31 @@ JAX_PAGED_DEVICE float ToFloat(Float8E4M3 x) {
   return prim::ToFloat(Float16{static_cast<uint16_t>((x.bits & 0x80u) << 8 | half)}) * 256.0f;
 }
 JAX_PAGED_DEVICE float ToFloat(Int8 x) { return static_cast<float>(x.value); }
-// Byte i of the result is the byte that nibble i of the selector names: 0 to 3 of a, 4 to 7 of b.
+// Byte i of the result is the byte that nibble i of the selector names, 0 to 3 of a, 4 to 7 of b;
+// with 8 added, eight times that byte's sign.
 JAX_PAGED_DEVICE uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
-  return __byte_perm(a, b, selector);
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
+// Whether the next one exists: from sm_89 on.
+JAX_PAGED_DEVICE constexpr bool ConvertsFp8() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return true;
+#else
+  return false;
+#endif
+}
+// Four codes of e4m3 as halves: of the two lower bytes, then of the two upper ones.
+JAX_PAGED_DEVICE Word2 HalvesOfE4M3(uint32_t codes) {
+  Word2 halves = {0, 0};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t low, high;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(codes));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves.x) : "h"(low));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves.y) : "h"(high));
+#endif
+  return halves;
 }
 // a b + c of two pairs of numbers each, rounded once; subnormal numbers count.
 template <typename T>

@@ -255,9 +255,17 @@ inline uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
   uint32_t result = 0;
   for (int i = 0; i < 4; ++i) {
-    result |= static_cast<uint32_t>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+    const uint32_t nibble = selector >> (4 * i) & 15;
+    uint32_t byte = static_cast<uint32_t>(bytes >> (nibble & 7) * 8 & 0xff);
+    if (nibble & 8) byte = byte & 0x80 ? 0xff : 0;
+    result |= byte << (8 * i);
   }
   return result;
+}
+// The emulated device is one of sm_80.
+constexpr bool ConvertsFp8() { return false; }
+inline Word2 HalvesOfE4M3(uint32_t, Site site = Site::Here()) {
+  emu::Fail(site, "HalvesOfE4M3 begins with sm_89");
 }
 
 template <typename T>

@@ -321,6 +321,11 @@ struct RoundPair {
 void Adder::AddPairs() {
   Add<float, uint16_t>("cvt.f32.f16", [](uint16_t a) { return ToFloat(Float16{a}); });
   Add<float, uint16_t>("cvt.f32.bf16", [](uint16_t a) { return ToFloat(BFloat16{a}); });
+  // The lower code becomes the lower half.
+  Add<uint32_t, uint16_t>("cvt.rn.f16x2.e4m3x2", [](uint16_t codes) {
+    return OfPairs<Float16>(
+        [&](int shift) { return ToFloat(Float8E4M3{static_cast<uint8_t>(codes >> shift / 2)}); });
+  });
   Add<uint32_t, float, float>("cvt.rn.bf16x2.f32", RoundPair<BFloat16>());
   Add<uint32_t, float, float>("cvt.rn.f16x2.f32", RoundPair<Float16>());
   Add<uint32_t, uint32_t, uint32_t, uint32_t>("fma.rn.bf16x2", FmaPair<BFloat16>());

@@ -193,6 +193,29 @@ def test_every_half_converts_to_its_value():
         np.testing.assert_array_equal(out.view(np.float32), chunk.view(np.float16).astype("f4"))
 
 
+def e4m3_value(code):
+    """Of 1 + 4 + 3 bits with a bias of 7: no infinity, and one NaN of either sign."""
+    sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return np.nan
+    if exponent == 0:
+        return sign * mantissa / 8 * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+@pytest.mark.parametrize("high", [0x00, 0x38, 0x7E, 0xFF])
+def test_every_code_of_e4m3_converts_to_its_half_beside_any_other(high):
+    codes = np.arange(256, dtype=np.uint32)
+    expected = np.array([e4m3_value(code) for code in (*range(256), high)], np.float16)
+    for chunk in codes.reshape(8, 32):
+        words = apply("mov.b32 {%rs0, %rs1}, %r0;\ncvt.rn.f16x2.e4m3x2 %r9, %rs0;",
+                      chunk | np.uint32(high << 8 | 0x55550000))  # fmt: skip
+        halves = words.view(np.float16).reshape(32, 2)
+        np.testing.assert_array_equal(halves[:, 0], expected[chunk])
+        np.testing.assert_array_equal(halves[:, 1], np.full(32, expected[256]))
+        assert (np.signbit(halves[:, 0]) == (chunk >= 128))[~np.isnan(expected[chunk])].all()
+
+
 @pytest.mark.parametrize(
     ("instruction", "value", "expected"),
     [

@@ -23,17 +23,17 @@
 // dimension of V, which is kept transposed and read by ldmatrix without .trans. Of such 8 tokens
 // some may not exist: the V operand is masked, since 0 x NaN is NaN.
 //
-// 8-bit pages: a stage holds the bytes as they are stored and, where tokens have scales, those.
-// Before step 3 the warp widens it to 16-bit elements in a tile of its own (expand.cuh), between
-// two syncwarps. A scale of K is multiplied with the products. One of V per head is multiplied with
-// O at the end; those per token with P, over the largest one so far, which scales O: so P stays
-// within the range of f16. The loads are half as many as of 16-bit pages, the issue slots twice.
+// 8-bit pages: a stage holds the bytes as they are stored and, where tokens have scales, those. A
+// lane widens what ldmatrix gives it in registers, always to f16 (decode_bytes.cuh); Q, if it is
+// bf16, becomes f16 times a power of two per row, and P is f16. A scale of K is multiplied with the
+// products. One of V per head is multiplied with O at the end; those per token with P, over the
+// largest one so far, which scales O: so P stays within the range of f16.
 //
-// Shared memory: 4 warps x stages x 2 x 16 rows (96 KiB for head_dim 128, 3 stages) + 12 KiB; with
-// 8-bit pages half of it for the stages, and a stage of 16-bit rows per warp.
+// Shared memory: 4 warps x stages x 2 x 16 rows (96 KiB for head_dim 128, 3 stages) + 12 KiB.
 // Bound by memory bandwidth: at head_dim 128 and 4.3 TB/s on 132 SMs a warp tile of 8 KiB takes 250
-// ns; its 32 mma, 16 ldmatrix and about 300 issue slots fit in three times. FlashDecoding (split
-// KV), LeanAttention (stream-K ranges), FlashInfer (GQA group as M).
+// ns, 440 clocks or 1760 issue slots; its 32 mma, 16 ldmatrix and about 620 issue slots fit in. Of
+// 8-bit pages a tile takes half the time and about 560 issue slots. FlashDecoding (split KV),
+// LeanAttention (stream-K ranges), FlashInfer (GQA group as M).
 //
 // decode_loader.cuh has the loads, decode_queries.cuh Q, decode_tile.cuh step 3, decode_finish.cuh
 // the end of a segment.
@@ -42,13 +42,14 @@
 #define JAX_PAGED_CUDA_ATTENTION_DECODE_CUH_
 
 #include <cstddef>
+#include <type_traits>
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/decode_bytes.cuh"
 #include "cuda/attention/decode_finish.cuh"
 #include "cuda/attention/decode_loader.cuh"
 #include "cuda/attention/decode_queries.cuh"
 #include "cuda/attention/decode_tile.cuh"
-#include "cuda/attention/expand.cuh"
 #include "cuda/attention/segment.cuh"
 #include "cuda/attention/traits.h"
 #include "cuda/prim.h"
@@ -76,12 +77,13 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   const int32_t stages = args.stages;
   const int32_t warp = prim::WarpIndex();
   const Shared<char> exchange = prim::SharedMemory() + Traits::RingBytes(stages);
-  DecodeQueries<T, HEAD_DIM, Traits::kSharedQueries> queries(exchange + sizeof(ExchangeShared));
+  using Queries =
+      std::conditional_t<Traits::kIsEightBit, HalfQueries<T, HEAD_DIM, Traits::kSharedQueries>,
+                         DecodeQueries<T, HEAD_DIM, Traits::kSharedQueries>>;
+  Queries queries(exchange + sizeof(ExchangeShared));
   const Shared<char> ring = prim::SharedMemory() + warp * stages * Traits::kStageBytes;
   const Shared<uint32_t> token_masks =
       (exchange + offsetof(ExchangeShared, token_masks)).As<uint32_t>() + warp * kMaxStages;
-  const Shared<char> expanded = prim::SharedMemory() + (kWarps * stages * Traits::kStageBytes +
-                                                        warp * Traits::kExpandedBytes);
   const LogitScale scale = LoadScale(args);
 
   Segment segment = FirstSegment<Traits::kTakesTreesAndPins>(args, range);
@@ -110,19 +112,14 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
       const Shared<char> stored = ring + stage * Traits::kStageBytes;
-      if constexpr (Traits::kIsEightBit) {
-        ExpandStage<T, HEAD_DIM>(args, stored, expanded);
-        prim::SyncWarp();  // the expanded elements of all lanes
-      }
       DecodeTile<T, HEAD_DIM, PAGES>(
-          args, segment, rows, Traits::kIsEightBit ? expanded : stored,
-          prim::Load(token_masks + stage), first_token,
+          args, segment, rows, stored, prim::Load(token_masks + stage), first_token,
           first_token >= seen_by_all.first && first_token + kWarpTokens <= seen_by_all.end,
           scale.factor, (stored + Traits::kScalesOffset).template As<float>(), k_scale, queries,
           &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
-    FinishSegment<T, HEAD_DIM>(args, range, segment, rows, exchange, &state);
+    FinishSegment<T, HEAD_DIM, PAGES>(args, range, segment, rows, exchange, &state);
     has_segment = NextSegment<Traits::kTakesTreesAndPins>(args, range, &segment);
   }
 }

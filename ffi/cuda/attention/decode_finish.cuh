@@ -16,13 +16,15 @@
 namespace jax_paged::cuda {
 
 // Adds up the warps' results and sends them where they go.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& range,
                                     const Segment& segment, const UnitRows& rows,
                                     Shared<char> exchange, DecodeState<HEAD_DIM>* state) {
   constexpr int32_t kPitch = ExchangeShared::kColumnPitch;
   constexpr int32_t kColumns = ExchangeShared::kColumns;
   constexpr int32_t kQuads = kColumns / 4;
+  using Traits = DecodeTraits<HEAD_DIM, PAGES>;
+  constexpr float kUnlift = 1.0f / (1 << Traits::kWeightLift);
   static_assert(kTileRows * kQuads == kAttentionThreads, "one float4 per thread");
   const Shared<float> sums = (exchange + offsetof(ExchangeShared, sums)).As<float>();
   const Shared<float> ms = (exchange + offsetof(ExchangeShared, m)).As<float>();
@@ -33,7 +35,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
 
   JAX_PAGED_UNROLL
   for (int32_t half = 0; half < 2; ++half) {
-    float l = state->l[half];
+    float l = state->l[half] * kUnlift;
     l += prim::ShuffleXor(l, 1);
     l += prim::ShuffleXor(l, 2);
     if (lane % 4 == 0) {
@@ -49,7 +51,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
     for (int32_t w = 0; w < kWarps; ++w) {
       m = prim::Max(m, prim::Load(ms + (w * kTileRows + lane_row + 8 * half)));
     }
-    factor[half] = prim::Exp2(state->m[half] - Base(m)) * state->v_scale;
+    factor[half] = prim::Exp2(state->m[half] - Base(m)) * kUnlift * state->v_scale;
   }
 
   const Destination to = DestinationOf(args, range, segment);
@@ -71,9 +73,16 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
       const float (&o)[4] = state->o[first / 8 + n];
       JAX_PAGED_UNROLL
       for (int32_t half = 0; half < 2; ++half) {
-        const int32_t at = (warp * kTileRows + lane_row + 8 * half) * kPitch + n * 8 + lane % 4 * 2;
-        prim::Store((sums + at).As<Float2>(),
-                    Float2{o[2 * half] * factor[half], o[2 * half + 1] * factor[half]});
+        const int32_t row_at = (warp * kTileRows + lane_row + 8 * half) * kPitch + n * 8;
+        const Float2 x = {o[2 * half] * factor[half], o[2 * half + 1] * factor[half]};
+        if constexpr (!Traits::kIsEightBit) {
+          prim::Store((sums + (row_at + lane % 4 * 2)).As<Float2>(), x);
+        } else if (n % 2 == 0) {  // even dimensions of 16; the odd ones are in the next 8 sums
+          const float (&odd)[4] = state->o[first / 8 + n + 1];
+          prim::Store(
+              (sums + (row_at + lane % 4 * 4)).As<Float4>(),
+              Float4{x.x, odd[2 * half] * factor[half], x.y, odd[2 * half + 1] * factor[half]});
+        }
       }
     }
     prim::SyncThreads();

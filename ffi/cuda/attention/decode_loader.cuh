@@ -71,7 +71,7 @@ class DecodeLoader {
   }
 
   JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {
-    const int32_t lane = prim::Opaque(prim::LaneIndex());
+    const int32_t lane = OpaqueLane();
     const bool has_page = page_id_ >= 0 && page_id_ < args.num_pages;
     const int32_t token = FirstToken(args) + lane % kWarpTokens;
     const bool has_token = has_page && IsRead<Traits::kTakesTreesAndPins>(args, segment_, token);
@@ -152,20 +152,35 @@ class DecodeLoader {
   // kEightBit.
   JAX_PAGED_DEVICE void CopyBytes(const AttentionArgs& args, int32_t stage, int32_t lane,
                                   int64_t offset, uint32_t mask) {
-    constexpr int32_t kRowChunks = HEAD_DIM / 16;
+    using Rows = ByteRows<HEAD_DIM>;
+    constexpr int32_t kCopies = kWarpTokens * Rows::kChunks;  // of K or V
     const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
-    const Shared<char> v_tile = k_tile + Traits::kStoredTileBytes;
-    const int64_t token_stride = one_page_ ? args.k_strides.token : 0;
-    JAX_PAGED_UNROLL
-    for (int32_t i = 0; i < Traits::kStoredChunks; i += kWarpLanes) {
-      const int32_t index = i + lane;
-      const int32_t row = index / kRowChunks;
-      const int64_t token = prim::Shuffle(offset, row % kWarpTokens) + row * token_stride;
-      if (Traits::kStoredChunks % kWarpLanes != 0 && index >= Traits::kStoredChunks) continue;
-      const int64_t source = token + index % kRowChunks * 16;
-      const bool valid = mask >> row & 1;
-      prim::CpAsync16(k_tile + index * 16, k_ + source, valid);
-      prim::CpAsync16(v_tile + index * 16, v_ + source, valid);
+    const Shared<char> v_tile = k_tile + Traits::kByteTileBytes;
+    if (one_page_) {
+      const int32_t token_stride = static_cast<int32_t>(args.k_strides.token);
+      const Global<const char> k_page = k_ + offset;
+      const Global<const char> v_page = v_ + offset;
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < kCopies; i += kWarpLanes) {
+        if (kCopies % kWarpLanes != 0 && i + lane >= kCopies) continue;
+        const int32_t row = (i + lane) / Rows::kChunks;
+        const int32_t chunk = (i + lane) % Rows::kChunks;
+        const int32_t source = row * token_stride + chunk * 16;
+        const bool valid = mask >> row & 1;
+        prim::CpAsync16(k_tile + Rows::Offset(row, chunk), k_page + source, valid);
+        prim::CpAsync16(v_tile + Rows::Offset(row, chunk), v_page + source, valid);
+      }
+    } else {
+      JAX_PAGED_NO_UNROLL
+      for (int32_t i = 0; i < kCopies; i += kWarpLanes) {
+        const int32_t row = (i + lane) / Rows::kChunks;
+        const int32_t chunk = (i + lane) % Rows::kChunks;
+        const int64_t source = prim::Shuffle(offset, row % kWarpTokens) + chunk * 16;
+        if (kCopies % kWarpLanes != 0 && i + lane >= kCopies) continue;
+        const bool valid = mask >> row & 1;
+        prim::CpAsync16(k_tile + Rows::Offset(row, chunk), k_ + source, valid);
+        prim::CpAsync16(v_tile + Rows::Offset(row, chunk), v_ + source, valid);
+      }
     }
   }
 

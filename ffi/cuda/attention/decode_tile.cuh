@@ -6,6 +6,7 @@
 #define JAX_PAGED_CUDA_ATTENTION_DECODE_TILE_CUH_
 
 #include "cuda/attention/args.h"
+#include "cuda/attention/decode_bytes.cuh"
 #include "cuda/attention/segment.cuh"
 #include "cuda/attention/tensor_core.cuh"
 #include "cuda/attention/traits.h"
@@ -20,6 +21,7 @@ struct DecodeState {
   float m[2];
   float l[2];
   float v_scale;  // what O is in units of: with scales of V per token the largest so far
+                  // (l and O: also of 2^-DecodeTraits::kWeightLift)
 
   JAX_PAGED_DEVICE void Clear() {
     JAX_PAGED_UNROLL
@@ -71,7 +73,7 @@ struct LaneScales {
 // Sets the scores to -inf of keys in the row's tree that are no ancestors of the query.
 JAX_PAGED_DEVICE void MaskTree(const AttentionArgs& args, const Segment& segment,
                                const UnitRows& rows, int32_t first_token, float (&s)[2][4]) {
-  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const int32_t lane = OpaqueLane();
   const RowTree tree = segment.Tree();
   JAX_PAGED_UNROLL
   for (int32_t half = 0; half < 2; ++half) {
@@ -101,29 +103,28 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
                                  Shared<float> scales, float k_scale, const Queries& queries,
                                  DecodeState<HEAD_DIM>* state) {
   using Traits = DecodeTraits<HEAD_DIM, PAGES>;
-  const int32_t lane = prim::Opaque(prim::LaneIndex());
+  const int32_t lane = OpaqueLane();
   const int32_t column = lane % 4 * 2;
 
   float s[2][4] = {};  // 16 rows x 16 tokens
-  JAX_PAGED_UNROLL
-  for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
-    uint32_t b[4];  // tokens 0-7 and 8-15, each dimensions 0-7 and 8-15 of the step
-    const int32_t row = lane % 8 + lane / 16 * 8;
-    prim::LoadMatrix(b, k_tile + Traits::Offset(row, 2 * k + lane / 8 % 2));
-    uint32_t a[4];
-    queries.Operand(k, a);
-    prim::Mma<T>(s[0], a, b[0], b[1]);
-    prim::Mma<T>(s[1], a, b[2], b[3]);
-  }
-
   if constexpr (Traits::kIsEightBit) {
-    if (args.k_scale.per_token) {
-      LaneScales(scales, column).Apply(1.0f, s);
-    } else {
-      JAX_PAGED_UNROLL
-      for (int32_t i = 0; i < 8; ++i) s[i / 4][i % 4] *= k_scale;
+    MultiplyByteKeys<HEAD_DIM>(args.kv_dtype, k_tile, lane, queries, s);
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 8; ++i) s[i / 4][i % 4] *= k_scale * queries.Factor(i % 4 / 2);
+    if (args.k_scale.per_token) LaneScales(scales, column).Apply(1.0f, s);
+  } else {
+    JAX_PAGED_UNROLL
+    for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
+      uint32_t b[4];  // tokens 0-7 and 8-15, each dimensions 0-7 and 8-15 of the step
+      const int32_t row = lane % 8 + lane / 16 * 8;
+      prim::LoadMatrix(b, k_tile + Traits::Offset(row, 2 * k + lane / 8 % 2));
+      uint32_t a[4];
+      queries.Operand(k, a);
+      prim::Mma<T>(s[0], a, b[0], b[1]);
+      prim::Mma<T>(s[1], a, b[2], b[3]);
     }
   }
+
   if (args.logits.edits()) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
@@ -162,7 +163,8 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
   }
   JAX_PAGED_UNROLL
   for (int32_t half = 0; half < 2; ++half) {
-    const float keep = SoftmaxStep(scale, half, s, &state->m[half], &state->l[half]);
+    const float keep =
+        SoftmaxStep<Traits::kWeightLift>(scale, half, s, &state->m[half], &state->l[half]);
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
       state->o[n][2 * half] *= keep * o_factor;
@@ -171,25 +173,29 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
   }
 
   if constexpr (Traits::kIsEightBit) {
+    const Shared<char> v_tile = k_tile + Traits::kByteTileBytes;
     if (args.v_scale.per_token) {
       LaneScales(scales + kWarpTokens, column).Apply(1.0f / state->v_scale, s);
-    }
-  }
-  uint32_t a[4];
-  PackWeights<T>(s[0], s[1], a);
-  // What that rounded away, where a scale does so even to the weight 1 of a lone key.
-  uint32_t a_rest[4] = {};
-  if constexpr (Traits::kIsEightBit) {
-    if (args.v_scale.per_token) {
+      uint32_t p[2][4];
+      PackWeights<Float16>(s[0], s[1], p[0]);
+      // What that rounded away, where a scale does so even to the weight 1 of a lone key.
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < 4; ++i) {
         float (&x)[4] = s[i / 2];
-        x[i % 2 * 2] -= prim::ToFloat(T{static_cast<uint16_t>(a[i] & 0xffffu)});
-        x[i % 2 * 2 + 1] -= prim::ToFloat(T{static_cast<uint16_t>(a[i] >> 16)});
+        x[i % 2 * 2] -= prim::ToFloat(Float16{static_cast<uint16_t>(p[0][i] & 0xffffu)});
+        x[i % 2 * 2 + 1] -= prim::ToFloat(Float16{static_cast<uint16_t>(p[0][i] >> 16)});
       }
-      PackWeights<T>(s[0], s[1], a_rest);
+      PackWeights<Float16>(s[0], s[1], p[1]);
+      MultiplyByteValues<HEAD_DIM>(args.kv_dtype, v_tile, lane, p, state->o);
+    } else {
+      uint32_t p[1][4];
+      PackWeights<Float16>(s[0], s[1], p[0]);
+      MultiplyByteValues<HEAD_DIM>(args.kv_dtype, v_tile, lane, p, state->o);
     }
+    return;
   }
+  uint32_t a[4];
+  PackWeights<T>(s[0], s[1], a);
   const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
   uint32_t exists[2] = {};
   if constexpr (PAGES == PageKind::kVllm5d) {
@@ -209,12 +215,6 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     }
     prim::Mma<T>(state->o[2 * n], a, b[0], b[1]);
     prim::Mma<T>(state->o[2 * n + 1], a, b[2], b[3]);
-    if constexpr (Traits::kIsEightBit) {
-      if (args.v_scale.per_token) {
-        prim::Mma<T>(state->o[2 * n], a_rest, b[0], b[1]);
-        prim::Mma<T>(state->o[2 * n + 1], a_rest, b[2], b[3]);
-      }
-    }
   }
 }
 

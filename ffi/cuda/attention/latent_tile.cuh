@@ -50,7 +50,7 @@ struct LatentState {
 template <int ROWS>
 JAX_PAGED_DEVICE void FillLatentQueries(const AttentionArgs& args, const LatentJob& job,
                                         const LogitScale& scale, Shared<char> queries) {
-  const uint32_t sign = scale.is_negative ? kSigns : 0u;
+  const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
   const int32_t lane = prim::LaneIndex();
   const int32_t row_chunks = args.head_dim / 8;
   const int32_t filled = RoundUp<int32_t>(args.head_dim, kLatentStep) / 8;

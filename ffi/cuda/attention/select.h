@@ -133,8 +133,8 @@ struct KernelChoice {
 
 // For a head_dim with tensor-core kernels, given the shared memory that they need and whether
 // decode takes trees and pinned tokens: both, or what of them the pages and the device allow;
-// neither turns keys (rope inside attention). Of 99 KiB (sm_86, 89 and 120) the decode kernel does
-// not get enough above head_dim 128.
+// neither turns keys (rope inside attention). Of 99 KiB (sm_86, 89 and 120) the decode kernel of
+// 16-bit pages does not get enough above head_dim 128.
 inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
                                   int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
                                   bool takes_trees_and_pins) {

@@ -31,9 +31,9 @@ JAX_PAGED_DEVICE Word4 LoadQueries(const AttentionArgs& args, const Segment& seg
   return x;
 }
 
-// The scores of the lane's row l/4 + 8 half become weights, *m and *l move on. Returns what the
-// row's O so far is to be multiplied with.
-template <int N>
+// The scores of the lane's row l/4 + 8 half become weights times 2^LIFT, *m and *l move on. Returns
+// what the row's O so far is to be multiplied with.
+template <int LIFT = 0, int N>
 JAX_PAGED_DEVICE float SoftmaxStep(float scale, int32_t half, float (&s)[N][4], float* m,
                                    float* l) {
   float top = prim::Max(s[0][2 * half], s[0][2 * half + 1]);
@@ -47,13 +47,14 @@ JAX_PAGED_DEVICE float SoftmaxStep(float scale, int32_t half, float (&s)[N][4], 
   const float base = Base(new_m);
   const float keep = prim::Exp2(*m - base);
   *m = new_m;
+  const float subtract = LIFT == 0 ? -base : LIFT - base;
   float sum = 0.0f;
   JAX_PAGED_UNROLL
   for (int32_t n = 0; n < N; ++n) {
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < 2; ++i) {
       float& weight = s[n][2 * half + i];
-      weight = prim::Exp2(prim::Fma(weight, scale, -base));
+      weight = prim::Exp2(prim::Fma(weight, scale, subtract));
       sum += weight;
     }
   }

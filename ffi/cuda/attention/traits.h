@@ -29,6 +29,29 @@ struct ExchangeShared {
   MergeShared<> merge;
 };
 
+// How rows of 8-bit elements lie in shared memory: as DecodeTraits has those of 16-bit ones, in
+// 16-byte chunks of which ldmatrix reads those of 8 rows at once. Where two rows fill the banks,
+// the chunk index is xored with half the row.
+template <int HEAD_DIM>
+struct ByteRows {
+  static constexpr int32_t kChunks = HEAD_DIM / 16;
+  static constexpr int32_t kXor = kChunks % 8 == 0 ? 7 : (kChunks % 4 == 0 ? 3 : 0);
+  static constexpr int32_t kRowBytes = (kXor != 0 ? kChunks : kChunks | 1) * 16;
+
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t Offset(int32_t row, int32_t chunk) {
+    return PairOffset(row, chunk / 2, chunk % 2);
+  }
+  // Of chunk 2 pair + half, so written that ldmatrix needs few addresses: those of pairs 4 or 2
+  // apart differ by a constant.
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t PairOffset(int32_t row, int32_t pair,
+                                                            int32_t half) {
+    constexpr int32_t kPairs = (kXor + 1) / 2;
+    if (kXor == 0) return row * kRowBytes + half * 16 + pair * 32;
+    const int32_t moved = half ^ ((kXor == 3 ? row >> 1 : row) & kXor);
+    return row * kRowBytes + (moved ^ pair % kPairs * 2) * 16 + pair / kPairs * kPairs * 32;
+  }
+};
+
 template <int HEAD_DIM, PageKind PAGES = PageKind::kRows>
 struct DecodeTraits {
   static_assert(HEAD_DIM % 16 == 0, "one k-step of mma.m16n8k16 takes 16 dimensions");
@@ -45,17 +68,21 @@ struct DecodeTraits {
   static constexpr bool kTakesTreesAndPins =
       PAGES == PageKind::kRows || (PAGES == PageKind::kEightBit && HEAD_DIM <= 192);
   // 8-bit pages: a stage holds their bytes as they are, K, then V, then the scales of the tokens' K
-  // and V; a warp turns a stage into 16-bit elements, in a tile of its own behind its stages.
+  // and V.
   static constexpr bool kIsEightBit = PAGES == PageKind::kEightBit;
-  static constexpr int32_t kStoredTileBytes = kWarpTokens * HEAD_DIM;
-  static constexpr int32_t kStoredChunks = kStoredTileBytes / 16;  // of K or V
-  static constexpr int32_t kScalesOffset = 2 * kStoredTileBytes;
+  static constexpr int32_t kByteTileBytes = kWarpTokens * ByteRows<HEAD_DIM>::kRowBytes;
+  static constexpr int32_t kScalesOffset = 2 * kByteTileBytes;
   static constexpr int32_t kStageBytes =  // K, then V
       kIsEightBit ? kScalesOffset + 2 * kWarpTokens * 4 : 2 * kWarpTileBytes;
-  static constexpr int32_t kExpandedBytes = kIsEightBit ? 2 * kWarpTileBytes : 0;
+  // The logarithm (2) of what the weights of a softmax are multiplied with on their way into P,
+  // which is f16 there: else one below 2^-25 of the largest would be 0.
+  static constexpr int kWeightLift = kIsEightBit ? 15 : 0;
   static constexpr int32_t kLoads = kWarpTokens * kRowChunks / kWarpLanes;  // per lane, of K or V
   static_assert(kWarpTokens * kRowChunks % kWarpLanes == 0);
   static constexpr bool kSharedQueries = HEAD_DIM > 128;  // else they fit in registers
+  static constexpr int32_t kQueryTileBytes = kTileRows * kRowBytes;
+  static constexpr int32_t kQueryBytes =  // with 8-bit pages a factor for each row comes behind
+      kQueryTileBytes + (kIsEightBit ? kTileRows * 4 : 0);
 
   JAX_PAGED_HOST_DEVICE static constexpr int32_t Offset(int32_t row, int32_t chunk) {
     return row * kRowBytes + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
@@ -66,13 +93,19 @@ struct DecodeTraits {
     return dim * kWarpTokens * 2 + (chunk ^ (dim >> 2 & 1)) * 16;
   }
   JAX_PAGED_HOST_DEVICE static constexpr int32_t RingBytes(int32_t stages) {
-    return kWarps * (stages * kStageBytes + kExpandedBytes);
+    return kWarps * stages * kStageBytes;
   }
   JAX_PAGED_HOST_DEVICE static constexpr int32_t SharedBytes(int32_t stages) {
     return RingBytes(stages) + static_cast<int32_t>(sizeof(ExchangeShared)) +
-           (kSharedQueries ? kTileRows * kRowBytes : 0);
+           (kSharedQueries ? kQueryBytes : 0);
   }
 };
+
+// The lane; what is computed from it is computed where it is used, not kept in registers.
+JAX_PAGED_DEVICE int32_t OpaqueLane() {
+  // The mask tells the compiler that it is not negative.
+  return prim::Opaque(prim::ThreadIndex()) & (kWarpLanes - 1);
+}
 
 // The bits of two 16-bit elements that stand for tokens `token` and `token` + 1: all, of those in
 // the mask.
