@@ -5,7 +5,8 @@
 // (here) and in the emulator (emu/prim.h, chosen by JAX_PAGED_EMULATE).
 //
 // Instructions are those of sm_80: mma.sync, ldmatrix and cp.async, no wgmma, no TMA. Of later ones
-// there is a conversion (HalvesOfE4M3), and from sm_90 on there are two about the order of launches.
+// there is a conversion (HalvesOfE4M3), and from sm_90 on there are two about the order of
+// launches.
 
 #ifndef JAX_PAGED_CUDA_PRIM_H_
 #define JAX_PAGED_CUDA_PRIM_H_

@@ -45,7 +45,7 @@ struct ByteRows {
   // apart differ by a constant.
   JAX_PAGED_HOST_DEVICE static constexpr int32_t PairOffset(int32_t row, int32_t pair,
                                                             int32_t half) {
-    constexpr int32_t kPairs = (kXor + 1) / 2;
+    constexpr int32_t kPairs = kXor == 0 ? 1 : (kXor + 1) / 2;
     if (kXor == 0) return row * kRowBytes + half * 16 + pair * 32;
     const int32_t moved = half ^ ((kXor == 3 ? row >> 1 : row) & kXor);
     return row * kRowBytes + (moved ^ pair % kPairs * 2) * 16 + pair / kPairs * kPairs * 32;
