@@ -86,12 +86,14 @@ def attention_plan(
 
     FlashInfer's plan and run are the same two steps, but its plan is made on the host.
 
-    >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp, jax_paged as jp
     >>> pages = jnp.ones((2, 2, 1, 4, 8))  # two layers
     >>> q, table, lens = jnp.ones((1, 2, 8)), jnp.array([[1, 0]]), jnp.array([5])
-    >>> plan = attention_plan(q, pages, pages, table, lens)
-    >>> layers = [paged_attention(q, pages, pages, table, lens, layer=i, plan=plan) for i in (0, 1)]
-    >>> print(layers[1][0, :, 0])
+    >>> plan = jp.attention_plan(q, pages, pages, table, lens)
+    >>> for layer in (0, 1):
+    ...     out = jp.paged_attention(q, pages, pages, table, lens, layer=layer, plan=plan)
+    ...     print(out[0, :, 0])
+    [1. 1.]
     [1. 1.]
     """
     given = {name: x for name, x in locals().items() if name != "cu_q_lens" or x is not None}
