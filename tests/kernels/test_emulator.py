@@ -33,8 +33,10 @@ DIFFERS = "error|not finite|lse"  # the comparison with the oracle
 BUGS = {
     "no zero fill": (
         "decode_loader.cuh",
-        "row * token_stride + chunk * 16;\n        const bool valid = mask >> row & 1;",
-        "row * token_stride + chunk * 16;\n        const bool valid = true;",
+        "% Traits::kRowChunks;\n        const int32_t source = row * token_stride + chunk * 16;\n"
+        "        const bool valid = mask >> row & 1;",
+        "% Traits::kRowChunks;\n        const int32_t source = row * token_stride + chunk * 16;\n"
+        "        const bool valid = true;",
         "not finite",
     ),
     "ring loaded one stage too far": (
