@@ -5,6 +5,8 @@ usage: cuda_gate.py MODULE ARCHITECTURE...    (cuobjdump and nvdisasm on PATH)
 
 For every architecture each kernel must have no stack frame (where spills would be) and no access to
 local memory, and those on tensor cores must be made of the instructions that they were designed of.
+Those that wait for the launch before them must not touch device memory ahead of the wait, to where
+ptxas moves read-only loads.
 """
 
 import collections
@@ -108,16 +110,20 @@ def main(module, *architectures):
         if usage["STACK"] != "0" or usage["LOCAL"] != "0":
             wrong[key].append(f"{usage['STACK']} bytes of stack, {usage['LOCAL']} of local memory")
 
-    counts = collections.defaultdict(collections.Counter)
+    counts, early = collections.defaultdict(collections.Counter), collections.defaultdict(list)
     for key, line in by_kernel(dump("-sass", module)):
         if match := re.search(r"\*/\s+(?:@!?\w+ )?([A-Z][A-Z0-9_.]+)", line):
             counts[key][match[1]] += 1
+            if not counts[key]["ACQBULK"] and re.match("LDG|STG|ATOM|RED", match[1]):
+                early[key].append(match[1])
     if set(counts) != set(registers):
         sys.exit(f"{module}: no SASS of {sorted(set(registers) ^ set(counts))[:3]} and so on")
     designed = collections.Counter()
     for key, found in counts.items():
         if local := sum(n for name, n in found.items() if name.startswith(("LDL", "STL"))):
             wrong[key].append(f"{local} local-memory accesses")
+        if found["ACQBULK"] and early[key]:
+            wrong[key].append(f"{early[key][0]} before the wait for the launch before it")
         for pattern, least, most in expected_counts(key[1]):
             designed[key] += 1
             n = sum(n for name, n in found.items() if re.search(pattern, name))

@@ -266,7 +266,8 @@ class Maker {
       }
       return true;
     }
-    if (opcode == "membar.gl") return MakeMemoryAccess(opcode, 0, 0, 0, i);
+    const bool orders = opcode == "membar.gl" || opcode.rfind("griddepcontrol.", 0) == 0;
+    if (orders) return MakeMemoryAccess(opcode, 0, 0, 0, i);
     if (!stores && opcode.rfind("ld.", 0) != 0 && opcode.rfind("atom.", 0) != 0) return false;
     if (operands.size() < 2) Fail("operands are missing");
     const auto values = Elements(operands[stores ? 1 : 0]);

@@ -90,6 +90,44 @@ def test_state_and_batch_tell_the_ops_what_they_know(options, trees):
     assert np.all(np.isfinite(out[0]))
 
 
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("options", STATES, ids=str)
+def test_a_plan_of_the_step_serves_its_layers(options, trees):
+    if trees and "windows" in options:
+        options = options | {"windows": False}
+    state, batch = grown(
+        jp.KVState.create(**SIZES | options), tree_parents=PARENTS if trees else None
+    )
+    q = values(0, TOKENS, Q_HEADS, DIM)
+    plan = jp.attend_plan(jax.ShapeDtypeStruct(q.shape, q.dtype), state, batch, layer=0)
+    for layer in range(2):
+        got = jp.attend(q, state, batch, layer=layer, plan=plan)
+        np.testing.assert_array_equal(got, jp.attend(q, state, batch, layer=layer))
+
+
+def test_a_plan_is_for_the_options_that_it_was_made_with():
+    state, batch = grown(jp.KVState.create(**SIZES))
+    q = values(0, TOKENS, Q_HEADS, DIM)
+    options = {"sliding_window": 3, "split_tokens": 64, "alibi_slopes": jnp.ones(Q_HEADS)}
+    plan = jp.attend_plan(q, state, batch, layer=0, **options)
+    out = jp.attend(q, state, batch, layer=1, plan=plan, **options)
+    np.testing.assert_array_equal(out, jp.attend(q, state, batch, layer=1, **options))
+    for name in options:
+        others = {key: x for key, x in options.items() if key != name}
+        with pytest.raises(ValueError, match=f"^plan: expected one made with {name}=(None|False)"):
+            jp.attend(q, state, batch, layer=1, plan=plan, **others)
+
+
+def test_a_step_of_an_int_knows_how_many_tokens_a_row_has():
+    state = jp.KVState.create(**SIZES)
+    state, batch, _ = state.append([0, 1], 2, num_tokens=4)
+    assert batch.max_q_len == 2
+    for q_lens in ([1, 1], jnp.ones(2, jnp.int32)):
+        assert state.append([0, 1], q_lens)[1].max_q_len is None
+    _, batch, _ = jax.jit(lambda state: state.append([0, 1], 1))(state)
+    assert batch.max_q_len == 1
+
+
 @pytest.mark.parametrize("options", [{}, {"dtype": "int8"}, {"layout": "NHD"}], ids=str)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_write_qkv_is_the_op_with_the_batch_of_the_step(options, per_token):
@@ -138,6 +176,7 @@ def test_latent_rows_go_the_same_way():
     state = jp.write(kv, None, state, batch, layer=1)
     np.testing.assert_array_equal(state.groups[1].k_pages, kv_pages)
     options = {"sm_scale": 0.3, "v_head_dim": 16}
+    assert jp.attend_plan(q, state, batch, layer=1) is None
     expected = jp.mla_paged_attention(
         q, kv_pages, own.page_table, own.seq_lens, own.cu_q_lens, own.num_seqs, layer=0,
         kv_scale=group.k_scale, **options,

@@ -22,7 +22,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_paged
-from jax_paged import copy_pages, paged_attention, ragged_paged_attention, write_kv
+from jax_paged import (
+    attention_plan,
+    copy_pages,
+    paged_attention,
+    ragged_paged_attention,
+    write_kv,
+)
 from jax_paged.layout import kv_heads_axis
 from jax_paged.models import Decoder, generate
 from jax_paged.models.decoder.generation import create_state
@@ -45,14 +51,21 @@ class Step:
 
     case: Case
     decode: bool
+    planned: bool = False  # ahead of the write
 
     def __call__(self, k_pages, v_pages, q, k, v, slots, table, seq_lens, *rest):
         options = {"layout": self.case.layout}
         if self.case.num_layers is not None:
             *rest, options["layer"] = rest
+        plan = None
+        if self.planned:
+            plan = attention_plan(
+                q, k_pages, v_pages, table, seq_lens, *rest, layout=self.case.layout
+            )
         pages = write_kv(k_pages, v_pages, k, v, slots, **options)
         attend = paged_attention if self.decode else ragged_paged_attention
-        return pages, *attend(q, *pages, table, seq_lens, *rest, return_lse=True, **options)
+        options |= {"plan": plan, "return_lse": True}
+        return pages, *attend(q, *pages, table, seq_lens, *rest, **options)
 
     def operands(self, seed=0):
         """k_pages, v_pages, q, k, v, slots, …; the new tokens go to the last slots of each row."""
@@ -81,7 +94,10 @@ class Step:
         return (P(*pool),) * 2 + (P(None, names),) * 3 + (P(),) * (len(operands) - 5)
 
 
-STEPS = [Step(STACKED, True), Step(STACKED, False), Step(FLAT_NHD, True), Step(FLAT_NHD, False)]
+STEPS = [
+    Step(STACKED, True), Step(STACKED, False), Step(FLAT_NHD, True), Step(FLAT_NHD, False),
+    Step(STACKED, True, planned=True), Step(FLAT_NHD, False, planned=True),
+]  # fmt: skip
 
 
 def make_mesh(axis_type, shape=(DEVICES,), names=("tp",)):

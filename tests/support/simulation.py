@@ -152,10 +152,11 @@ class Device(ctypes.Structure):
 
 
 def device(architecture: int = 80, **changes) -> Device:
-    """A small device of an architecture, with its shared memory."""
+    """A small device of an architecture, with its shared memory and a number of its own."""
     kib = {80: 164, 90: 228}[architecture]
     fields = {
-        "ordinal": 0, "architecture": architecture, "multiprocessors": 3, "seed": 1,
+        "ordinal": ARCHITECTURES.index(architecture), "architecture": architecture,
+        "multiprocessors": 3, "seed": 1,
         "shared_bytes_per_cta": (kib - 1) * 1024, "shared_bytes_per_multiprocessor": kib * 1024,
     }  # fmt: skip
     return Device(**(fields | changes))
