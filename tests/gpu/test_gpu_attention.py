@@ -2,6 +2,7 @@
 """The native ops on a GPU: against the float64 oracle, and what only a device can get wrong."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from bits import assert_same_bits
 
-from jax_paged import paged_attention, ragged_paged_attention, write_kv
+from jax_paged import attention_plan, paged_attention, ragged_paged_attention, write_kv
 from jax_paged.testing import (
     CASES,
     TOLERANCES,
@@ -40,6 +41,27 @@ def test_mixed_batch_matches_float64_softmax(name, dtype):
     q_lens, seq_lens = [1, 0, 150, 1, 3, page % 37, 1], [4000, page, 150, 0, page - 1, 2 * page, 1]
     batch = make_batch(CASES[name], dtype, q_lens, seq_lens, num_tokens=sum(q_lens) + 5)
     assert_attention_close(*run(batch), *dense_oracle(batch))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("q_lens", [[1] * 6, [1, 40, 0, 1, 3, 1]], ids=["decode", "mixed"])
+def test_layers_that_share_a_plan_give_the_bits_of_layers_that_plan(q_lens, dtype):
+    """Each reads what the one before wrote, so a launch that begins too early shows."""
+    case = dataclasses.replace(CASES["qwen3_30b_a3b"], num_layers=2)
+    batch = make_batch(case, dtype, q_lens, [900, 64, 7, 3000, 0, 129], num_tokens=sum(q_lens) + 2)
+    q, *pages, table, seq_lens, cu_q_lens, num_seqs = batch.ragged()[0]
+    pages = [jnp.nan_to_num(x) for x in pages]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def layers(shares, q, seq_lens):
+        rows = (table, seq_lens, cu_q_lens, num_seqs)
+        plan = attention_plan(q, *pages, *rows) if shares else None
+        for layer in range(12):
+            q = ragged_paged_attention(q, *pages, *rows, layer=jnp.int32(layer % 2), plan=plan)
+        return q
+
+    for lens in (seq_lens, seq_lens // 2, seq_lens, jnp.minimum(seq_lens, 70)):
+        assert_same_bits([layers(True, q, lens)], [layers(False, q, lens)])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
