@@ -198,9 +198,6 @@ class AttentionReader {
         source_.template Attribute<std::string_view>("layout", std::string_view("HND"));
     Layout layout = Layout::kHnd;
     if (!Take(ReadLayout(kOp, name.data(), name.size(), &layout))) return false;
-    if (IsEightBit(call_.kv_dtype) && layout == Layout::kVllm5d) {
-      return Wrong("layout", "\"HND\" or \"NHD\" for 8-bit pages", "\"vllm5d\"");
-    }
     const int64_t bytes = ByteWidth(call_.kv_dtype);
     PoolShape &k_pool = call_.k_pool, &v_pool = call_.v_pool;
     return Take(ReadPoolShape(kOp, "k_pages", k, layout, Pool::kKeys, bytes, &k_pool)) &&

@@ -92,7 +92,6 @@ class KVGroup:
         )
         v_head_dim = shape.head_dim if v_head_dim is None else check_size("v_head_dim", v_head_dim)
         is_eight_bit = dtype in EIGHT_BIT_DTYPES
-        expect(not is_eight_bit or layout != "vllm5d", "layout", "'HND' or 'NHD'", repr(layout))
         expect((k_scale is None) == (v_scale is None), "v_scale", "given as k_scale is", v_scale)
         k_pages = zero_pool(make_shape(shape, layout, "k", dtype=dtype), jnp.dtype(dtype))
         v_shape = shape._replace(head_dim=v_head_dim)
@@ -123,7 +122,7 @@ class KVGroup:
             return dataclasses.replace(self, k_pages=k_pages, table=table)
         k_pages, v_pages = copy_pages(self.k_pages, self.v_pages, *copies)
         k_scale, v_scale = self.k_scale, self.v_scale
-        if is_per_token(k_scale, k_pages):
+        if is_per_token(k_scale):
             k_scale, v_scale = copy_rows(2, (k_scale, v_scale), *copies)
         return KVGroup(k_pages, v_pages, table, self.layout, k_scale, v_scale)
 
@@ -132,7 +131,7 @@ class KVGroup:
         if self.v_pages is None:
             (k_pages,) = copy_rows(3, (self.k_pages,), *moves)
             return dataclasses.replace(self, k_pages=k_pages, table=table)
-        per_token = is_per_token(self.k_scale, self.k_pages)
+        per_token = is_per_token(self.k_scale)
         k_scale, v_scale = (self.k_scale, self.v_scale) if per_token else (None, None)
         k_pages, v_pages, *moved = move_slots(
             self.k_pages, self.v_pages, *moves, k_scale=k_scale, v_scale=v_scale,

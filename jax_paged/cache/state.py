@@ -145,7 +145,7 @@ class KVState:
           layer_kinds: for each layer its kind: "full", "mla" or the size of its window.
           num_kv_heads, head_dim, v_head_dim: of the layers with K and V; v_head_dim None: head_dim.
           latent_dim: of "mla" layers, the width of a row, latent + rope.
-          layout: "HND", "NHD" or "vllm5d" (not with 8-bit pages), see `layout`.
+          layout: "HND", "NHD" or "vllm5d", see `layout`.
           windows: whether rows of "full" layers can have a sliding window of their own, see
             `set_window`.
           k_scale, v_scale: of 8-bit pages: a scalar, [num_layers] or [num_layers, num_kv_heads] of

@@ -147,9 +147,9 @@ def check_kv_scale(name: str, scale: Any, pages: jax.Array, shape: PagesShape) -
     return scale
 
 
-def is_per_token(scale: jax.Array | None, pages: jax.Array) -> bool:
-    """Whether a scale has one value for each token and head."""
-    return scale is not None and scale.ndim == len(pages.shape) - 1
+def is_per_token(scale: jax.Array | None) -> bool:
+    """Whether a scale has one value for each token and head: [..., pages, heads, slots]."""
+    return scale is not None and scale.ndim >= 3
 
 
 def as_index(name: str, x: Any) -> jax.Array:
@@ -229,10 +229,6 @@ def _checked_pages(
     check_axes("v_pages", v_pages, layout, "v")
     check_kv_dtype("k_pages", k_pages)
     check_kv_dtype("v_pages", v_pages)
-    if layout == "vllm5d" and k_pages.dtype in EIGHT_BIT_DTYPES:
-        raise NotImplementedError(
-            f"layout: expected 'HND' or 'NHD' for pages of {k_pages.dtype.name}, got 'vllm5d'"
-        )
     expect(
         is_stacked(k_pages, layout, "k") == has_layer,
         "layer",

@@ -386,11 +386,11 @@ def attend_checked(static: Static, arrays: Arrays, return_lse: bool):
     return (out, lse) if return_lse else out
 
 
-def _with_layers(scale: jax.Array, pages: jax.Array) -> jax.Array:
+def _with_layers(scale: jax.Array, num_layers: int | None) -> jax.Array:
     """A scale of one layer's heads as the public ops take it: stacked like the pages."""
-    if scale.ndim != 1 or pages.ndim != 5:  # 8-bit pages are HND or NHD
+    if scale.ndim != 1 or num_layers is None:
         return scale
-    return jnp.broadcast_to(scale[None], (pages.shape[0], *scale.shape))
+    return jnp.broadcast_to(scale[None], (num_layers, *scale.shape))
 
 
 def _reference(static: Static, arrays: Arrays) -> Any:
@@ -406,7 +406,7 @@ def _reference(static: Static, arrays: Arrays) -> Any:
         del given["layer"]
     for name in ("k_scale", "v_scale"):
         if name in given:
-            given[name] = _with_layers(given[name], x["k_pages"])
+            given[name] = _with_layers(given[name], _pages(known, x).num_layers)
     pages = (x["q"], x["k_pages"], x["v_pages"])
     if known["one_query_per_row"]:
         return reference.paged_attention(*pages, x["page_table"], x["seq_lens"], **given)
@@ -526,14 +526,15 @@ _differentiable.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attention(static: Static, arrays: Arrays):
-    pages = arrays["kv_pages" if "kv_pages" in arrays else "k_pages"]
+    pages = _pages(dict(static), arrays)
 
     def of_layer(scale):
-        if is_per_token(scale, pages):
+        if is_per_token(scale):
             return scale
         if "kv_pages" in arrays:
             return layer_scale(scale, arrays["layer"])[None]
-        return head_scale(scale, arrays["layer"], _pages(dict(static), arrays).num_kv_heads, pages)
+        stacked = pages.num_layers is not None
+        return head_scale(scale, arrays["layer"], pages.num_kv_heads, stacked=stacked)
 
     scales = {x: of_layer(arrays[x]) for x in ("k_scale", "v_scale") if x in arrays}
     return _differentiable(static, arrays | scales)

@@ -124,7 +124,7 @@ def move_slots(
     )
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         expect(
-            is_per_token(scale, k_pages) == any(x is not None for x in scales),
+            is_per_token(scale) == any(x is not None for x in scales),
             name,
             "a scale per token, or None twice",
             "None" if scale is None else f"rank {scale.ndim}",

@@ -134,7 +134,7 @@ def qkv_norm_rope_write(
     operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, index)
     if is_eight_bit(k_pages):
         scales, pools = given, None
-        if is_per_token(given[0], k_pages):
+        if is_per_token(given[0]):
             scales, pools = None, given
         return _qkv_eight_bit(spec, k_pages, v_pages, pools, scales, operands[:1] + operands[3:])
     return _qkv(spec, *operands)
@@ -289,10 +289,11 @@ def check_qkv(
             "rotary_dim: native kernels take a multiple of 4 with style='half', "
             f"got {rotary_dim}; implementation='reference' takes any even number"
         )
-    if spec.implementation != "reference" and spec.layout == "vllm5d":
+    fused = spec.implementation != "reference" and not is_eight_bit(k_pages)
+    if fused and spec.layout == "vllm5d":
         raise NotImplementedError(
-            "layout: native kernels take 'HND' or 'NHD', got 'vllm5d'; write_kv takes it, and "
-            "implementation='reference'"
+            "layout: native kernels take 'HND' or 'NHD', got 'vllm5d' with pages of "
+            f"{k_pages.dtype.name}; write_kv takes it, and implementation='reference'"
         )
     layer = check_layer(layer, k_shape.num_layers)
     scales = check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)

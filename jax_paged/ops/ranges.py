@@ -247,10 +247,11 @@ def _tokens(pages, layout: Layout, pool: Pool, scale, slots, exists, layer, dtyp
     if is_eight_bit(pages):
         tokens = tokens.astype(jnp.float32)
     if scale is not None:
-        if is_per_token(scale, pages):
+        if is_per_token(scale):
             factor = at(scale[..., None], "HND")
         else:
-            factor = reference.head_scale(scale, layer, shape.num_kv_heads, pages)
+            stacked = shape.num_layers is not None
+            factor = reference.head_scale(scale, layer, shape.num_kv_heads, stacked=stacked)
             factor = factor[None, None, :, None]
         tokens = tokens * factor
     tokens = jnp.where(exists[..., None, None], tokens, jnp.zeros((), tokens.dtype))

@@ -74,7 +74,7 @@ def write_kv(
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or [num_pages,
         page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
         `jax_paged.layout`), optionally with a leading num_layers axis; bf16,
-        f16, f32, f8e4m3fn, f8e5m2 or int8 (not vllm5d). Donated: updated in place.
+        f16, f32, f8e4m3fn, f8e5m2 or int8. Donated: updated in place.
       k, v: [tokens, num_kv_heads, head_dim], bf16, f16 or f32; cast to the pages' dtype, round to
         nearest even. Into 8-bit pages goes k / k_scale, clamped to ±448 (e4m3), ±57344 (e5m2) or
         ±127 (int8); NaN stays NaN (in int8: 0).
@@ -110,7 +110,7 @@ def write_kv(
         k_pages, v_pages, k, v, slot_mapping, layer, k_scale, v_scale, layout, implementation
     )
     scales, pools = (k_scale, v_scale), None
-    if is_per_token(k_scale, k_pages):
+    if is_per_token(k_scale):
         scales, pools = None, scales
     operands = (k_pages, v_pages, pools, scales, k, v, slot_mapping, index)
     return write_checked(layout, implementation, *operands)
@@ -130,7 +130,7 @@ def write_checked(
         written = native_write(layout, implementation)(*operands)
     if scale_pools is None:
         return written
-    layer = layer if k_pages.ndim == 5 else None
+    layer = layer if is_stacked(v_pages, layout, "v") else None
     scales = reference.write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer)
     return (*written, *scales)
 
@@ -245,7 +245,7 @@ def check_written_scales(
     k_scale = check_kv_scale("k_scale", k_scale, k_pages, k_shape)
     v_scale = check_kv_scale("v_scale", v_scale, v_pages, v_shape)
     expect(
-        is_per_token(k_scale, k_pages) == is_per_token(v_scale, v_pages),
+        is_per_token(k_scale) == is_per_token(v_scale),
         "v_scale",
         "a scale per token where k_scale is one, and only there",
         "None" if v_scale is None else f"shape {shape_text(v_scale.shape)}",

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged.layout import LAYOUTS, POOLS, from_slots_first, slots_first
 from jax_paged.ops.attention import paged_attention, ragged_paged_attention
 from jax_paged.ops.trees import tree_intervals
 
@@ -34,7 +35,7 @@ ATTENTION_FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "kv": (None, None, "float8_e4m3fn", "float8_e5m2", "int8"),
     "scale": (None, "scalar", "head", "token"),
-    "layout": ("HND", "NHD"),
+    "layout": LAYOUTS,
     "page_size": (1, 5, 16, 32),
     "group": (1, 2, 4, 5, 8, 24),
     "head_dim": ((64, None), (40, 128), (128, 72)),
@@ -128,7 +129,7 @@ def hidden_pages(batch: Batch, options: dict[str, Any]) -> np.ndarray:
 def poison(batch: Batch, options: dict[str, Any]) -> Batch:
     """Writes NaN into every page that the windows of its row hide."""
     ids = batch.page_table[hidden_pages(batch, options)]
-    ids = ids[(ids >= 0) & (ids < batch.k_pages.shape[-4])]
+    ids = ids[(ids >= 0) & (ids < batch.v_pages.shape[-4])]
     k_pages, v_pages = batch.k_pages.copy(), batch.v_pages.copy()
     for pages in (k_pages, v_pages):
         (pages if batch.layer is None else pages[batch.layer])[ids] = np.nan
@@ -146,30 +147,28 @@ def eight_bit(batch: Batch, kv: str, kind: str | None, rng: np.random.Generator)
     size = {"float8_e4m3fn": 0.1, "float8_e5m2": 0.1, "int8": 0.03}[kv]
     shape = {
         None: (), "scalar": layers, "head": (*layers, case.num_kv_heads),
-        "token": (*layers, batch.k_pages.shape[-4], case.num_kv_heads, case.page_size),
+        "token": (*layers, batch.v_pages.shape[-4], case.num_kv_heads, case.page_size),
     }[kind]  # fmt: skip
     stored, real, scales = {}, {}, {}
-    for name in ("k", "v"):
-        pages = getattr(batch, f"{name}_pages").astype(np.float64)
+    for name in POOLS:
+        pages = slots_first(getattr(batch, f"{name}_pages"), case.layout, name).astype(np.float64)
         scale = np.asarray(rng.uniform(0.7, 1.4, shape) * size if kind else 1, np.float32)
-        # The scale of each value: [layers, pages, heads, slots, 1], in the layout of the pages.
+        # The scale of each value: [layers, pages, slots, heads, 1].
         wide = {
-            None: lambda x: x, "token": lambda x: x[..., None],
+            None: lambda x: x, "token": lambda x: np.swapaxes(x, -2, -1)[..., None],
             "scalar": lambda x: x.reshape(*layers, 1, 1, 1, 1),
-            "head": lambda x: x.reshape(*layers, 1, case.num_kv_heads, 1, 1),
+            "head": lambda x: x.reshape(*layers, 1, 1, case.num_kv_heads, 1),
         }[kind](scale)  # fmt: skip
-        if case.layout == "NHD" and kind in ("head", "token"):
-            wide = np.swapaxes(wide, -3, -2)
         limit = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127}[kv]
         codes = np.clip(pages / wide, -limit, limit)
         if kv == "int8":
             codes = np.nan_to_num(np.rint(codes), nan=-97)
             if kind == "token":
-                unused = np.isnan(pages).all(-1)
-                scale[np.swapaxes(unused, -2, -1) if case.layout == "NHD" else unused] = np.nan
+                scale[np.swapaxes(np.isnan(pages).all(-1), -2, -1)] = np.nan
         codes = codes.astype(jnp.dtype(kv))
-        stored[f"{name}_pages"] = codes
-        real[f"{name}_pages"] = np.where(np.isnan(pages), np.nan, codes.astype(np.float64) * wide)
+        exact = np.where(np.isnan(pages), np.nan, codes.astype(np.float64) * wide)
+        for made, x in ((stored, codes), (real, exact)):
+            made[f"{name}_pages"] = from_slots_first(x, case.layout, name)
         scales[f"{name}_scale"] = scale
     if kind is None:
         scales = {}
@@ -246,7 +245,8 @@ def attention_case(
     if row["sinks"]:
         options["sinks"] = draw_sinks(row["sinks"], num_q_heads, rng)
     split = dict([row["split"]]) if row["split"] else {}
-    if row["kv"] is None:
+    # A token's 16 bytes of K in vllm5d are 16 dimensions of 8 bits.
+    if row["kv"] is None or (row["layout"] == "vllm5d" and head_dim % 16):
         return batch, batch, options, split
     stored, real, scales = eight_bit(batch, row["kv"], row["scale"], rng)
     return stored, real, options, split | scales

@@ -37,7 +37,7 @@ def _pools(state: KVState | None) -> tuple[Any, ...]:
     """All that lies by layer and page."""
     if state is None:
         return ()
-    per_token = is_per_token(state.k_scale, state.k_pages)
+    per_token = is_per_token(state.k_scale)
     scales = (state.k_scale, state.v_scale) if per_token else ()
     return (state.k_pages, state.v_pages, *scales)
 

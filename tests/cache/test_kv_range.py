@@ -10,7 +10,14 @@ import pytest
 from in_place import gathers_in_place
 
 from jax_paged import KVState, gather_kv, scatter_kv, write_kv
-from jax_paged.layout import LAYOUTS, from_slots_first, slots_first
+from jax_paged.layout import (
+    LAYOUTS,
+    POOLS,
+    from_slots_first,
+    make_shape,
+    pages_shape,
+    slots_first,
+)
 from jax_paged.ops.reference import QMAX
 from jax_paged.testing import Case, is_in_place, make_batch, pool_sized_ops
 
@@ -157,26 +164,30 @@ def test_of_a_row_that_slid_the_tokens_that_are_there_are_told(window, pinned):
 
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("dtype", sorted(QMAX))
-def test_eight_bit_pages_come_back_dequantized(dtype, per_token):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eight_bit_pages_come_back_dequantized(layout, dtype, per_token):
     batch = make(num_layers=2)
-    shape = batch.k_pages.shape
+    sizes = [pages_shape(x, "HND") for x in (batch.k_pages, batch.v_pages)]
     rng = np.random.default_rng(1)
     k, v = (rng.standard_normal((1, MAX_TOKENS, 2, d), "f4") for d in (16, 8))
-    pages = [jnp.zeros(x.shape, dtype) for x in (batch.k_pages, batch.v_pages)]
+    shapes = [
+        make_shape(x, layout, pool, dtype=dtype) for x, pool in zip(sizes, POOLS, strict=True)
+    ]
+    pages = [jnp.zeros(shape, dtype) for shape in shapes]
     if per_token:
-        scales = [jnp.zeros(shape[:-1], jnp.float32) for _ in "kv"]
+        scales = [jnp.zeros(batch.k_pages.shape[:-1], jnp.float32) for _ in "kv"]
     else:
         scales = [jnp.full((2, 2), 5 / QMAX[dtype], jnp.float32) for _ in "kv"]
     one = [np.array([x]) for x in (0, 0, MAX_TOKENS)]
     names = ("k_scale", "v_scale")
     written = scatter_kv(
-        *pages, jnp.asarray(k), jnp.asarray(v), batch.page_table, *one, layer=1,
+        *pages, jnp.asarray(k), jnp.asarray(v), batch.page_table, *one, layer=1, layout=layout,
         **dict(zip(names, scales, strict=True)),
     )  # fmt: skip
     scales = written[2:] if per_token else scales
     back = gather_kv(
         *written[:2], batch.page_table, *one, max_tokens=MAX_TOKENS, layer=jnp.int32(1),
-        **dict(zip(names, scales, strict=True)),
+        layout=layout, **dict(zip(names, scales, strict=True)),
     )  # fmt: skip
     # Half a step of the largest value: 4 bits of mantissa, 3 bits, or 1 / 127.
     relative = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3, "int8": 0.5 / 127}[dtype]
@@ -184,7 +195,10 @@ def test_eight_bit_pages_come_back_dequantized(dtype, per_token):
         assert mine.dtype == jnp.float32
         error = np.abs(np.asarray(mine) - theirs).max()
         assert 0 < error <= 1.01 * relative * 5
-    half = gather_kv(*written[:2], batch.page_table, *one, max_tokens=3, layer=1, dtype="bfloat16")
+    half = gather_kv(
+        *written[:2], batch.page_table, *one, max_tokens=3, layer=1, layout=layout,
+        dtype="bfloat16",
+    )  # fmt: skip
     assert half[0].dtype == jnp.bfloat16
 
 

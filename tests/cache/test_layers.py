@@ -57,7 +57,7 @@ EIGHT_BIT = [
 ]
 STATES = [
     *({"layout": layout} for layout in LAYOUTS),
-    *({"layout": layout} | options for layout in ("HND", "NHD") for options in EIGHT_BIT),
+    *({"layout": layout} | options for layout in LAYOUTS for options in EIGHT_BIT),
     {"windows": True},
     {"windows": True, "layout": "NHD", "dtype": "int8"},
 ]
@@ -128,7 +128,11 @@ def test_a_step_of_an_int_knows_how_many_tokens_a_row_has():
     assert batch.max_q_len == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "int8"}, {"layout": "NHD"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": "int8"}, {"dtype": "int8", "layout": "vllm5d"}, {"layout": "NHD"}],
+    ids=str,
+)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_write_qkv_is_the_op_with_the_batch_of_the_step(options, per_token):
     state, batch = grown(jp.KVState.create(**SIZES | options))

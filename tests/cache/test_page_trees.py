@@ -203,8 +203,6 @@ def test_commit_moves_tokens_in_place(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_move_slots_reads_all_before_it_writes(layout, dtype, implementation):
-    if layout == "vllm5d" and dtype == "int8":
-        pytest.skip("8-bit pages are HND or NHD")
     rng = np.random.default_rng(0)
     for num_layers in (None, 2):
         shape = PagesShape(num_layers, 5, 2, 4, 16)

@@ -11,7 +11,7 @@ from in_place import copies_and_selects
 from kv_states import SIZES, append, big_state, make, read
 
 from jax_paged import KVGroup, KVState, Status
-from jax_paged.layout import LAYOUTS, slots_first
+from jax_paged.layout import LAYOUTS, POOLS, slots_first
 from jax_paged.ops.write import write_kv
 
 DTYPES = "dtype: expected bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2 or int8"
@@ -88,7 +88,11 @@ def test_a_state_round_trips_as_a_pytree():
         ({"dtype": "int16"}, f"{DTYPES}, got int16"),
         ({"dtype": "nonsense"}, f"{DTYPES}, got nonsense"),
         ({"dtype": None}, f"{DTYPES}, got None"),
-        ({"dtype": "int8", "layout": "vllm5d"}, "layout: expected 'HND' or 'NHD', got 'vllm5d'"),
+        (
+            {"layout": "vllm5d", "head_dim": 24, "dtype": "int8"},
+            "head_dim: expected a multiple of x=16 (int8 elements in 16 bytes) for layout "
+            "'vllm5d', got 24",
+        ),
         ({"dtype": "int8", "k_scale": 1.0}, "v_scale: expected given as k_scale is, got None"),
         (
             {"k_scale": 1.0, "v_scale": 1.0},
@@ -207,10 +211,10 @@ def test_a_select_between_pools_would_be_noticed():
     assert copies_and_selects(compiled, kv.k_pages)
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 def test_scales_per_token_go_with_their_pages(dtype, layout):
-    kv = make(dtype=dtype, layout=layout)
+    kv = make(dtype=dtype, layout=layout, head_dim=16)
     assert kv.k_scale.shape == kv.v_scale.shape == (2, 12, 2, 4)
 
     def append_8_bit(kv, rows, q_lens, values):
@@ -219,7 +223,7 @@ def test_scales_per_token_go_with_their_pages(dtype, layout):
         assert not any(status.tolist())
         kv, batch, status = kv.step(rows, q_lens, num_tokens=len(values))
         assert not any(status.tolist())
-        k = jnp.asarray(np.broadcast_to(np.float32(values)[:, None, None], (len(values), 2, 8)))
+        k = jnp.asarray(np.broadcast_to(np.float32(values)[:, None, None], (len(values), 2, 16)))
         pools = (kv.k_pages, kv.v_pages, kv.k_scale, kv.v_scale)
         for layer in range(2):
             pools = write_kv(
@@ -232,10 +236,11 @@ def test_scales_per_token_go_with_their_pages(dtype, layout):
     def read_8_bit(kv, row):
         ids = np.asarray(kv.table.page_table[row])[: int(kv.table.pages_held[row])]
         tokens, found = int(kv.table.seq_lens[row]), []
-        for pages_, scale in ((kv.k_pages, kv.k_scale), (kv.v_pages, kv.v_scale)):
-            codes = slots_first(np.asarray(pages_.astype(jnp.float32))[:, ids], layout)
+        for pool in POOLS:
+            pages_, scale = getattr(kv, f"{pool}_pages"), getattr(kv, f"{pool}_scale")
+            codes = slots_first(np.asarray(pages_.astype(jnp.float32))[:, ids], layout, pool)
             factor = slots_first(np.asarray(scale)[:, ids][..., None], "HND")
-            real = (codes * factor).reshape(2, -1, 2, 8)[:, :tokens]
+            real = (codes * factor).reshape(2, -1, 2, 16)[:, :tokens]
             np.testing.assert_allclose(real, np.broadcast_to(real[:1, :, :1, :1], real.shape))
             found.append(real[0, :, 0, 0])
         np.testing.assert_allclose(found[1], -2 * found[0], rtol=1e-6)

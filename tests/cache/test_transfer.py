@@ -104,6 +104,7 @@ SCALE = {"k_scale": np.float32(0.02), "v_scale": np.float32(0.02)}
         ({"dtype": "bfloat16"}, ("vllm5d", "HND")),
         ({"dtype": "int8"}, ("HND", "HND")),
         ({"dtype": "float8_e4m3fn"}, ("NHD", "HND")),
+        ({"dtype": "int8", "head_dim": 16}, ("HND", "vllm5d")),
         ({"dtype": "float8_e5m2"} | SCALE, ("HND", "HND")),
     ],
 )

@@ -27,3 +27,16 @@ def test_head_dims_scales_and_pages(head_dim, kv, scale, page_size):
     out, lse = emulate(stored, device, buffers=buffers, **scales)
     assert [buffers[name] > 0 for name in CHOICE] == [True, True, False, False]
     assert_attention_close(out, lse, *dense_oracle(real))
+
+
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("scale", [None, "head", "token"])
+@pytest.mark.parametrize("kv", KINDS)
+def test_pages_of_vllm5d_go_to_simt(kv, scale, page_size):
+    case = Case("8bit", 8, 2, 64, page_size=page_size, layout="vllm5d")
+    batch = make_batch(case, jnp.bfloat16, [1, 2, 0, 9], [130, 40, 3, 70], num_tokens=14)
+    stored, real, scales = eight_bit(batch, kv, scale, np.random.default_rng(page_size))
+    buffers = {}
+    out, lse = emulate(stored, buffers=buffers, **scales)
+    assert not any(buffers[name] for name in CHOICE)
+    assert_attention_close(out, lse, *dense_oracle(real))

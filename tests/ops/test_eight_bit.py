@@ -18,6 +18,7 @@ from jax_paged import (
     ragged_paged_attention,
     write_kv,
 )
+from jax_paged.layout import LAYOUTS, POOLS, PagesShape, make_shape, slots_first
 from jax_paged.native import load
 from jax_paged.ops import reference
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
@@ -29,9 +30,9 @@ TARGETS = ("attention", "write_kv", "write_kv")  # 8-bit: what comes before the 
 LAYERS, PAGES, HEADS, SLOTS, DIM = 2, 5, 3, 4, 16
 
 
-def pool(dtype, layout="HND"):
-    shape = (PAGES, HEADS, SLOTS, DIM) if layout == "HND" else (PAGES, SLOTS, HEADS, DIM)
-    return jnp.zeros((LAYERS, *shape), jnp.dtype(dtype))
+def pool(dtype, layout="HND", name="k"):
+    sizes = PagesShape(LAYERS, PAGES, HEADS, SLOTS, DIM)
+    return jnp.zeros(make_shape(sizes, layout, name, dtype=dtype), jnp.dtype(dtype))
 
 
 def tokens(seed, dtype="float32", count=6):
@@ -69,7 +70,8 @@ def test_rounding_is_to_nearest_even_saturates_and_keeps_nan(dtype):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [None, "scalar", "layer", "head"])
 def test_a_write_divides_by_the_given_scale(dtype, layout, kind, implementation):
@@ -80,17 +82,16 @@ def test_a_write_divides_by_the_given_scale(dtype, layout, kind, implementation)
     slots = jnp.array([7, -1, 0, 19, 7, 99], jnp.int32)
     given = {} if kind is None else {name: jnp.asarray(x) for name, x in scales.items()}
     written = write_kv(
-        pool(dtype, layout), pool(dtype, layout), k, v, slots, layer=1, layout=layout,
+        *(pool(dtype, layout, name) for name in POOLS), k, v, slots, layer=1, layout=layout,
         implementation=implementation, **given,
     )  # fmt: skip
     assert len(written) == 2
-    for pages, x, scale in zip(written, (k, v), scales.values(), strict=True):
+    for name, pages, x, scale in zip(POOLS, written, (k, v), scales.values(), strict=True):
         assert pages.dtype == jnp.dtype(dtype)
         scale = np.float32(1) if kind is None else scale
         scale = scale[1] if scale.ndim else scale
         expected = rounded(as_float(x) / np.reshape(scale, (-1, 1)), dtype)
-        pages = as_float(pages)
-        pages = np.swapaxes(pages, 2, 3) if layout == "HND" else pages
+        pages = slots_first(as_float(pages), layout, name)
         flat = pages.reshape(LAYERS, PAGES * SLOTS, HEADS, DIM)
         for slot, token in ((7, 4), (0, 2), (19, 3)):
             np.testing.assert_array_equal(flat[1, slot], expected[token].astype(np.float32))
@@ -98,7 +99,8 @@ def test_a_write_divides_by_the_given_scale(dtype, layout, kind, implementation)
         assert not flat.any(), "nothing else is written"
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_per_token_are_computed_written_and_read_back(dtype, layout, implementation):
     nowhere = jnp.full((LAYERS, PAGES, HEADS, SLOTS), jnp.nan, jnp.float32)
@@ -106,7 +108,7 @@ def test_scales_per_token_are_computed_written_and_read_back(dtype, layout, impl
     k = k.at[2].set(0)
     slots = jnp.array([7, -1, 0, 19, 7, 1], jnp.int32)
     k_pages, v_pages, k_scale, v_scale = write_kv(
-        pool(dtype, layout), pool(dtype, layout), k, v, slots, layer=1, layout=layout,
+        *(pool(dtype, layout, name) for name in POOLS), k, v, slots, layer=1, layout=layout,
         k_scale=nowhere + 0, v_scale=nowhere + 0, implementation=implementation,
     )  # fmt: skip
     for scale, x in ((k_scale, k), (v_scale, v)):
@@ -314,10 +316,14 @@ def test_queries_of_bf16_against_the_dequantized_cache(
     assert_attention_close(out, lse, expected, expected_lse)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_qkv_norm_rope_write_stores_what_write_kv_does(dtype, per_token, style, implementation):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_qkv_norm_rope_write_stores_what_write_kv_does(
+    layout, dtype, per_token, style, implementation
+):
     rng = np.random.default_rng(11)
     qkv = jnp.asarray(rng.standard_normal((6, (4 * HEADS) * DIM)), jnp.float32)
     norm = jnp.asarray(rng.uniform(0.5, 2, DIM), jnp.float32)
@@ -341,9 +347,12 @@ def test_qkv_norm_rope_write_stores_what_write_kv_does(dtype, per_token, style, 
         return {"k_scale": jnp.float32(0.02), "v_scale": jnp.full((LAYERS, HEADS), 0.05, "f4")}
 
     kept = jnp.where((positions >= 0) & (positions < 40), slots, -1)
-    expected = write_kv(pool(dtype), pool(dtype), k, v, kept, layer=1, **scales())
+    pools = [pool(dtype, layout, name) for name in POOLS]
+    expected = write_kv(
+        *map(jnp.copy, pools), k, v, kept, layer=1, layout=layout, **scales()
+    )  # fmt: skip
     got_q, *written = qkv_norm_rope_write(
-        qkv, pool(dtype), pool(dtype), positions, slots, cos, sin,
+        qkv, *pools, positions, slots, cos, sin, layout=layout,
         implementation=implementation, **options, **scales(),
     )  # fmt: skip
     np.testing.assert_allclose(as_float(got_q), as_float(q), rtol=1e-5, atol=1e-6)

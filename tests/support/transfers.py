@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_paged import KVState, Status, transfer, write
 from jax_paged.cache.transfer import Geometry, Payload, Ticket
+from jax_paged.layout import pages_shape
 
 SIZES = {
     "num_layers": 3, "num_pages": 24, "page_size": 4, "num_kv_heads": 2, "head_dim": 8,
@@ -31,7 +32,8 @@ def _fill(state, rows, q_lens, k, v):
 def append(state: KVState, row: int, count: int, seed: int) -> KVState:
     """Adds random tokens to a row."""
     rng = np.random.default_rng(seed)
-    size = (state.k_pages.shape[0], 32, 2, 8)
+    head_dim = pages_shape(state.v_pages, state.layout, "v").head_dim
+    size = (state.k_pages.shape[0], 32, 2, head_dim)
     k, v = (rng.standard_normal(size, "f4") for _ in "kv")
     state, statuses = _fill(state, np.array([row]), np.array([count]), k, v)
     assert not statuses.any()

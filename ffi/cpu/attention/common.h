@@ -59,10 +59,11 @@ void CopyAtoms(const AttentionParams& params, const char* k, const char* v, int6
 }
 
 // Lists the tokens [begin, end) of a row. Where the pages cut rows into atoms, the listed tokens
-// are copied to the scratch rows of `half` (0 or 1), and the list is of the copies.
+// are copied to part `part` (0, 1, with 8-bit pages also 2) of the scratch rows, and the list is of
+// the copies.
 template <typename T>
 void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int64_t begin,
-                int64_t end, const WorkerScratch& scratch, int half, KeyBlock<T>* block) {
+                int64_t end, const WorkerScratch& scratch, int part, KeyBlock<T>* block) {
   const PageView& k = params.k;
   const PageView& v = params.v;
   const int32_t* pages = params.page_table + row * params.pages_per_seq;
@@ -85,15 +86,20 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
     int64_t k_stride = k.strides.token;
     int64_t v_stride = v.strides.token;
     if (params.has_atoms) {
-      const int64_t scratch_row = half * kKeyBlock + count;
+      const int64_t scratch_row = part * kKeyBlock + count;
       k_stride = params.head_dim * ByteWidth(params.kv_dtype);
       v_stride = params.v_head_dim * ByteWidth(params.kv_dtype);
       char* k_row = reinterpret_cast<char*>(scratch.k_rows) + scratch_row * k_stride;
       char* v_row = reinterpret_cast<char*>(scratch.v_rows) + scratch_row * v_stride;
-      if (ByteWidth(params.kv_dtype) == 2) {
-        CopyAtoms<uint16_t>(params, k_token, v_token, run, k_row, v_row);
-      } else {
-        CopyAtoms<uint32_t>(params, k_token, v_token, run, k_row, v_row);
+      switch (ByteWidth(params.kv_dtype)) {
+        case 1:
+          CopyAtoms<uint8_t>(params, k_token, v_token, run, k_row, v_row);
+          break;
+        case 2:
+          CopyAtoms<uint16_t>(params, k_token, v_token, run, k_row, v_row);
+          break;
+        default:
+          CopyAtoms<uint32_t>(params, k_token, v_token, run, k_row, v_row);
       }
       k_token = k_row;
       v_token = v_row;

@@ -338,7 +338,7 @@ void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& 
   KeyBlock<T> blocks[2];
   int current = 0;
   GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
-             scratch, /*half=*/0, &blocks[0]);
+             scratch, /*part=*/0, &blocks[0]);
   for (int t = 0; t < blocks[0].count; ++t) {
     PrefetchRow(blocks[0].k[t], params.head_dim * element_bytes);
     PrefetchRow(blocks[0].v[t], params.v_head_dim * element_bytes);

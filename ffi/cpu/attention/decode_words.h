@@ -267,7 +267,7 @@ void DecodeCodesSplit(const CodeTable& bytes, const AttentionParams& params, con
   for (int i = 0; i < 2; ++i) {
     const int64_t from = Clamp(begin + i * block_tokens, begin, end);
     GatherKeys(params, item.row, item.kv_head, from, Clamp(from + block_tokens, begin, end),
-               scratch, /*half=*/0, &blocks[i]);
+               scratch, /*part=*/i, &blocks[i]);
     for (int t = 0; t < blocks[i].count; ++t) {
       PrefetchRow(blocks[i].k[t], k_dim);
       PrefetchRow(blocks[i].v[t], v_dim);
@@ -278,9 +278,10 @@ void DecodeCodesSplit(const CodeTable& bytes, const AttentionParams& params, con
     const KeyBlock<Int8>& block = blocks[current];
     const KeyBlock<Int8>* next = &block;  // what to prefetch
     if (token + 2 * block_tokens < end) {
-      KeyBlock<Int8>* const following = &blocks[(current + 2) % 3];
+      const int unused = (current + 2) % 3;
+      KeyBlock<Int8>* const following = &blocks[unused];
       GatherKeys(params, item.row, item.kv_head, token + 2 * block_tokens,
-                 Clamp(token + 3 * block_tokens, begin, end), scratch, /*half=*/0, following);
+                 Clamp(token + 3 * block_tokens, begin, end), scratch, /*part=*/unused, following);
       if (following->count > 0) next = following;
       const int64_t next_end = Clamp(token + 3 * block_tokens, begin, end);
       PrefetchScales(params.k_scale, params, item.row, item.kv_head, token + 2 * block_tokens,

@@ -35,8 +35,8 @@ struct WorkerScratch {
   float* scores;    // [rows, kKeyBlock] logits, then weights
   float* k_panels;  // prefill: keys as floats, transposed
   float* v_panels;  // prefill: values as floats
-  // Pages whose rows are cut into atoms: two key blocks gathered to whole rows, of the pages'
-  // dtype.
+  // Pages whose rows are cut into atoms: key blocks gathered to whole rows, of the pages' dtype.
+  // Two have room, and of 8-bit pages more.
   float* k_rows;   // [2, kKeyBlock, head_dim]
   float* v_rows;   // [2, kKeyBlock, v_head_dim]
   float* k_stage;  // 8-bit pages: [kKeyBlock, q_stride] keys of a block as floats, or queries

@@ -262,7 +262,7 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
   uint64_t seen[kPrefillBlock];
   for (int64_t token = begin; token < end; token += kKeyBlock) {
     const int64_t block_end = Clamp(token + kKeyBlock, token, end);
-    GatherKeys(params, item.row, item.kv_head, token, block_end, scratch, /*half=*/0, &stored);
+    GatherKeys(params, item.row, item.kv_head, token, block_end, scratch, /*part=*/0, &stored);
     const KeyBlock<T>& block = IsStaged(params) ? floats : stored;
     if constexpr (kSameType<T, float>) {
       if (&block == &floats) {

@@ -38,8 +38,10 @@ void WriteRow(char* to, const char* from, int64_t token_bytes, const PageStrides
     WriteAtoms<kKeyAtomBytes>(to, from, token_bytes, strides.atom);
   } else if (strides.atom_bytes == 4) {
     WriteAtoms<4>(to, from, token_bytes, strides.atom);
-  } else {
+  } else if (strides.atom_bytes == 2) {
     WriteAtoms<2>(to, from, token_bytes, strides.atom);
+  } else {
+    WriteAtoms<1>(to, from, token_bytes, strides.atom);
   }
 }
 

@@ -13,9 +13,10 @@
 
 namespace jax_paged::cuda {
 
-// Whether the tensor-core kernels take these pages: of vllm5d they load 8 tokens of V at once.
+// Whether the tensor-core kernels take these pages: of vllm5d those of 16 bits, and they load 8
+// tokens of V at once.
 inline bool HasTensorCorePages(const AttentionArgs& args) {
-  return args.layout != Layout::kVllm5d || args.page_size % 8 == 0;
+  return args.layout != Layout::kVllm5d || (!IsEightBit(args.kv_dtype) && args.page_size % 8 == 0);
 }
 
 // Whether rows of a call may have a tree or pinned tokens.
@@ -23,8 +24,8 @@ inline bool HasTreesOrPins(const AttentionArgs& args) {
   return args.max_tree > 0 || args.num_pinned;
 }
 
-// Calls f(std::integral_constant<PageKind, PAGES>) for what the pages are. There are no 8-bit ones
-// of layout vllm5d (common/ffi_checks.h).
+// Calls f(std::integral_constant<PageKind, PAGES>) for what the pages are; where
+// HasTensorCorePages.
 template <typename F>
 void WithPageKind(const AttentionArgs& args, F&& f) {
   if (IsEightBit(args.kv_dtype)) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Attention without tensor cores: f32, any head_dim or v_head_dim that decode.cuh has no kernel
-// for, rope inside attention, 8-bit K and V, vllm5d pages of odd sizes, and devices with too little
-// shared memory for decode.cuh (select.h). Right rather than fast.
+// for, rope inside attention, 8-bit K and V, vllm5d pages of odd sizes or 8 bits, and devices with
+// too little shared memory for decode.cuh (select.h). Right rather than fast.
 //
 // Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
 // packed rows, tiles of 64 KV tokens. Everything is f32 in shared memory, with CTA barriers between

@@ -18,7 +18,8 @@ auto SelectWriteKv(const WriteKvArgs& args, Run run) {
   const WriteKvPool &k = args.pools[0], &v = args.pools[1];
   if (args.layout == Layout::kVllm5d) {
     if (v.slots.strides.atom_bytes == 4) return run.template operator()<Word4, uint32_t>();
-    return run.template operator()<Word4, uint16_t>();
+    if (v.slots.strides.atom_bytes == 2) return run.template operator()<Word4, uint16_t>();
+    return run.template operator()<Word4, uint8_t>();
   }
   if (k.row_bytes % 16 == 0 && v.row_bytes % 16 == 0) {
     return run.template operator()<Word4, Word4>();

@@ -201,7 +201,7 @@ class Geometry:
         pipeline_degree = check_size("pipeline_degree", pipeline_degree)
         expect(0 <= stage < pipeline_degree, "stage", f"one of {pipeline_degree}", stage)
         scales = "none"
-        if is_per_token(state.k_scale, state.k_pages):
+        if is_per_token(state.k_scale):
             scales = "per token"
         elif state.k_scale is not None:
             both = [np.asarray(x).tobytes() for x in (state.k_scale, state.v_scale)]

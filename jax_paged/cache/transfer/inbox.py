@@ -203,7 +203,7 @@ def _read(state, rows, begins, ends, layer_begin, max_tokens, num_layers):
             layout=state.layout,
         )  # fmt: skip
         tokens = Payload(k.astype(state.k_pages.dtype), v.astype(state.v_pages.dtype))
-        if not is_per_token(state.k_scale, state.k_pages):
+        if not is_per_token(state.k_scale):
             return tokens
         assert state.k_scale is not None
         assert state.v_scale is not None
@@ -270,7 +270,7 @@ def check_state(state: KVState) -> None:
 
 
 def _check_payload(state: KVState, payload: Payload, sizes_of_slots: tuple[int, ...]) -> None:
-    per_token = is_per_token(state.k_scale, state.k_pages)
+    per_token = is_per_token(state.k_scale)
     num_layers, most = payload.k.shape[0] if payload.k.ndim else None, state.k_pages.shape[0]
     expect(
         num_layers is None or num_layers <= most, "payload.k", f"at most {most} layers", num_layers
@@ -357,7 +357,7 @@ def _write_layer(layout, pools, slots, tokens: Payload, layer):
     if is_eight_bit(k_pages):  # exact, and written as they are: without a scale
         k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
     k_pages, v_pages, *_ = write_kv(k_pages, v_pages, k, v, slots, layer=layer, layout=layout)
-    if is_per_token(k_scale, k_pages):
+    if is_per_token(k_scale):
         k_scale, v_scale = reference.write_scales(
             k_scale, v_scale, tokens.k_scale, tokens.v_scale, slots, layer
         )

@@ -6,7 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_paged.layout import Layout, Pool, pages_shape, slots_first
+from jax_paged.checks import is_per_token
+from jax_paged.layout import Layout, Pool, is_stacked, pages_shape, slots_first
 from jax_paged.ops.reference.scales import QMAX, head_scale
 from jax_paged.ops.rope import apply_rope
 
@@ -20,13 +21,13 @@ def _gather_rows(
         tokens = tokens.astype(jnp.float32)
         if scale is None:
             return tokens, has_page
-        if scale.ndim == pages.ndim - 1:  # per token: like pages with a head_dim of 1
+        if is_per_token(scale):  # like pages with a head_dim of 1
             scale = jnp.float32(scale)[..., None]
             scales, _ = _gather_rows_as_stored(scale, page_table, layer, "HND", pool)
         else:
-            scales = head_scale(jnp.float32(scale), layer, tokens.shape[2], pages)[
-                None, None, :, None
-            ]
+            stacked = is_stacked(pages, layout, pool)
+            scales = head_scale(jnp.float32(scale), layer, tokens.shape[2], stacked=stacked)
+            scales = scales[None, None, :, None]
         return tokens * scales, has_page
     return _gather_rows_as_stored(pages, page_table, layer, layout, pool)
 

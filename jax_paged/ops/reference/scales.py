@@ -12,9 +12,9 @@ def layer_scale(scale, layer) -> jax.Array:
     return jnp.take(scale, layer, axis=0, mode="clip") if scale.ndim else scale
 
 
-def head_scale(scale, layer, num_kv_heads: int, pages) -> jax.Array:
-    """A scale that is not per token, of one layer, as [num_kv_heads]."""
-    if pages.ndim == 5:
+def head_scale(scale, layer, num_kv_heads: int, *, stacked: bool) -> jax.Array:
+    """A scale that is not per token, of one layer of stacked pages, as [num_kv_heads]."""
+    if stacked:
         scale = layer_scale(scale, layer)
     return jnp.broadcast_to(scale, (num_kv_heads,))
 

@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_paged.checks import RopeStyle
+from jax_paged.checks import RopeStyle, is_per_token
 from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_rank, pages_shape
 from jax_paged.ops.reference.scales import QMAX, head_scale, quantize, token_scale
 from jax_paged.ops.rope import apply_rope
@@ -14,10 +14,11 @@ def quantized(k_pages, v_pages, k, v, layer, k_scale, v_scale):
     """k and v in the dtype of the pages, and the scales of their tokens where those are stored.
 
     Returns (k, v, scales [tokens, num_kv_heads] of k, of v), the latter None unless per token.
+    The rank of v_pages tells in every layout whether the pages are stacked.
     """
     results, token_scales = [], []
     for pages, x, scale in ((k_pages, k, k_scale), (v_pages, v, v_scale)):
-        per_token = scale is not None and scale.ndim == pages.ndim - 1
+        per_token = is_per_token(scale)
         if pages.dtype.name not in QMAX:
             x = x.astype(pages.dtype)
         elif per_token:
@@ -25,7 +26,8 @@ def quantized(k_pages, v_pages, k, v, layer, k_scale, v_scale):
             x = quantize(x, scale[..., None], pages.dtype)
         else:
             one = jnp.ones((), jnp.float32) if scale is None else scale
-            x = quantize(x, head_scale(one, layer, x.shape[1], pages)[None, :, None], pages.dtype)
+            scale = head_scale(one, layer, x.shape[1], stacked=v_pages.ndim == 5)
+            x = quantize(x, scale[None, :, None], pages.dtype)
         results.append(x)
         token_scales.append(scale if per_token else None)
     return (*results, *token_scales)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import POOLS, from_slots_first, slots_first
+from jax_paged.layout import LAYOUTS, POOLS, PagesShape, from_slots_first, make_shape, slots_first
 from jax_paged.ops.move import copy_pages, move_slots
 from jax_paged.ops.ranges import gather_kv, scatter_kv
 from jax_paged.ops.reference import QMAX
@@ -98,7 +98,7 @@ def _qkv(row: Row, seed: int, implementation: Any) -> float:
 EIGHT_BIT = {
     "kv": ("int8", "float8_e4m3fn", "float8_e5m2"),
     "scale": (None, "scalar", "head", "token"),
-    "layout": ("HND", "NHD"),
+    "layout": LAYOUTS,
     "dtype": DTYPES,
     "page_size": (5, 1, 16),
     "tokens": (6, 0, 40),
@@ -119,19 +119,19 @@ def _eight_bit(row: Row, seed: int, implementation: Any) -> float:
     shape = {None: (), "scalar": (), "head": (heads,), "token": (pages, heads, page)}[row["scale"]]
     scales = [rng.uniform(0.01, 0.1, shape).astype("f4") for _ in POOLS]
     pools = [
-        np.zeros((pages, heads, page, dim) if row["layout"] == "HND" else (pages, page, heads, dim))
-        for dim in (16, 24)
+        make_shape(PagesShape(None, pages, heads, page, dim), row["layout"], pool, dtype=dtype)
+        for pool, dim in zip(POOLS, (16, 24), strict=True)
     ]
     given = {} if row["scale"] is None else dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    k_pages, v_pages = (jnp.asarray(pool, dtype) for pool in pools)
+    k_pages, v_pages = (jnp.zeros(shape, dtype) for shape in pools)
     written = write_kv(
         k_pages, v_pages, jnp.asarray(x[0]), jnp.asarray(x[1]), jnp.asarray(slots.astype("i4")),
         layout=row["layout"], implementation=implementation,
         **{name: jnp.asarray(scale) for name, scale in given.items()},
     )  # fmt: skip
     worst = 0.0
-    for i in range(2):
-        found = np.asarray(slots_first(np.asarray(written[i]), row["layout"], "k"))
+    for i, pool in enumerate(POOLS):
+        found = np.asarray(slots_first(np.asarray(written[i]), row["layout"], pool))
         found = found.astype("f8").reshape(pages * page, heads, -1)
         of_slot = {int(s): t for t, s in enumerate(slots) if 0 <= s < pages * page}  # the last
         assert not found[[s for s in range(pages * page) if s not in of_slot]].any(), "elsewhere"

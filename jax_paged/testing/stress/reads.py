@@ -18,7 +18,6 @@ from ..oracle import TOLERANCES, assert_attention_close, dense_oracle
 from .op import DTYPES, FP8, WILD, Op, Row
 
 ATTENTION = ATTENTION_FACTORS | {
-    "layout": ("HND", "NHD", "vllm5d"),
     "head_dim": ((64, None), (40, 128), (128, 72), (128, None), (192, 128), (256, None), (8, 8)),
     "page_size": (16, 1, 5, 32, 64),
     "rows": ("decode", "short", "prefill", "mixed"),
@@ -27,8 +26,6 @@ ATTENTION = ATTENTION_FACTORS | {
 
 
 def _attention(row: Row, seed: int, implementation: Any) -> float:
-    if row["layout"] == "vllm5d":
-        row = {**row, "kv": None, "scale": None}
     batch, real, options, more = attention_case(row, seed, capacity=420)
     if row["out_dtype"] is not None:
         more |= {"out_dtype": row["out_dtype"], "out_scale": jnp.float32(0.02 + seed % 7)}
