@@ -28,12 +28,25 @@ HEAD_DIM = "head_dim is not 64, 80, 96, 112, 128, 192 or 256"
 V_DIM = "V has another head_dim than K (MLA excepted)"
 ROPE = "`rope` inside attention"
 PAGES = 'pages of layout "vllm5d" whose size is no multiple of 8'
+BYTES_5D = '8-bit pages of layout "vllm5d"'
 EDITED_5D = 'token trees or pinned tokens with layout "vllm5d"'
 EDITED_256 = "token trees or pinned tokens with 8-bit pages at head_dim 256"
 SMALL = "16-bit pages of head_dim 192 and 256 on devices with 99 KiB (sm_86, 89, 120)"
 MLA_V = "MLA whose V is wider than 512"
 MLA_BYTES = "MLA with 8-bit rows whose length is no multiple of 16"
-REASONS = (F32, HEAD_DIM, V_DIM, ROPE, PAGES, EDITED_5D, EDITED_256, SMALL, MLA_V, MLA_BYTES)
+REASONS = (
+    F32,
+    HEAD_DIM,
+    V_DIM,
+    ROPE,
+    PAGES,
+    BYTES_5D,
+    EDITED_5D,
+    EDITED_256,
+    SMALL,
+    MLA_V,
+    MLA_BYTES,
+)
 OPTIONS = ("plain", "window", "pins", "tree", "soft_cap", "alibi", "sinks", "rope", "fp8 output")
 
 
@@ -68,6 +81,7 @@ def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, op
         HEAD_DIM: head_dim not in TENSOR_CORE_HEAD_DIMS,
         ROPE: option == "rope",
         PAGES: layout == "vllm5d" and page_size % 8,
+        BYTES_5D: layout == "vllm5d" and is_eight_bit,
         EDITED_5D: is_edited and layout == "vllm5d",
         EDITED_256: is_edited and is_eight_bit and head_dim == 256,
         SMALL: kib == 100 and head_dim >= 192 and not is_eight_bit,
@@ -83,7 +97,7 @@ def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_d
     for option, layout, page_size, is_eight_bit, kib in itertools.product(
         OPTIONS, LAYOUTS, (16, 12), (False, True), (228, 164, 100)
     ):
-        if is_eight_bit and (layout == "vllm5d" or v_head_dim != head_dim):
+        if is_eight_bit and v_head_dim != head_dim:
             continue
         case = Case("path", 4, 2, head_dim, page_size, layout=layout, v_head_dim=v_head_dim)
         batch = make_batch(case, jnp.dtype(dtype), [1, 1], [3, 20])
