@@ -50,7 +50,8 @@ def repeated_slots(kind: str, count: int, num_slots: int) -> np.ndarray:
     """Slots of many tokens, some for the same slot, and all but the first kind some for none.
 
     The last kind are slots that the hash of CUDA's table (ffi/cuda/written_tokens.cuh) puts into
-    its last 64 entries: a search goes on and on, and beyond the table's end.
+    its last 64 entries. Where slots are several times the tokens, there are more of them than
+    entries: a search goes on and on, and beyond the table's end.
     """
     rng = np.random.default_rng(count)
     if kind == "one slot":

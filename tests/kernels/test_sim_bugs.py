@@ -377,10 +377,10 @@ def check_merge(loaded, name):
 
 def check_write(loaded, name):
     set_devices(loaded, device())
-    few = ([4, 9, -1, 30, 0], [4, 4, 9, 4, 9], [20] * 300, [7, *[-1] * 200, 7])
-    many = (repeated_slots(kind, 2100, 8000) for kind in ("few slots", "one place of the table"))
+    few = ([4, 9, -1, 30, 0], [4, 4, 9, 4, 9], [20] * 300, [7, *[-1] * 200, 7, *[-1] * 9])
+    many = (repeated_slots(kind, 2100, 40_000) for kind in ("few slots", "one place of the table"))
     for slots in (*few, *many):
-        pools = make_pools(8, num_layers=2, num_pages=7 if len(slots) <= 300 else 1000)
+        pools = make_pools(8, num_layers=2, num_pages=7 if len(slots) <= 300 else 5000)
         tokens = make_tokens(len(slots))
         written = write_kv(
             *map(jnp.array, pools), *map(jnp.asarray, tokens), jnp.asarray(slots, jnp.int32),

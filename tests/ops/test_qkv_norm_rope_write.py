@@ -121,11 +121,11 @@ def test_of_tokens_for_one_slot_the_last_that_is_written_wins_whole(implementati
 @pytest.mark.parametrize("repeats", REPEATS)
 @pytest.mark.parametrize("tokens", [2048, 2049, 2601])  # CUDA has a table from 2049 on
 def test_of_many_tokens_for_one_slot_the_last_that_is_written_wins(tokens, repeats, implementation):
-    call = make_call("bfloat16", 8, heads=(1, 1), tokens=tokens, page_size=16, num_pages=500)
+    call = make_call("bfloat16", 8, heads=(1, 1), tokens=tokens, page_size=16, num_pages=2500)
     rng = np.random.default_rng(tokens)
     positions = rng.integers(-4, 15, tokens).astype(np.int32)  # of 11: every other one is written
     positions[-2:] = 11
-    slots = repeated_slots(repeats, tokens, 8000)
+    slots = repeated_slots(repeats, tokens, 40_000)
     check(dataclasses.replace(call, slot_mapping=slots, positions=positions), implementation)
 
 

@@ -68,8 +68,8 @@ def test_of_tokens_for_one_slot_the_last_wins_whole(num_layers, layout, implemen
 @pytest.mark.parametrize("repeats", REPEATS)
 @pytest.mark.parametrize("count", [2047, 2048, 2049, 2600])  # CUDA has a table from 2049 on
 def test_of_many_tokens_for_one_slot_the_last_wins_whole(count, repeats, implementation):
-    pools = make_pools(16, num_pages=1000)
-    slots = repeated_slots(repeats, count, 16_000)
+    pools = make_pools(16, num_pages=2500)
+    slots = repeated_slots(repeats, count, 40_000)
     check_write(pools, make_tokens(count), slots, implementation)
 
 
