@@ -97,9 +97,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
     queries.Load(args, segment, rows, scale);
     DecodeState<HEAD_DIM> state;
     state.Clear();
-    float k_scale = 1.0f;
     if constexpr (Traits::kIsEightBit) {
-      k_scale = HeadScale(args.k_scale, rows.kv_head);
       state.v_scale =
           args.v_scale.per_token ? kSmallestScale : HeadScale(args.v_scale, rows.kv_head);
     }
@@ -115,8 +113,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       DecodeTile<T, HEAD_DIM, PAGES>(
           args, segment, rows, stored, prim::Load(token_masks + stage), first_token,
           first_token >= seen_by_all.first && first_token + kWarpTokens <= seen_by_all.end,
-          scale.factor, (stored + Traits::kScalesOffset).template As<float>(), k_scale, queries,
-          &state);
+          scale.factor, (stored + Traits::kScalesOffset).template As<float>(), queries, &state);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
     FinishSegment<T, HEAD_DIM, PAGES>(args, range, segment, rows, exchange, &state);

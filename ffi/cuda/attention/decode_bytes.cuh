@@ -73,6 +73,7 @@ class HalfQueries {
                              const UnitRows& rows, const LogitScale& scale) {
     const int32_t lane = prim::LaneIndex();
     const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
+    const float k_scale = HeadScale(args.k_scale, rows.kv_head);
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t row = lane / 4 + 8 * half;
@@ -97,20 +98,22 @@ class HalfQueries {
           q_[k][half] = to_half(q_[k][half]);
           q_[k][half + 2] = to_half(q_[k][half + 2]);
         }
-        factor_[half] = to_half.reciprocal;
+        factor_[half] = to_half.reciprocal * k_scale;
+      } else {
+        factor_[half] = k_scale;
       }
     }
   }
-  JAX_PAGED_DEVICE void Operand(int32_t step, uint32_t (&a)[4]) const {
+  JAX_PAGED_DEVICE void Operand(int32_t step, int32_t /*lane*/, uint32_t (&a)[4]) const {
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < 4; ++i) a[i] = q_[step][i];
   }
-  // Of the products of the lane's row l/4 + 8 half.
-  JAX_PAGED_DEVICE float Factor(int32_t half) const { return factor_[half]; }
+  // Of the products of the lane's row l/4 + 8 half; with it the scale of the head's K.
+  JAX_PAGED_DEVICE float Factor(int32_t half, int32_t /*lane*/) const { return factor_[half]; }
 
  private:
   uint32_t q_[HEAD_DIM / 16][4];
-  float factor_[2] = {1.0f, 1.0f};
+  float factor_[2];
 };
 
 // The same in shared memory, for all warps. A warp fetches every fourth row, a lane 8 dimensions.
@@ -127,6 +130,7 @@ class HalfQueries<T, HEAD_DIM, /*SHARED=*/true> {
     static_assert(Traits::kRowChunks <= kWarpLanes, "a lane has one chunk of a row");
     const int32_t lane = prim::LaneIndex();
     const bool has_chunk = lane < Traits::kRowChunks;
+    const float k_scale = HeadScale(args.k_scale, rows.kv_head);
     JAX_PAGED_NO_UNROLL
     for (int32_t row = prim::WarpIndex(); row < kTileRows; row += kWarps) {
       Word4 x = {0, 0, 0, 0};
@@ -140,7 +144,7 @@ class HalfQueries<T, HEAD_DIM, /*SHARED=*/true> {
         top = prim::Max(top, prim::ShuffleXor(top, step));
       }
       const HalfScale<T> to_half(top);
-      if (lane == 0) prim::Store(factors_ + row, to_half.reciprocal);
+      if (lane == 0) prim::Store(factors_ + row, to_half.reciprocal * k_scale);
       if (!has_chunk) continue;
       const int32_t step = lane / 2;
       const int32_t within = lane % 2 * 8;
@@ -152,13 +156,11 @@ class HalfQueries<T, HEAD_DIM, /*SHARED=*/true> {
     prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next
                           // Load
   }
-  JAX_PAGED_DEVICE void Operand(int32_t step, uint32_t (&a)[4]) const {
-    const int32_t lane = prim::LaneIndex();
+  JAX_PAGED_DEVICE void Operand(int32_t step, int32_t lane, uint32_t (&a)[4]) const {
     prim::LoadMatrix(a, tile_ + Traits::Offset(lane % 16, 2 * step + lane / 16));
   }
-  JAX_PAGED_DEVICE float Factor(int32_t half) const {
-    if constexpr (HalfScale<T>::kIsOne) return 1.0f;
-    return prim::Load(factors_ + (prim::LaneIndex() / 4 + 8 * half));
+  JAX_PAGED_DEVICE float Factor(int32_t half, int32_t lane) const {
+    return prim::Load(factors_ + (lane / 4 + 8 * half));
   }
 
  private:
@@ -206,7 +208,7 @@ JAX_PAGED_DEVICE void MultiplyByteKeys(Dtype dtype, Shared<char> k_tile, int32_t
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < 2 && k + i < kChunks; ++i) {
         uint32_t a[4];
-        queries.Operand(k + i, a);
+        queries.Operand(k + i, lane, a);
         JAX_PAGED_UNROLL
         for (int32_t n = 0; n < 2; ++n) {
           const Pairs b = Expand<Float16>(words[2 * i + n], stored);

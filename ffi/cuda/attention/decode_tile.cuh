@@ -32,13 +32,6 @@ struct DecodeState {
   }
 };
 
-inline constexpr float kSmallestScale = 1.17549435e-38f;  // to begin with: no division by 0
-
-// The scale of a unit's K or V where it is one per head.
-JAX_PAGED_DEVICE float HeadScale(const DeviceKvScale& scale, int32_t kv_head) {
-  return scale.data && !scale.per_token ? prim::LoadConst(scale.data + kv_head) : 1.0f;
-}
-
 // The scales of tokens `column` and `column` + 1 of each 8, from those of a stage's 16 tokens.
 struct LaneScales {
   Float2 of[2];
@@ -94,13 +87,12 @@ JAX_PAGED_DEVICE void MaskTree(const AttentionArgs& args, const Segment& segment
 }
 
 // One warp tile of 16 tokens. `token_mask` says which of them exist; `sees_all`, that all rows of
-// the unit see those. `scales`, `k_scale`: of 8-bit pages, those of the stage's K and V per token,
-// and that of the head's K.
+// the unit see those. `scales`: of 8-bit pages, those of the stage's K and V per token.
 template <typename T, int HEAD_DIM, PageKind PAGES, typename Queries>
 JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segment,
                                  const UnitRows& rows, Shared<char> k_tile, uint32_t token_mask,
                                  int32_t first_token, bool sees_all, float scale,
-                                 Shared<float> scales, float k_scale, const Queries& queries,
+                                 Shared<float> scales, const Queries& queries,
                                  DecodeState<HEAD_DIM>* state) {
   using Traits = DecodeTraits<HEAD_DIM, PAGES>;
   const int32_t lane = OpaqueLane();
@@ -110,7 +102,7 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
   if constexpr (Traits::kIsEightBit) {
     MultiplyByteKeys<HEAD_DIM>(args.kv_dtype, k_tile, lane, queries, s);
     JAX_PAGED_UNROLL
-    for (int32_t i = 0; i < 8; ++i) s[i / 4][i % 4] *= k_scale * queries.Factor(i % 4 / 2);
+    for (int32_t i = 0; i < 8; ++i) s[i / 4][i % 4] *= queries.Factor(i % 4 / 2, lane);
     if (args.k_scale.per_token) LaneScales(scales, column).Apply(1.0f, s);
   } else {
     JAX_PAGED_UNROLL

@@ -62,6 +62,14 @@ JAX_PAGED_DEVICE float SoftmaxStep(float scale, int32_t half, float (&s)[N][4], 
   return keep;
 }
 
+// Of scales of V per token: the largest so far, to begin with. No division by 0.
+inline constexpr float kSmallestScale = 1.17549435e-38f;
+
+// The scale of a unit's K or V where it is one per head.
+JAX_PAGED_DEVICE float HeadScale(const DeviceKvScale& scale, int32_t kv_head) {
+  return scale.data && !scale.per_token ? prim::LoadConst(scale.data + kv_head) : 1.0f;
+}
+
 // The weights of 16 tokens, 8 in each, as the A operand: the C layout of S is the A layout of P. l
 // sums the unrounded weights: rounding is unbiased.
 template <typename T>
