@@ -161,7 +161,7 @@ BUGS = {
         "const AttentionArgs& args) {", "nobody has initialised",
     ),
     "rows without keys not filled where there is a plan": (
-        "cuda/attention/begin.cuh", "    FillRows(args, lengths);\n", "", DIFFERS,
+        "cuda/attention/begin.cuh", "    FillRows(args, lengths);\n", "", f"{DIFFERS}|{UNEQUAL}",
     ),
     "padding not filled where there is a plan": (
         "cuda/attention/begin.cuh", "prim::LoadL2(args.row_lengths + args.max_seqs).q_begin",
@@ -314,7 +314,7 @@ def check_attention(loaded, name):
     """Decode and prefill on two devices, and a recorded graph replayed with other lengths."""
     case = Case("sim", 8, 2, 64, page_size=8)
     shapes = [
-        ([1, 1, 30, 0, 1], [300, 64, 90, 9, 1], 40),
+        ([1, 1, 30, 0, 1], [300, 64, 90, 9, 0], 40),
         ([1, 1, 30, 0, 1], [17, 200, 33, 70, 5], 40),
     ]
     batches = [
