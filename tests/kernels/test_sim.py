@@ -272,7 +272,6 @@ def test_ptx_of_both_architectures_is_the_same(source, tmp_path):
         flags = [x for x in NVCC_FLAGS if x not in ("-lineinfo", "-no-compress")]
         command = [nvcc(), *flags, target, "-I", FFI, "-ptx", FFI / "cuda" / source, "-o", out]
         subprocess.run(command, check=True)
-        lines = out.read_text().splitlines()
-        lines = [x for x in lines if not x.strip().startswith("griddepcontrol.")]
-        texts.append([x for x in lines if not x.startswith(("//", ".target"))])
+        lines = [x.strip() for x in out.read_text().splitlines()]
+        texts.append([x for x in lines if not x.startswith(("//", ".target", "griddepcontrol."))])
     assert texts[0] == texts[1]
