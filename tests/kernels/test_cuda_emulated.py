@@ -300,6 +300,42 @@ def test_an_operand_that_there_is_not_is_refused():
         emulation.call("attention", given, {}, results)
 
 
+SHAPES = (
+    "q bfloat16 2 4 64,k_pages bfloat16 5 2 16 64,v_pages bfloat16 5 2 16 64,page_table int32 2 3,"
+    "layer int32,sm_scale float32,out bfloat16 2 4 64,lse float32 2 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("int32 2 3", "int31 2 3", 'expected name, dtype and sizes, got "page_table int31 2 3"'),
+        ("5 2 16 64,v", "5 2 x 64,v", 'name, dtype and sizes, got "k_pages bfloat16 5 2 x 64"'),
+        ("q bfloat16", "q bfloat16 1 1 1 1", 'sizes, got "q bfloat16 1 1 1 1 2 4 64"'),
+        ("q bfloat16 2 4 64", "q int32 2 4 64", "q expected bfloat16, float16 or float32"),
+        ("5 2 16 64,v", "5 2 16 32,v", r"q expected shape \[2, 4, 32\], got \[2, 4, 64\]"),
+        ("sm_scale", "some_scale", "sm_scale expected an operand, got none"),
+        ("out bfloat16 2 4 64", "out bfloat16 2 4 32", "out expected shape"),
+        ("2 3,", "2 3,sinks int32 4,", "sinks expected float32, got int32"),
+        ("2 3,", "2 3,stranger int32,", 'operand "stranger": there is no such one'),
+        ("2 3,", "2 134217728,", "page_table expected at most 1073741824 tokens a row"),
+        ("2 3,", "4 3,", r"seq_lens expected shape \[4\], got \[2\]"),
+    ],
+)
+def test_a_plan_reads_the_shapes_of_its_calls(old, new, message):
+    operands = {
+        "seq_lens": np.int32([3, 7]), "cu_q_lens": np.int32([0, 1, 2]), "num_seqs": np.int32([2])
+    }  # fmt: skip
+    results = {"plan": emulation.poisoned((plan_words(2),), np.int32)}
+    emulation.call("attention_plan", operands, {"shapes": SHAPES}, results)
+    assert SHAPES.count(old) == 1
+    with pytest.raises(EmulationError, match=message):
+        emulation.call("attention_plan", operands, {"shapes": SHAPES.replace(old, new)}, results)
+    short = {"plan": results["plan"][:-4]}
+    with pytest.raises(EmulationError, match="plan expected at least 44 words, got 40"):
+        emulation.call("attention_plan", operands, {"shapes": SHAPES}, short)
+
+
 def test_what_the_emulator_says_of_an_op_reaches_its_caller():
     case = make_case(1, 8193, 1, hidden=8, inner=8)
     with pytest.raises(Exception, match="down expected at most 8192 experts on CUDA, got 8193"):

@@ -11,6 +11,7 @@ import pytest
 from plans import attend_planned, call_of, plan_of
 
 from jax_paged import AttentionPlan, attention_plan, paged_attention, ragged_paged_attention
+from jax_paged.ops.attention_plan import _attributes
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.options import (
     ATTENTION_FACTORS,
@@ -259,6 +260,23 @@ def test_rows_of_more_than_2_30_tokens_have_no_plan():
     q = jax.ShapeDtypeStruct((1, 1, 8), jnp.float32)
     with pytest.raises(ValueError, match="page_table: expected at most 1073741824 tokens a row"):
         jax.eval_shape(lambda pages: attention_plan(q, pages, pages, table, lens), pages)
+
+
+def test_a_device_with_some_of_the_heads_plans_for_those():
+    shapes = (
+        ("q", "bfloat16", (5, 8, 64)), ("k_pages", "bfloat16", (9, 4, 16, 64)),
+        ("v_pages", "bfloat16", (9, 4, 16, 64)), ("alibi_slopes", "float32", (8,)),
+    )  # fmt: skip
+    own = jax.ShapeDtypeStruct((9, 1, 16, 64), jnp.bfloat16)  # one KV head of four
+    operands = {"seq_lens": jnp.zeros(2, jnp.int32), "k_pages": own, "v_pages": own}
+    told = _attributes((("layout", "HND"), ("split_tokens", 64)), shapes, operands)
+    assert told == {
+        "operands": "seq_lens",
+        "layout": "HND",
+        "split_tokens": 64,
+        "shapes": "q bfloat16 5 2 64,k_pages bfloat16 9 1 16 64,v_pages bfloat16 9 1 16 64,"
+        "alibi_slopes float32 2,out bfloat16 5 2 64,lse float32 5 2",
+    }
 
 
 # ---- transforms ----
