@@ -139,7 +139,7 @@ def _call(static: Static, shapes: tuple[Any, ...], operands: Arrays) -> jax.Arra
     words = plan_words(operands["seq_lens"].shape[0], max_tree)
 
     def zeros(seq_lens, *_):  # vary over the mesh axes that the lengths vary over
-        return (jnp.broadcast_to(jnp.sum(seq_lens[:0]), (words,)),)
+        return (jnp.broadcast_to(jnp.sum(seq_lens[:0], dtype=np.int32), (words,)),)
 
     axes: dict[str, int | None] = dict.fromkeys(operands)
     for pool in ("k", "v"):

@@ -60,5 +60,6 @@ def words_of(plan: AttentionPlan, facts: Facts, words: int) -> jax.Array:
     """The words of a plan that must fit a call with these facts."""
     for (name, mine), (_, other) in zip(facts, plan.facts, strict=True):
         expect(mine == other, "plan", f"one made with {name}={mine}", f"{name}={other}")
-    expect(plan.words.shape == (words,), "plan", f"{words} words", shape_text(plan.words.shape))
+    got = f"{plan.words.dtype}{shape_text(plan.words.shape)}"
+    expect(got == f"int32[{words}]", "plan", f"words int32[{words}]", got)
     return plan.words

@@ -159,9 +159,9 @@ def test_a_plan_of_paged_attention(implementation):
 
 
 def test_a_plan_of_no_rows_and_of_no_tokens(implementation):
-    pages = jnp.ones((2, 2, 4, 16))
+    pages = jnp.ones((2, 2, 4, 16), jnp.float32)
     for rows, tokens in ((0, 0), (0, 3), (2, 0)):
-        q = jnp.ones((tokens, 4, 16))
+        q = jnp.ones((tokens, 4, 16), jnp.float32)
         table, lens = jnp.zeros((rows, 3), jnp.int32), jnp.full(rows, 5, jnp.int32)
         arguments = q, pages, pages, table, lens, jnp.zeros(rows + 1, jnp.int32)
         plan = attention_plan(*arguments, implementation=implementation)
@@ -250,7 +250,7 @@ def test_what_is_no_plan_is_refused():
         ragged_paged_attention(*arguments, **call, plan=jnp.zeros(8, jnp.int32))
     plan = plan_of(arguments, call)
     cut = AttentionPlan(plan.words[:-4], plan.facts)
-    with pytest.raises(ValueError, match=r"plan: expected \d+ words, got \[\d+\]"):
+    with pytest.raises(ValueError, match=r"plan: expected words int32\[\d+\], got int32\[\d+\]"):
         ragged_paged_attention(*arguments, **call, plan=cut)
 
 
