@@ -174,6 +174,14 @@ def as_index(name: str, x: Any) -> jax.Array:
     return x.astype(np.int32)
 
 
+def as_pairs(**indices: Any) -> tuple[jax.Array, ...]:
+    """Checks two arguments of integers [n], of one length; returns them as i32."""
+    first, second = (as_index(name, x) for name, x in indices.items())
+    for name, x in zip(indices, (first, second), strict=True):
+        check_shape(name, x, "n", (None,) if x is first else first.shape)
+    return first, second
+
+
 def check_layer(layer: Any, num_layers: int | None) -> jax.Array:
     """Checks the layer of stacked pages; returns it as i32, 0 for pages without a layer axis.
 

@@ -11,18 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_paged.checks import (
-    Implementation,
-    as_index,
-    check_array,
-    check_choice,
-    check_implementation,
-    check_kv_scale,
-    check_pages,
-    check_shape,
-    expect,
-    is_per_token,
-)
+from jax_paged import checks
 from jax_paged.layout import LAYOUTS, POOLS, Layout, is_stacked, pages_shape
 from jax_paged.ops import reference
 from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
@@ -52,15 +41,13 @@ def copy_pages(
     >>> print(k_pages.ravel())
     [2. 1. 2.]
     """
-    check_array("k_pages", k_pages)
-    check_array("v_pages", v_pages)
+    checks.check_array("k_pages", k_pages)
+    checks.check_array("v_pages", v_pages)
     # A page is a page in every layout: HND stands for NHD too, and only K of "vllm5d" has its rank.
     layout = "vllm5d" if len(k_pages.shape) == len(v_pages.shape) + 1 else "HND"
     stacked = is_stacked(k_pages, layout)
-    check_pages(k_pages, v_pages, layout, 0 if stacked else None)
-    src_pages, dst_pages = as_index("src_pages", src_pages), as_index("dst_pages", dst_pages)
-    check_shape("src_pages", src_pages, "n", (None,))
-    check_shape("dst_pages", dst_pages, "n", src_pages.shape)
+    checks.check_pages(k_pages, v_pages, layout, 0 if stacked else None)
+    src_pages, dst_pages = checks.as_pairs(src_pages=src_pages, dst_pages=dst_pages)
     return copy_rows(1 + stacked, (k_pages, v_pages), src_pages, dst_pages)
 
 
@@ -89,7 +76,7 @@ def move_slots(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
     layout: Layout = "HND",
-    implementation: Implementation = None,
+    implementation: checks.Implementation = None,
 ) -> tuple[jax.Array, ...]:
     """Copies tokens, slot dst_slots[i] ← slot src_slots[i], in every layer; returns the pages.
 
@@ -111,27 +98,25 @@ def move_slots(
     >>> print(k_pages.ravel())
     [1. 5. 2. 3. 4. 5.]
     """
-    check_implementation(implementation)
-    check_choice("layout", layout, LAYOUTS)
-    check_array("k_pages", k_pages)
+    checks.check_implementation(implementation)
+    checks.check_choice("layout", layout, LAYOUTS)
+    checks.check_array("k_pages", k_pages)
     stacked = is_stacked(k_pages, layout)
-    shapes = check_pages(k_pages, v_pages, layout, 0 if stacked else None)
+    shapes = checks.check_pages(k_pages, v_pages, layout, 0 if stacked else None)
     scales = tuple(
-        check_kv_scale(name, scale, pages, shape)
+        checks.check_kv_scale(name, scale, pages, shape)
         for name, scale, pages, shape in zip(
             ("k_scale", "v_scale"), (k_scale, v_scale), (k_pages, v_pages), shapes, strict=True
         )
     )
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        expect(
-            is_per_token(scale) == any(x is not None for x in scales),
+        checks.expect(
+            checks.is_per_token(scale) == any(x is not None for x in scales),
             name,
             "a scale per token, or None twice",
             "None" if scale is None else f"rank {scale.ndim}",
         )
-    src_slots, dst_slots = as_index("src_slots", src_slots), as_index("dst_slots", dst_slots)
-    check_shape("src_slots", src_slots, "n", (None,))
-    check_shape("dst_slots", dst_slots, "n", src_slots.shape)
+    src_slots, dst_slots = checks.as_pairs(src_slots=src_slots, dst_slots=dst_slots)
     scales = None if scales[0] is None else scales
     return _move_slots(layout, implementation, k_pages, v_pages, scales, src_slots, dst_slots)
 

@@ -30,8 +30,8 @@ def imports(module: str) -> set[str]:
             parts = package.split(".")
             base = parts[: len(parts) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            found.add(source)
-            found |= {f"{source}.{alias.name}" for alias in node.names}
+            names = {f"{source}.{alias.name}" for alias in node.names}
+            found |= names if names <= MODULES.keys() else {source, *names}
     return found & MODULES.keys() - {module}
 
 
