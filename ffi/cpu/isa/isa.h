@@ -31,4 +31,20 @@
 
 #define JAX_PAGED_INLINE inline __attribute__((always_inline))
 
+// What vectors of AVX2 and of AVX-512 have alike but for the names of the intrinsics, which begin
+// with PREFIX. vec_generic.h explains the functions.
+#define JAX_PAGED_X86_ARITHMETIC(PREFIX)                                                    \
+  struct Pair {                                                                             \
+    Vec a, b;                                                                               \
+  };                                                                                        \
+  JAX_PAGED_INLINE Vec Zero() { return PREFIX##_setzero_ps(); }                             \
+  JAX_PAGED_INLINE Vec Set1(float x) { return PREFIX##_set1_ps(x); }                        \
+  JAX_PAGED_INLINE Vec Add(Vec a, Vec b) { return PREFIX##_add_ps(a, b); }                  \
+  JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return PREFIX##_mul_ps(a, b); }                  \
+  JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return PREFIX##_div_ps(a, b); }                  \
+  JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return PREFIX##_fmadd_ps(a, b, c); }      \
+  JAX_PAGED_INLINE Vec FmaOnce(Vec a, Vec b, Vec c) { return Fma(a, b, c); }                \
+  JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return PREFIX##_max_ps(x, so_far); } \
+  JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return PREFIX##_min_ps(limit, x); }
+
 #endif  // JAX_PAGED_CPU_ISA_ISA_H_

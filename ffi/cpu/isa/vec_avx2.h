@@ -12,19 +12,7 @@ namespace jax_paged::cpu::avx2 {
 constexpr int kWidth = 8;
 constexpr int kGemmRows = 6;
 using Vec = __m256;
-struct Pair {
-  Vec a, b;
-};
-
-JAX_PAGED_INLINE Vec Zero() { return _mm256_setzero_ps(); }
-JAX_PAGED_INLINE Vec Set1(float x) { return _mm256_set1_ps(x); }
-JAX_PAGED_INLINE Vec Add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
-JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
-JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
-JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-JAX_PAGED_INLINE Vec FmaOnce(Vec a, Vec b, Vec c) { return Fma(a, b, c); }
-JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return _mm256_max_ps(x, so_far); }
-JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return _mm256_min_ps(limit, x); }
+JAX_PAGED_X86_ARITHMETIC(_mm256)
 JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) { return Div(a, b); }
 
 JAX_PAGED_INLINE Vec Load(const float* p) { return _mm256_loadu_ps(p); }

@@ -13,19 +13,7 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 constexpr int kWidth = 16;
 constexpr int kGemmRows = 8;
 using Vec = __m512;
-struct Pair {
-  Vec a, b;
-};
-
-JAX_PAGED_INLINE Vec Zero() { return _mm512_setzero_ps(); }
-JAX_PAGED_INLINE Vec Set1(float x) { return _mm512_set1_ps(x); }
-JAX_PAGED_INLINE Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-JAX_PAGED_INLINE Vec Mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-JAX_PAGED_INLINE Vec Div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-JAX_PAGED_INLINE Vec FmaOnce(Vec a, Vec b, Vec c) { return Fma(a, b, c); }
-JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return _mm512_max_ps(x, so_far); }
-JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return _mm512_min_ps(limit, x); }
+JAX_PAGED_X86_ARITHMETIC(_mm512)
 JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) {
   const Vec r = _mm512_rcp14_ps(b);
   return _mm512_mul_ps(a, _mm512_fmadd_ps(_mm512_fnmadd_ps(b, r, Set1(1.0f)), r, r));
