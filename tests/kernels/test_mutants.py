@@ -26,25 +26,26 @@ def rows(table: "i32[1]", first, n: int = 3):
     where = jnp.where(first, table, n)
     return min(n, 7) % 2, where.shape[-1], where.sum(axis=1), first[:, None], a and b
 '''
-PYTHON_EDITS = {
-    (5, "off by one", "3", "4"),
-    (8, "comparison", "n < 3", "n <= 3"),
-    (8, "dropped statement", 'if n < 3:  # n < 1\n        raise TypeError(f"{n + 1} < 2")', "pass"),
-    (8, "off by one", "3", "4"),
-    (11, "dropped statement", 'table[0] = "ß"', "pass"),
-    (11, "dropped statement", "table.sort(key=abs(n - 1))", "pass"),
-    (11, "off by one", "0", "1"),
-    (11, "off by one", "n - 1", "n"),
-    (12, "swapped operands", "jnp.where(first, table, n)", "jnp.where(first, n, table)"),
-    (13, "swapped operands", "min(n, 7)", "max(n, 7)"),
-    (13, "swapped operands", "min(n, 7) % 2", "2 % min(n, 7)"),
-    (13, "off by one", "7", "8"),
-    (13, "off by one", "2", "3"),
-    (13, "wrong axis", "-1", "-2"),
-    (13, "wrong axis", "1", "0"),
-    (13, "wrong axis", ":, None", "None, :"),
-    (13, "comparison", "a and b", "a or b"),
-}  # fmt: skip
+# Line, operator, before and after of every mutant.
+PYTHON_EDITS = r"""
+5 | off by one | 3 | 4
+8 | comparison | n < 3 | n <= 3
+8 | dropped statement | if n < 3:  # n < 1\n        raise TypeError(f"{n + 1} < 2") | pass
+8 | off by one | 3 | 4
+11 | dropped statement | table[0] = "ß" | pass
+11 | dropped statement | table.sort(key=abs(n - 1)) | pass
+11 | off by one | 0 | 1
+11 | off by one | n - 1 | n
+12 | swapped operands | jnp.where(first, table, n) | jnp.where(first, n, table)
+13 | swapped operands | min(n, 7) | max(n, 7)
+13 | swapped operands | min(n, 7) % 2 | 2 % min(n, 7)
+13 | off by one | 7 | 8
+13 | off by one | 2 | 3
+13 | wrong axis | -1 | -2
+13 | wrong axis | 1 | 0
+13 | wrong axis | :, None | None, :
+13 | comparison | a and b | a or b
+"""
 
 CPP = """\
 // i < 1
@@ -61,22 +62,22 @@ void Run(const int* x, int64_t head_dim, int64_t v_head_dim) {
   }
 }
 """
-CPP_EDITS = {
-    (5, "off by one", "m - 1", "m"),
-    (5, "wrong axis", "head_dim", "v_head_dim"),
-    (6, "comparison", "i < last", "i <= last"),
-    (6, "off by one", "0", "1"),
-    (7, "dropped statement", "Check(x[i]);", ";"),
-    (9, "comparison", "i > 0", "i >= 0"),
-    (9, "comparison", "0 && x[0]", "0 || x[0]"),
-    (9, "off by one", "0", "1"),
-    (9, "wrong axis", "0", "1"),
-    (9, "dropped statement", "continue;", ";"),
-    (10, "swapped operands", "a - b", "b - a"),
-    (10, "swapped operands", "std::max", "std::min"),
-    (10, "wrong axis", "v_head_dim", "head_dim"),
-    (10, "dropped statement", "sum += std::max(a - b, v_head_dim);", ";"),
-}
+CPP_EDITS = r"""
+5 | off by one | m - 1 | m
+5 | wrong axis | head_dim | v_head_dim
+6 | comparison | i < last | i <= last
+6 | off by one | 0 | 1
+7 | dropped statement | Check(x[i]); | ;
+9 | comparison | i > 0 | i >= 0
+9 | comparison | 0 && x[0] | 0 || x[0]
+9 | off by one | 0 | 1
+9 | wrong axis | 0 | 1
+9 | dropped statement | continue; | ;
+10 | swapped operands | a - b | b - a
+10 | swapped operands | std::max | std::min
+10 | wrong axis | v_head_dim | head_dim
+10 | dropped statement | sum += std::max(a - b, v_head_dim); | ;
+"""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,10 @@ CPP_EDITS = {
 )
 def test_a_file_has_these_mutants(file, text, edits):
     found = mutants(file, text.encode())
-    assert {(m.line, m.operator, m.before, m.after) for m in found} == edits
+    rows = [line.replace(r"\n", "\n").split(" | ") for line in edits.strip().splitlines()]
+    assert [len(row) for row in rows] == [4] * len(rows)
+    told = {(int(line), *row) for line, *row in rows}
+    assert {(m.line, m.operator, m.before, m.after) for m in found} == told
     assert {m.operator for m in found} == set(OPERATORS)
     assert len({m.id for m in found}) == len(found)
 
