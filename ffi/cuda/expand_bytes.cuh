@@ -26,6 +26,18 @@
 
 namespace jax_paged::cuda {
 
+// Calls f(stored) with a value of the 8-bit type.
+template <typename F>
+JAX_PAGED_DEVICE void WithStored(Dtype dtype, F&& f) {
+  if (dtype == Dtype::kFloat8E4M3) {
+    f(Float8E4M3());
+  } else if (dtype == Dtype::kFloat8E5M2) {
+    f(Float8E5M2());
+  } else {
+    f(Int8());
+  }
+}
+
 // Which of the bytes 0 to 3 of a word become a pair of numbers: i and j, then k and l.
 template <uint32_t I, uint32_t J, uint32_t K, uint32_t L>
 struct ByteOrder {

@@ -30,7 +30,14 @@ from jax_paged.testing import (
     dense_oracle,
     make_batch,
 )
-from jax_paged.testing.options import cover_pairs, draw_sinks, with_holes
+from jax_paged.testing.options import (
+    cover_pairs,
+    draw_sinks,
+    eight_bit,
+    random_parents,
+    trees_of,
+    with_holes,
+)
 
 I32_MAX, I32_MIN = 2**31 - 1, -(2**31)
 SMALL = Case("small", 8, 2, 64, page_size=8)
@@ -217,16 +224,50 @@ def test_tensor_cores_take_rows_that_slid(dtype, head_dim):
     buffers: dict[str, Any] = {}
     out, lse = emulate(batch, Device(num_workers=3, seed=2), buffers=buffers, **options)
     assert buffers["chosen_stages"] > 0
+    assert buffers["chosen_prefill_rows"] > 0
+    assert_attention_close(out, lse, *dense_oracle(batch, **options))
+
+
+@pytest.mark.parametrize("kind", ["pins", "trees", "both"])
+@pytest.mark.parametrize(("head_dim", "kv"), [(64, None), (256, None), (64, "int8"),
+                                              (192, "float8_e4m3fn")])  # fmt: skip
+def test_many_queries_see_their_trees_and_pinned_tokens(head_dim, kv, kind):
+    """Units of the prefill kernel whose window leaves tiles out, and whose ends are in the tree."""
+    case = dataclasses.replace(SMALL, head_dim=head_dim, v_head_dim=head_dim)
+    batch = make_batch(case, jnp.float16, [150, 70, 40, 3], [700, 71, 400, 3], seed=3)
+    rng = np.random.default_rng(head_dim)
+    stored, real, scales = eight_bit(batch, kv, "token", rng) if kv else (batch, batch, {})
+    options: dict[str, Any] = {"sliding_window": np.int32([130, 40, 0, 50])}
+    if kind != "trees":
+        options["num_pinned"] = np.int32([70, 0, 5, 900])
+    if kind != "pins":
+        options |= trees_of([random_parents(rng, n, "any") for n in (100, 71, 0, 2)], 110)
+    buffers: dict[str, Any] = {}
+    device = Device(num_workers=3, seed=2)
+    out, lse = emulate(stored, device, buffers=buffers, **options, **scales)
+    assert buffers["chosen_prefill_rows"] > 0
+    assert_attention_close(out, lse, *dense_oracle(real, **options))
+
+
+def test_alibi_leaves_rows_with_pinned_tokens_to_decode():
+    """It asks where each token stands, for which the prefill kernel has no register."""
+    batch, offsets = slid(small_batch("float16", head_dim=64))
+    options = {"sliding_window": WINDOW, "num_pinned": PINNED, "slot_offset": offsets}
+    options["alibi_slopes"] = slopes_and_sinks()["alibi_slopes"]
+    buffers: dict[str, Any] = {}
+    out, lse = emulate(batch, Device(num_workers=3), buffers=buffers, **options)
+    assert buffers["chosen_stages"] > 0
     assert buffers["chosen_prefill_rows"] == 0
     assert_attention_close(out, lse, *dense_oracle(batch, **options))
 
 
-def test_pinned_tokens_and_the_window_alone_are_read():
+@pytest.mark.parametrize(("q_len", "first"), [(1, 350), (40, 311)])
+def test_pinned_tokens_and_the_window_alone_are_read(q_len, first):
     case = dataclasses.replace(SMALL, page_size=PAGE)
-    batch = make_batch(case, jnp.bfloat16, [1], [400], seed=1)
+    batch = make_batch(case, jnp.bfloat16, [q_len], [400], seed=1)
     buffers: dict[str, Any] = {}
     options = {"sliding_window": np.int32([70]), "num_pinned": np.int32([20])}
     emulate(batch, Device(seed=1), buffers=buffers, **options)
     touched = slots_first(buffers["k_touched"], "HND", "k").any((-2, -1))
     tokens = np.flatnonzero(touched[batch.page_table[0]].reshape(-1))
-    np.testing.assert_array_equal(tokens, np.r_[0:20, 350:400])
+    np.testing.assert_array_equal(tokens, np.r_[0:20, first:400])

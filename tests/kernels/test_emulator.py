@@ -26,7 +26,7 @@ from touched import assert_reads_windows_only
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.mla import eight_bit as latent_eight_bit
 from jax_paged.testing.mla import make_mla
-from jax_paged.testing.options import eight_bit
+from jax_paged.testing.options import eight_bit, random_parents, trees_of
 
 # file, what stands there, what the bug makes of it, what must be said about it
 DIFFERS = "error|not finite|lse"  # the comparison with the oracle
@@ -153,17 +153,46 @@ BUGS = {
         "prefill_unit.cuh", "kMaskSlots = 4", "kMaskSlots = 2", "race",
     ),
     "prefill: masks too few tiles": (
-        "prefill.cuh", "first_token + Traits::kTokens <= all.end",
-        "first_token + Traits::kTokens <= any.end",
+        "prefill_mask.cuh", "first_token + Traits::kTokens <= all.end",
+        "first_token + Traits::kTokens <= prim::Load(MyWarpKeys<HEAD_DIM>()).any.end",
         DIFFERS,
     ),
     "prefill: diagonal of the unit's first row": (
-        "prefill.cuh", "UnitKeys(args, unit, unit.rows.count - 1)", "UnitKeys(args, unit, 0)",
-        DIFFERS,
+        "prefill_unit.cuh", "(args, unit, unit.rows.count - 1).end", "(args, unit, 0).end", DIFFERS,
     ),
     "prefill: diagonal one token too far": (
-        "prefill_tile.cuh", "keys.end -= first_token + lane", "keys.end -= first_token - 1 + lane",
+        "prefill_mask.cuh", "token, keys.end - token)", "token, keys.end + 1 - token)", DIFFERS,
+    ),
+    "prefill: masks of rows read before they are there": (
+        "prefill_mask.cuh", "+ row), mask);\n  }\n  prim::SyncWarp();", "+ row), mask);\n  }", "race",
+    ),
+    "prefill: masks of rows where other warps have theirs": (
+        "prefill_mask.cuh", "(word * Traits::kRows + row), mask", "(word * Traits::kRows + lane), mask",
+        f"race|{DIFFERS}",
+    ),
+    "prefill: pinned tokens seen by queries before them": (
+        "prefill_mask.cuh", "(pinned < keys.end ? pinned : keys.end)", "pinned", DIFFERS,
+    ),
+    "prefill: the last tile of pinned tokens left out": (
+        "tree.cuh", "pinned / TILE_TOKENS + (pinned % TILE_TOKENS != 0)", "pinned / TILE_TOKENS",
         DIFFERS,
+    ),
+    "prefill: pinned tokens not read": (
+        "prefill_loader.cuh", "token < NumPinned(args, unit.row))", "token < 0)", DIFFERS,
+    ),
+    "prefill: the gap behind pinned tokens begins a tile late": (
+        "prefill_loader.cuh", "if (tile >= gap.begin)", "if (tile > gap.begin)", DIFFERS,
+    ),
+    "prefill: a tree seen as a chain": (
+        "prefill_mask.cuh", "mask &= TreeMask(", "(void)TreeMask(", DIFFERS,
+    ),
+    "prefill: the tree of another node": (
+        "prefill_mask.cuh", "SeesKey(args, tree, query, first_token + i)",
+        "SeesKey(args, tree, query, first_token + i + 1)",
+        f"out of bounds|{DIFFERS}",
+    ),
+    "prefill: keys in the tree seen by all": (
+        "prefill_mask.cuh", "if (keys.all.end > root) keys.all.end = root;", ";", DIFFERS,
     ),
     "prefill: page id not checked": (
         "prefill_loader.cuh", "page_id_ >= 0 && page_id_ < args.num_pages", "page_id_ != -1",
@@ -207,8 +236,7 @@ BUGS = {
         "prefill_loader.cuh", "(token | 7) < unit.first_key || ", "", "outside of the windows",
     ),
     "prefill: keys of vllm5d left of the window read": (
-        "prefill_loader.cuh", "has_token = token >= LoadUnit<HEAD_DIM>().first_key && ",
-        "has_token = ", "outside of the windows",
+        "prefill_loader.cuh", "token >= LoadUnit<HEAD_DIM>().first_key && ", "", "outside of the windows",
     ),
     "prefill: 32-bit page address of vllm5d": (
         "prefill_loader.cuh", "LayerOffset(args, args.v_strides) + args",
@@ -251,13 +279,15 @@ BUGS = {
         "segment.cuh", "first_key - position)", "first_key - segment.lengths.seq_len + 1)", DIFFERS,
     ),
     "prefill: tokens left of the window read": (
-        "prefill_loader.cuh", "token < unit.first_key || ", "", "outside of the windows",
+        "prefill_loader.cuh", "if (token < unit.first_key &&", "if (false &&",
+        "outside of the windows",
     ),
     "prefill: the edge of the windows not masked": (
-        "prefill.cuh", "first_token >= all.first && ", "", DIFFERS,
+        "prefill_mask.cuh", "first_token >= all.first && ", "", DIFFERS,
     ),
     "prefill: a tile that the warp's last row sees left out": (
-        "prefill_unit.cuh", "{first.first, last.end}", "{last.first, last.end}", DIFFERS,
+        "prefill_mask.cuh", "if (other.any.end > keys.any.end)", "if (other.any.end < keys.any.end)",
+        DIFFERS,
     ),
     "latent: rows that do not exist not zeroed": (
         "latent_loader.cuh", "prim::CpAsync16(tile + at", "if (valid) prim::CpAsync16(tile + at",
@@ -419,6 +449,12 @@ def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
     batch = make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 150], num_tokens=35)
     batch.seq_lens[:] += pinned["slot_offset"]
     yield batch, pinned
+    batch = make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 400], num_tokens=35)
+    # Without ALiBi, so that the prefill kernel takes the last row.
+    yield batch, {"sliding_window": 100, "num_pinned": np.int32([20, 70, 70])}
+    rng = np.random.default_rng(1)
+    trees = trees_of([random_parents(rng, n, "tree") for n in (1, 2, 30)])
+    yield make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 150], num_tokens=35), trees
     longer_than_a_tile = {"sliding_window": 150}
     yield make_batch(Case("edge", 4, 1, 64), jnp.bfloat16, [70], [300]), longer_than_a_tile
 
@@ -500,9 +536,10 @@ def battery():
         check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=9))
         prefill = make_batch(case, jnp.dtype(dtype), [20, 5], [140, 70])
         check(prefill, num_workers=2)  # fewer than prefill units
-    batch = make_batch(Case("battery", 8, 2, 64), jnp.bfloat16, [1, 1, 2], [270, 1, 33])
-    stored, real, scales = eight_bit(batch, "float8_e4m3fn", "token", np.random.default_rng(0))
-    check(real, stored=stored, scales=scales)
+    for q_lens, seq_lens in ([1, 1, 2], [270, 1, 33]), ([20, 5], [140, 70]):
+        batch = make_batch(Case("battery", 8, 2, 64), jnp.bfloat16, q_lens, seq_lens)
+        stored, real, scales = eight_bit(batch, "float8_e4m3fn", "token", np.random.default_rng(0))
+        check(real, stored=stored, scales=scales)
     for kv_dtype in (None, "int8"):
         for heads in (5, 40):
             decode = make_mla(64, 48, heads, [1, 1, 1], [270, 1, 33], dtype="bfloat16")

@@ -236,8 +236,9 @@ def test_each_code_is_read_as_what_it_stands_for(dtype, q_dtype, implementation)
 
 
 @pytest.mark.cuda
-def test_scales_of_a_wide_range_stay_within_f16(implementation):
-    batch = make_batch(Case("wide", 4, 1, 64), jnp.float16, [1, 1], [300, 90])
+@pytest.mark.parametrize("q_lens", [[1, 1], [140, 9]], ids=["decode", "prefill"])
+def test_scales_of_a_wide_range_stay_within_f16(q_lens, implementation):
+    batch = make_batch(Case("wide", 4, 1, 64), jnp.float16, q_lens, [300, 90])
     stored, real, scales = eight_bit(batch, "int8", "token", np.random.default_rng(1))
     factor = np.float32(10.0) ** np.random.default_rng(2).uniform(-3, 3, scales["v_scale"].shape)
     factor = np.float32(factor * 1e-3)  # P times a scale as it is would be subnormal, or overflow

@@ -168,18 +168,6 @@ class HalfQueries<T, HEAD_DIM, /*SHARED=*/true> {
   Shared<float> factors_;
 };
 
-// Calls f(stored) with a value of the type that the pages hold.
-template <typename F>
-JAX_PAGED_DEVICE void WithStored(Dtype dtype, F&& f) {
-  if (dtype == Dtype::kFloat8E4M3) {
-    f(Float8E4M3());
-  } else if (dtype == Dtype::kFloat8E5M2) {
-    f(Float8E5M2());
-  } else {
-    f(Int8());
-  }
-}
-
 // 32 bytes of 16 rows: of bytes 0-15 rows 0-7 and 8-15, then the same of bytes 16-31, which are not
 // there at the end of an odd number of chunks.
 template <int HEAD_DIM, bool TRANSPOSED>

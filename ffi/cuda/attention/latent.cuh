@@ -184,7 +184,7 @@ JAX_PAGED_DEVICE void LatentPrefillCta(const AttentionArgs& args) {
       HasLayer(args) ? static_cast<int32_t>(prim::LoadL2(args.first_prefill + args.max_seqs)) : 0;
   int32_t index = prim::BlockIndex();
   while (index < num_units) {
-    const PrefillUnit unit = FindPrefillUnit(args, index);  // each warp for itself
+    const PrefillUnit unit = FindPrefillUnit</*TREES_AND_PINS=*/false>(args, index);
     if (prim::ThreadIndex() == 0) prim::Store(ticket, prim::AtomicIncrement(args.ticket, ~0u));
     LatentJob job;
     job.segment = PrefillSegment(unit);

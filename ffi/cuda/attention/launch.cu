@@ -40,10 +40,8 @@ cudaError_t LaunchAs(cudaStream_t stream, const DeviceLimits& limits, const Atte
     WithPageKind(args, [&](auto pages) {
       error = args.stages == 0 ? LaunchSimt<T>(stream, limits, args)
                                : LaunchDecode<T, head_dim.value, pages.value>(stream, limits, args);
-      if constexpr (pages.value != PageKind::kEightBit) {
-        if (error == cudaSuccess && args.prefill_rows > 0) {
-          error = LaunchPrefill<T, head_dim.value, pages.value>(stream, limits, args);
-        }
+      if (error == cudaSuccess && args.prefill_rows > 0) {
+        error = LaunchPrefill<T, head_dim.value, pages.value>(stream, limits, args);
       }
     });
   };
@@ -70,9 +68,9 @@ void ShapeLaunches(Dtype dtype, const DeviceLimits& limits, AttentionArgs* args)
   const auto choose = [&](auto head_dim) {
     WithPageKind(*args, [&](auto pages) {
       using Decode = DecodeTraits<head_dim.value, pages.value>;
-      choice =
-          ChooseKernels(*args, limits, Decode::SharedBytes,
-                        PrefillTraits<head_dim.value>::kSharedBytes, Decode::kTakesTreesAndPins);
+      choice = ChooseKernels(*args, limits, Decode::SharedBytes,
+                             PrefillTraits<head_dim.value>::SharedBytes(pages.value),
+                             Decode::kTakesTreesAndPins);
     });
   };
   if (dtype != Dtype::kFloat32) WithDecodeHeadDim(args->head_dim, args->v_head_dim, choose);

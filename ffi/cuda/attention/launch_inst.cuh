@@ -51,7 +51,7 @@ template <typename T, int HEAD_DIM, PageKind PAGES>
 cudaError_t LaunchPrefill(cudaStream_t stream, const DeviceLimits& limits,
                           const AttentionArgs& args) {
   static std::atomic<uint64_t> allowed{0};
-  constexpr int32_t kSharedBytes = PrefillTraits<HEAD_DIM>::kSharedBytes;
+  constexpr int32_t kSharedBytes = PrefillTraits<HEAD_DIM>::SharedBytes(PAGES);
   const int32_t ctas = PrefillCtasPerMultiprocessor(limits, kSharedBytes);
   if (ctas == 0) return cudaErrorInvalidConfiguration;
   const cudaError_t error =

@@ -17,9 +17,8 @@
 //          after LeanAttention).
 //   prefill unit  (row, tile of args.prefill_rows packed rows, KV head) of a row with more than one
 //          query and more than unit_rows packed rows; such a row has no units of the other kind.
-//          Rows with a tree have none, nor have calls with pinned tokens: the prefill kernel knows
-//          neither; nor has a row with few queries on a long context, which the decode kernel can
-//          spread over more CTAs (LongestPrefill). A CTA of prefill.cuh does it whole. Long units
+//          A row with few queries on a long context has none: the decode kernel can spread it over
+//          more CTAs (LongestPrefill). A CTA of prefill.cuh does a unit whole. Long units
 //          should begin early: numbered row by row, rows with more keys first (to within a factor
 //          of two), from a row's last tile, which sees most keys, to its first.
 //
@@ -157,7 +156,7 @@ JAX_PAGED_DEVICE RowPlan PlanRow(const AttentionArgs& args, int32_t row, int32_t
   const bool is_decode = plan.lengths.q_len == 1 || packed_rows <= args.unit_rows;
   const int32_t first_key = RowFirstKey(args, row, plan.lengths, tree_size);
   const int32_t tiles = (seq_len - 1) / kTileTokens + 1 - FindGap(args, row, first_key).size;
-  if (!is_decode && args.prefill_rows > 0 && tree_size == 0 && tiles <= longest_prefill) {
+  if (!is_decode && args.prefill_rows > 0 && tiles <= longest_prefill) {
     return plan;  // see PrefillUnits
   }
   plan.lengths.num_units =

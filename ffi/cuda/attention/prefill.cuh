@@ -32,6 +32,12 @@
 // some may not exist, at the two ends of what the unit sees: the thread that copied them sets those
 // to zero between its wait and the barrier, so that the products cost no mask.
 //
+// 8-bit pages: two stages hold bytes, and one tile of 16-bit numbers takes the place of the other
+// stage. Each thread widens what it has copied, between the barrier and one more; so K and V are
+// widened once for all warps. A scale of K per head is one of the logits, one of V is multiplied
+// with O at the end. Those per token come by cp.async of 4 bytes, K's go to the products, V's to P,
+// as in decode.cuh.
+//
 // Shared memory: (rows + 4 x tokens) x head_dim x 2 bytes + 1 KiB: 97 KiB for head_dim 128 and 256,
 // so two CTAs per multiprocessor of 228 KiB, and one of 100 KiB. Bound by the tensor cores' rate
 // for mma.sync, above head_dim 128 by shared memory; docs/kernels/prefill.md has the arithmetic.
@@ -48,6 +54,7 @@
 #include "cuda/attention/args.h"
 #include "cuda/attention/prefill_finish.cuh"
 #include "cuda/attention/prefill_loader.cuh"
+#include "cuda/attention/prefill_mask.cuh"
 #include "cuda/attention/prefill_tile.cuh"
 #include "cuda/attention/prefill_unit.cuh"
 #include "cuda/prim.h"
@@ -61,53 +68,98 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
   using Traits = PrefillTraits<HEAD_DIM>;
   using Loader = PrefillLoader<HEAD_DIM, PAGES>;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-  const Shared<WarpKeys> warp_keys =
-      Traits::template Field<WarpKeys>(offsetof(typename Traits::State, warp_keys)) +
-      prim::WarpIndex();
-  if (prim::LaneIndex() == 0) prim::Store(warp_keys, FindWarpKeys<HEAD_DIM>(args));
+  constexpr bool kTakesTreesAndPins = Loader::kTakesTreesAndPins;
+  const WarpKeys found = FindWarpKeys<HEAD_DIM, kTakesTreesAndPins>(args);
+  if (prim::LaneIndex() == 0) prim::Store(MyWarpKeys<HEAD_DIM>(), found);
 
-  const int32_t first_tile = unit.first_key / Traits::kTokens;
-  Loader loader(UnitKeys(args, unit, unit.rows.count - 1).end);
+  const int32_t first_tile =
+      kTakesTreesAndPins && args.num_pinned ? 0 : unit.first_key / Traits::kTokens;
+  Loader loader;
   loader.Find(args, first_tile);
   loader.Publish(args, first_tile);
   loader.Find(args, first_tile + 1);
   loader.Publish(args, first_tile + 1);
+  if (Loader::kIsEightBit && prim::LaneIndex() == 0) {
+    prim::Store(ValueUnit<HEAD_DIM>(), kSmallestScale);
+  }
   prim::SyncThreads();  // the look-ups of the first two tiles
-  if (loader.HasTile(first_tile)) Loader::Issue(args, first_tile);
-  const LogitScale scale = LoadScale(args);
+  if (Loader::HasTile(args, first_tile)) Loader::Issue(args, first_tile);
+  LogitScale scale = LoadScale(args);
+  // A scale of K per head is one of the logits.
+  if constexpr (Loader::kIsEightBit) {
+    const float k_scale = HeadScale(args.k_scale, unit.rows.kv_head);
+    scale.is_negative = scale.is_negative != (k_scale < 0.0f);
+    scale.is_zero = scale.is_zero || k_scale == 0.0f;
+    if (!args.logits.edits() && !scale.is_zero) scale.factor *= prim::Max(k_scale, -k_scale);
+  }
   FillQueries<T, HEAD_DIM>(args, scale);
-  if (prim::ThreadIndex() == 0) prim::Store(ticket, prim::AtomicIncrement(args.ticket, ~0u));
+  const Shared<float> factor =
+      Traits::template Field<float>(offsetof(typename Traits::State, scale));
+  if (prim::ThreadIndex() == 0) {
+    prim::Store(factor, scale.factor);
+    prim::Store(ticket, prim::AtomicIncrement(args.ticket, ~0u));
+  }
 
+  constexpr int kLift = DecodeTraits<HEAD_DIM, PAGES>::kWeightLift;
   PrefillState<HEAD_DIM> state;
   state.Clear();
   JAX_PAGED_NO_UNROLL
-  for (int32_t tile = first_tile; loader.HasTile(tile); ++tile) {
+  for (int32_t tile = first_tile; Loader::HasTile(args, tile); ++tile) {
     prim::CpAsyncWait(0);
     if constexpr (Loader::kIsVllm5d) Loader::ClearMissing(tile);
     // The tile and the look-ups of the next one are there (and the queries); the stage and the
     // look-ups of the tile before have been read.
     prim::SyncThreads();
-    if (loader.HasTile(tile + 1)) Loader::Issue(args, tile + 1);
+    if (Loader::HasTile(args, tile + 1)) Loader::Issue(args, tile + 1);
     loader.Find(args, tile + 2);
-    const int32_t first_token = tile * Traits::kTokens;
-    const KeyRange any = prim::Load(warp_keys).any;
+    if constexpr (Loader::kIsEightBit) {
+      Loader::template Widen<T>(args, tile);
+      loader.Publish(args, tile + 2);  // here, so that no register keeps what was found
+      prim::SyncThreads();             // all of the tile
+    }
+    const int32_t first_token = Loader::FirstToken(args, tile);
+    const KeyRange any = prim::Load(MyWarpKeys<HEAD_DIM>()).any;
     if (first_token < any.end && first_token + Traits::kTokens > any.first) {
+      if (!SeesAll<HEAD_DIM>(Loader::TokenMasks(tile), first_token)) {
+        FillRowMasks<HEAD_DIM, kTakesTreesAndPins>(args, first_token, Loader::TokenMasks(tile),
+                                                   Loader::RowMasks(tile));
+      }
       float s[Traits::kRowTiles][Traits::kTokens / 8][4] = {};
       PrefillScores<T, HEAD_DIM>(Loader::KTile(tile), s);
-      if (args.logits.edits()) PrefillEdit<HEAD_DIM>(args, first_token, s);
-      const KeyRange all = prim::Load(warp_keys).all;
-      bool sees_all = first_token >= all.first && first_token + Traits::kTokens <= all.end;
-      JAX_PAGED_UNROLL
-      for (int32_t word = 0; word < Traits::kMaskWords; ++word) {
-        sees_all = sees_all && prim::Load(Loader::TokenMasks(tile) + word) == ~0u;
+      if constexpr (Loader::kIsEightBit) {
+        if (args.k_scale.per_token) PrefillApply<HEAD_DIM>(Loader::Scales(tile), 1.0f, s);
       }
-      if (!sees_all) {
-        PrefillMask<HEAD_DIM>(args, Loader::TokenMasks(tile), first_token, s);
+      if (args.logits.edits()) {
+        if constexpr (Loader::kIsEightBit) {
+          const float k_scale = HeadScale(args.k_scale, LoadUnit<HEAD_DIM>().rows.kv_head);
+          MultiplyScores<HEAD_DIM>(prim::Max(k_scale, -k_scale), s);
+        }
+        PrefillEdit<HEAD_DIM>(args, first_token, s);
       }
-      PrefillSoftmax<HEAD_DIM>(scale.factor, s, &state);
-      PrefillValues<T, HEAD_DIM, PAGES>(Loader::VTile(tile), s, &state);
+      // Asked again: kept, it would cost a register.
+      if (!SeesAll<HEAD_DIM>(Loader::TokenMasks(tile), first_token)) {
+        PrefillMask<HEAD_DIM>(Loader::RowMasks(tile), s);
+      }
+      const Shared<float> v_scales = Loader::Scales(tile) + Traits::kTokens;
+      if (Loader::kIsEightBit && args.v_scale.per_token) {  // apart, for want of registers
+        RaiseUnit<HEAD_DIM>(v_scales, &state);
+        PrefillSoftmax<HEAD_DIM, kLift>(prim::Load(factor), s, &state);
+        PrefillValues<T, HEAD_DIM, PAGES>(Loader::VTile(tile), true, v_scales, s, &state);
+      } else {
+        PrefillSoftmax<HEAD_DIM, kLift>(prim::Load(factor), s, &state);
+        PrefillValues<T, HEAD_DIM, PAGES>(Loader::VTile(tile), false, v_scales, s, &state);
+      }
     }
-    loader.Publish(args, tile + 2);
+    if constexpr (!Loader::kIsEightBit) loader.Publish(args, tile + 2);
+  }
+  if constexpr (Loader::kIsEightBit) {
+    constexpr float kUnlift = 1.0f / (1 << kLift);
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 2 * Traits::kRowTiles; ++i) state.l[i / 2][i % 2] *= kUnlift;
+    ScaleValues(kUnlift, &state);
+    ScaleValues(args.v_scale.per_token ? prim::Load(ValueUnit<HEAD_DIM>())
+                                       : HeadScale(args.v_scale, LoadUnit<HEAD_DIM>().rows.kv_head),
+                &state);
   }
   FinishPrefill<T, HEAD_DIM>(args, state);
 }
@@ -120,12 +172,12 @@ JAX_PAGED_DEVICE void PrefillCta(const AttentionArgs& args) {
   const Shared<uint32_t> ticket =
       Traits::template Field<uint32_t>(offsetof(typename Traits::State, ticket));
   // Below 2^31: each unit has more than 16 of num_tokens x num_q_heads packed rows to itself.
-  const int32_t num_units =
-      HasLayer(args) ? static_cast<int32_t>(prim::LoadL2(args.first_prefill + args.max_seqs)) : 0;
+  if (!HasLayer(args)) return;
   int32_t index = prim::BlockIndex();
-  while (index < num_units) {
+  while (index < prim::LoadL2(args.first_prefill + args.max_seqs)) {
     if (prim::WarpIndex() == 0) {
-      const PrefillUnit found = FindPrefillUnit(args, index);
+      const PrefillUnit found =
+          FindPrefillUnit<PrefillLoader<HEAD_DIM, PAGES>::kTakesTreesAndPins>(args, index);
       if (prim::LaneIndex() == 0) prim::Store(unit, found);
     }
     prim::SyncThreads();  // the unit; the last ticket has been read

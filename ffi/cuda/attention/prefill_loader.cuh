@@ -12,6 +12,7 @@
 #include "cuda/attention/prefill_unit.cuh"
 #include "cuda/attention/segment.cuh"
 #include "cuda/attention/traits.h"
+#include "cuda/expand_bytes.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
@@ -24,25 +25,37 @@ class PrefillLoader {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
   static constexpr bool kIsVllm5d = PAGES == PageKind::kVllm5d;
+  static constexpr bool kIsEightBit = PAGES == PageKind::kEightBit;
+  static constexpr bool kTakesTreesAndPins = DecodeTraits<HEAD_DIM, PAGES>::kTakesTreesAndPins;
 
-  // `num_keys`: tokens that the unit's last row sees.
-  JAX_PAGED_DEVICE explicit PrefillLoader(int32_t num_keys) : num_keys_(num_keys) {}
-
-  JAX_PAGED_DEVICE bool HasTile(int32_t tile) const {
-    return tile < CeilDiv<int32_t>(num_keys_, Traits::kTokens);
+  // Tiles are numbered without those between pinned tokens and the windows, which are not read.
+  JAX_PAGED_DEVICE static int32_t FirstToken(const AttentionArgs& args, int32_t tile) {
+    if (kTakesTreesAndPins && args.num_pinned) {
+      const PrefillUnit unit = LoadUnit<HEAD_DIM>();
+      const TileGap gap = FindGap<Traits::kTokens>(args, unit.row, unit.first_key);
+      if (tile >= gap.begin) tile += gap.size;
+    }
+    return tile * Traits::kTokens;
+  }
+  JAX_PAGED_DEVICE static bool HasTile(const AttentionArgs& args, int32_t tile) {
+    return FirstToken(args, tile) < LoadUnit<HEAD_DIM>().num_keys;
   }
 
   // Thread t reads the page id of token t of `tile`; kVllm5d: also if only another of the 8 tokens
   // around it is wanted.
   JAX_PAGED_DEVICE void Find(const AttentionArgs& args, int32_t tile) {
     page_id_ = -1;
-    if (prim::ThreadIndex() >= Traits::kTokens || !HasTile(tile)) return;
-    const int32_t token = tile * Traits::kTokens + prim::ThreadIndex();
+    if (prim::ThreadIndex() >= Traits::kTokens) return;
+    const int32_t token = FirstToken(args, tile) + prim::ThreadIndex();
     const PrefillUnit unit = LoadUnit<HEAD_DIM>();
     if constexpr (kIsVllm5d) {
-      if ((token | 7) < unit.first_key || token / 8 * 8 >= num_keys_) return;
+      if ((token | 7) < unit.first_key || token / 8 * 8 >= unit.num_keys) return;
     } else {
-      if (token < unit.first_key || token >= num_keys_) return;
+      if (token >= unit.num_keys) return;
+      if (token < unit.first_key &&
+          !(kTakesTreesAndPins && args.num_pinned && token < NumPinned(args, unit.row))) {
+        return;
+      }
     }
     page_id_ = prim::LoadConst(args.page_table +
                                (unit.row * args.pages_per_seq + args.by_page_size(token)));
@@ -57,17 +70,19 @@ class PrefillLoader {
     int64_t offset = -1;
     int64_t v_offset = -1;
     if (has_page) {
-      const int32_t token = tile * Traits::kTokens + thread;
+      const int32_t token = FirstToken(args, tile) + thread;
       const int32_t slot = token - args.by_page_size(token) * args.page_size;
       const int32_t kv_head = LoadUnit<HEAD_DIM>().rows.kv_head;
       offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head, slot);
       if constexpr (kIsVllm5d) {
         v_offset =
             LayerOffset(args, args.v_strides) + args.v_strides.Offset(page_id_, kv_head, slot);
-        has_token = token >= LoadUnit<HEAD_DIM>().first_key && token < num_keys_;
+        has_token =
+            token >= LoadUnit<HEAD_DIM>().first_key && token < LoadUnit<HEAD_DIM>().num_keys;
         if (!has_token) offset = -1;
       }
     }
+    if (kIsEightBit && HasTile(args, tile)) CopyScales(args, tile, thread, has_page);
     prim::Store(Offsets(tile) + thread, offset);
     if (kIsVllm5d && thread % 8 == 0) prim::Store(ValueOffsets(tile) + thread / 8, v_offset);
     const uint32_t mask = prim::Ballot(has_token);
@@ -80,6 +95,8 @@ class PrefillLoader {
     const Shared<char> v_tile = VTile(tile);
     if constexpr (kIsVllm5d) {
       CopyAtoms(args, tile, k_tile, v_tile);
+    } else if constexpr (kIsEightBit) {
+      CopyBytes(args, tile);
     } else {
       CopyRows(args, tile, k_tile, v_tile);
     }
@@ -103,12 +120,52 @@ class PrefillLoader {
     }
   }
 
+  // kEightBit. The bytes of `tile` that this thread has copied, as numbers of T.
+  template <typename T>
+  JAX_PAGED_DEVICE static void Widen(const AttentionArgs& args, int32_t tile) {
+    WithStored(args.kv_dtype, [&](auto stored) {
+      const int32_t thread = OpaqueThread();
+      JAX_PAGED_NO_UNROLL  // more would spill on sm_100
+          for (int32_t i = 0; i < 2 * kByteLoads; ++i) {
+        const bool is_v = i >= kByteLoads;
+        const int32_t index = (is_v ? i - kByteLoads : i) * kAttentionThreads + thread;
+        if (kByteCopies % kAttentionThreads != 0 && index >= kByteCopies) continue;
+        const int32_t row = ByteRow(index);
+        const int32_t chunk = ByteChunk(index);
+        const Word4 bytes =
+            prim::Load((Bytes(tile) + ((is_v ? Traits::kByteTileBytes : 0) + index * 16))
+                           .template As<Word4>());
+        const Pairs x[4] = {Expand<T>(bytes.x, stored), Expand<T>(bytes.y, stored),
+                            Expand<T>(bytes.z, stored), Expand<T>(bytes.w, stored)};
+        const Shared<char> to = is_v ? VTile(tile) : KTile(tile);
+        JAX_PAGED_UNROLL
+        for (int32_t half = 0; half < 2; ++half) {
+          prim::Store(
+              (to + Row::Offset(row, 2 * chunk + half)).template As<Word4>(),
+              Word4{x[2 * half].low, x[2 * half].high, x[2 * half + 1].low, x[2 * half + 1].high});
+        }
+      }
+    });
+  }
+  // The scales of the tile's tokens: of K, then of V.
+  JAX_PAGED_DEVICE static Shared<float> Scales(int32_t tile) {
+    return (prim::SharedMemory() +
+            (Traits::kSharedBytes + tile % Traits::kScaleSlots * 2 * Traits::kTokens * 4))
+        .template As<float>();
+  }
+
+  // 16-bit numbers; of 8-bit pages there is one such tile, made of the bytes.
   JAX_PAGED_DEVICE static Shared<char> KTile(int32_t tile) {
     return prim::SharedMemory() +
-           (Traits::kQueryBytes + tile % kPrefillStages * Traits::kStageBytes);
+           (Traits::kQueryBytes + (kIsEightBit ? 0 : tile % kPrefillStages * Traits::kStageBytes));
   }
   JAX_PAGED_DEVICE static Shared<char> VTile(int32_t tile) {
     return KTile(tile) + Traits::kTileBytes;
+  }
+  // Which tokens of a tile each row sees: first words of all rows, then second ones.
+  JAX_PAGED_DEVICE static Shared<uint32_t> RowMasks(int32_t tile) {
+    return (kIsEightBit ? Bytes(tile) : prim::SharedMemory() + Traits::kSharedBytes)
+        .template As<uint32_t>();
   }
   // Which tokens of a tile exist, 32 a word.
   JAX_PAGED_DEVICE static Shared<uint32_t> TokenMasks(int32_t tile) {
@@ -122,6 +179,63 @@ class PrefillLoader {
   static constexpr int32_t kEights = Traits::kTokens / 8;  // 16 bytes of V are 8 tokens
   static constexpr int32_t kChunkStep = kAttentionThreads / Traits::kTokens;
   static constexpr int32_t kDimStep = kAttentionThreads / kEights;
+
+  // kEightBit, of K or V.
+  static constexpr int32_t kByteChunks = HEAD_DIM / 16;  // of a row
+  static constexpr int32_t kByteCopies = Traits::kTokens * kByteChunks;
+  static constexpr int32_t kByteLoads = CeilDiv<int32_t>(kByteCopies, kAttentionThreads);
+
+  // What is copied as the `index`-th. Where rows are swizzled, 8 lanes side by side have 4 chunks
+  // of each of two rows: widened, these lie in 8 bank groups.
+  JAX_PAGED_DEVICE static int32_t ByteRow(int32_t index) {
+    if (!Row::kSwizzled) return index / kByteChunks;
+    return index / (2 * kByteChunks) * 2 + index / 4 % 2;
+  }
+  JAX_PAGED_DEVICE static int32_t ByteChunk(int32_t index) {
+    if (!Row::kSwizzled) return index % kByteChunks;
+    return index % 4 + index % (2 * kByteChunks) / 8 * 4;
+  }
+
+  JAX_PAGED_DEVICE static Shared<char> Bytes(int32_t tile) {
+    return prim::SharedMemory() +
+           (Traits::kBytesOffset + tile % kPrefillStages * 2 * Traits::kByteTileBytes);
+  }
+
+  JAX_PAGED_DEVICE static void CopyBytes(const AttentionArgs& args, int32_t tile) {
+    const int32_t thread = OpaqueThread();
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < kByteLoads; ++i) {
+      const int32_t index = i * kAttentionThreads + thread;
+      if (kByteCopies % kAttentionThreads != 0 && index >= kByteCopies) continue;
+      const int64_t offset = prim::Load(Offsets(tile) + ByteRow(index));
+      const bool valid = offset >= 0;
+      const int64_t source = (valid ? offset : 0) + ByteChunk(index) * 16;
+      const Shared<char> to = Bytes(tile) + index * 16;
+      prim::CpAsync16(to, args.k_pages + source, valid);
+      prim::CpAsync16(to + Traits::kByteTileBytes, args.v_pages + source, valid);
+    }
+  }
+
+  // kEightBit with scales per token: those of the thread's token.
+  JAX_PAGED_DEVICE void CopyScales(const AttentionArgs& args, int32_t tile, int32_t thread,
+                                   bool has_page) const {
+    if (!args.k_scale.per_token && !args.v_scale.per_token) return;
+    int64_t index = 0;
+    if (has_page) {
+      const int32_t token = FirstToken(args, tile) + thread;
+      const int32_t slot = token - args.by_page_size(token) * args.page_size;
+      index = ScaleIndex(args, prim::LoadConst(args.layer), page_id_,
+                         LoadUnit<HEAD_DIM>().rows.kv_head, slot);
+    }
+    const Shared<char> to = (Scales(tile) + thread).template As<char>();
+    if (args.k_scale.per_token) {
+      prim::CpAsync4(to, args.k_scale.data.template As<const char>() + index * 4, has_page);
+    }
+    if (args.v_scale.per_token) {
+      prim::CpAsync4(to + Traits::kTokens * 4,
+                     args.v_scale.data.template As<const char>() + index * 4, has_page);
+    }
+  }
 
   JAX_PAGED_DEVICE static void CopyRows(const AttentionArgs& args, int32_t tile,
                                         Shared<char> k_tile, Shared<char> v_tile) {
@@ -188,7 +302,6 @@ class PrefillLoader {
            tile % kPrefillStages * kEights;
   }
 
-  int32_t num_keys_;
   int32_t page_id_ = -1;
 };
 

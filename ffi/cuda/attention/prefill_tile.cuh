@@ -6,6 +6,8 @@
 #ifndef JAX_PAGED_CUDA_ATTENTION_PREFILL_TILE_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_PREFILL_TILE_CUH_
 
+#include <cstddef>
+
 #include "cuda/attention/args.h"
 #include "cuda/attention/prefill_unit.cuh"
 #include "cuda/attention/segment.cuh"
@@ -84,6 +86,91 @@ JAX_PAGED_DEVICE void PrefillScores(
   }
 }
 
+// Multiplies the warp's products or weights with the scales of a tile's tokens, and with `factor`.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void PrefillApply(
+    Shared<float> scales, float factor,
+    float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  const int32_t column = OpaqueThread() % 4 * 2;
+  JAX_PAGED_UNROLL
+  for (int32_t n = 0; n < Traits::kTokens / 8; ++n) {
+    const Float2 of = prim::Load((scales + (n * 8 + column)).template As<Float2>());
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < 2 * Traits::kRowTiles; ++i) {
+      s[i / 2][n][i % 2 * 2] *= of.x * factor;
+      s[i / 2][n][i % 2 * 2 + 1] *= of.y * factor;
+    }
+  }
+}
+
+// Of a power of two.
+JAX_PAGED_DEVICE float Reciprocal(float power) {
+  return prim::BitCast<float>((254u << 23) - prim::BitCast<uint32_t>(power));
+}
+
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void ScaleValues(float factor, PrefillState<HEAD_DIM>* state) {
+  JAX_PAGED_UNROLL
+  for (int32_t r = 0; r < PrefillState<HEAD_DIM>::kRowTiles; ++r) {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < HEAD_DIM / 8; ++n) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 4; ++i) state->o[r][n][i] *= factor;
+    }
+  }
+}
+
+// What the warp's O is in units of, with scales of V per token.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE Shared<float> ValueUnit() {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  return Traits::template Field<float>(offsetof(typename Traits::State, v_scale)) +
+         OpaqueThread() / kWarpLanes;
+}
+
+// Scales of V per token: O is in units of the power of two at or above all of them so far, so that
+// the weights times scales stay within the range of f16. Before a tile's softmax.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void RaiseUnit(Shared<float> scales, PrefillState<HEAD_DIM>* state) {
+  const float old = prim::Load(ValueUnit<HEAD_DIM>());
+  float top = old;
+  JAX_PAGED_UNROLL
+  for (int32_t i = 0; i < PrefillTraits<HEAD_DIM>::kTokens; i += kWarpLanes) {
+    const float scale = prim::Load(scales + (i + OpaqueThread() % kWarpLanes));
+    top = prim::Max(top, prim::Max(scale, -scale));
+  }
+  JAX_PAGED_UNROLL
+  for (int32_t step = 1; step < kWarpLanes; step *= 2) {
+    top = prim::Max(top, prim::ShuffleXor(top, step));
+  }
+  // At most 2^126, so that the reciprocal is normal.
+  uint32_t bits = (prim::BitCast<uint32_t>(top) + 0x7fffffu) & 0x7f800000u;
+  if (bits > 253u << 23) bits = 253u << 23;
+  const float unit = prim::BitCast<float>(bits);
+  if (unit == old) return;
+  ScaleValues(old * Reciprocal(unit), state);
+  prim::SyncWarp();  // all have read it
+  if (OpaqueThread() % kWarpLanes == 0) prim::Store(ValueUnit<HEAD_DIM>(), unit);
+  prim::SyncWarp();
+}
+
+// Multiplies the warp's products.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void MultiplyScores(
+    float factor,
+    float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  JAX_PAGED_UNROLL
+  for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+    JAX_PAGED_UNROLL
+    for (int32_t n = 0; n < Traits::kTokens / 8; ++n) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 4; ++i) s[r][n][i] *= factor;
+    }
+  }
+}
+
 // Products become logits, where that takes more than a factor.
 template <int HEAD_DIM>
 JAX_PAGED_DEVICE void PrefillEdit(
@@ -92,7 +179,8 @@ JAX_PAGED_DEVICE void PrefillEdit(
   using Traits = PrefillTraits<HEAD_DIM>;
   const int32_t lane = OpaqueThread() % kWarpLanes;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-  const Segment segment = PrefillSegment(unit);
+  Segment segment = PrefillSegment(unit);
+  segment.tree_size = 0;  // where ALiBi asks for it the decode kernel takes the row (select.h)
   const int32_t first_row = FirstWarpRow<HEAD_DIM>();
   JAX_PAGED_UNROLL
   for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
@@ -105,42 +193,8 @@ JAX_PAGED_DEVICE void PrefillEdit(
   }
 }
 
-// Sets the scores to -inf that the warp's rows do not see.
-template <int HEAD_DIM>
-JAX_PAGED_DEVICE void PrefillMask(
-    const AttentionArgs& args, Shared<uint32_t> token_masks, int32_t first_token,
-    float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
-  using Traits = PrefillTraits<HEAD_DIM>;
-  JAX_PAGED_UNROLL
-  for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
-    JAX_PAGED_UNROLL
-    for (int32_t half = 0; half < 2; ++half) {
-      // Looked up for each row: kept, it would not fit in the registers of sm_80.
-      const int32_t lane = OpaqueThread() % kWarpLanes;
-      const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-      const int32_t first_row = FirstWarpRow<HEAD_DIM>();
-      const int32_t row = first_row + r * 16 + half * 8 + lane / 4;
-      KeyRange keys = UnitKeys(args, unit, row);
-      keys.first -= first_token + lane % 4 * 2;
-      keys.end -= first_token + lane % 4 * 2;
-      JAX_PAGED_UNROLL
-      for (int32_t word = 0; word < Traits::kMaskWords; ++word) {
-        const uint32_t mask = prim::Load(token_masks + word) >> lane % 4 * 2;
-        JAX_PAGED_UNROLL
-        for (int32_t n = 0; n < 4; ++n) {
-          JAX_PAGED_UNROLL
-          for (int32_t i = 0; i < 2; ++i) {
-            const bool is_seen = (mask >> (n * 8 + i) & 1) && keys.Contains(word * 32 + n * 8 + i);
-            if (!is_seen) s[r][word * 4 + n][2 * half + i] = kNegativeInfinity;
-          }
-        }
-      }
-    }
-  }
-}
-
-// Scores become weights; m, l and O move on.
-template <int HEAD_DIM>
+// Scores become weights times 2^LIFT; m, l and O move on.
+template <int HEAD_DIM, int LIFT>
 JAX_PAGED_DEVICE void PrefillSoftmax(
     float scale,
     float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4],
@@ -152,7 +206,7 @@ JAX_PAGED_DEVICE void PrefillSoftmax(
   for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
-      keep[r][half] = SoftmaxStep(scale, half, s[r], &state->m[r][half], &state->l[r][half]);
+      keep[r][half] = SoftmaxStep<LIFT>(scale, half, s[r], &state->m[r][half], &state->l[r][half]);
       moves = moves || keep[r][half] != 1.0f;
     }
   }
@@ -167,10 +221,10 @@ JAX_PAGED_DEVICE void PrefillSoftmax(
   }
 }
 
-// O += P V.
+// O += P V. `scales`: of V per token (8-bit pages), with which P is multiplied; else not looked at.
 template <typename T, int HEAD_DIM, PageKind PAGES>
 JAX_PAGED_DEVICE void PrefillValues(
-    Shared<char> v_tile,
+    Shared<char> v_tile, bool has_scales, Shared<float> scales,
     const float (&p)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4],
     PrefillState<HEAD_DIM>* state) {
   using Traits = PrefillTraits<HEAD_DIM>;
@@ -181,6 +235,23 @@ JAX_PAGED_DEVICE void PrefillValues(
     JAX_PAGED_UNROLL
     for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
       PackWeights<T>(p[r][2 * k], p[r][2 * k + 1], a[r]);
+    }
+    if (PAGES == PageKind::kEightBit && has_scales) {
+      const float factor = Reciprocal(prim::Load(ValueUnit<HEAD_DIM>()));
+      const Shared<float> of = scales + (k * 16 + lane % 4 * 2);
+      const Float2 x = prim::Load(of.template As<Float2>());
+      const Float2 y = prim::Load((of + 8).template As<Float2>());
+      JAX_PAGED_UNROLL
+      for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
+        float scaled[2][4];
+        JAX_PAGED_UNROLL
+        for (int32_t i = 0; i < 8; ++i) {
+          const Float2 of_tokens = i < 4 ? x : y;
+          scaled[i / 4][i % 4] =
+              p[r][2 * k + i / 4][i % 4] * ((i % 2 == 0 ? of_tokens.x : of_tokens.y) * factor);
+        }
+        PackWeights<T>(scaled[0], scaled[1], a[r]);
+      }
     }
     JAX_PAGED_UNROLL
     for (int32_t n = 0; n < HEAD_DIM / 16; ++n) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The prefill kernel's units, and the sizes and the layout of its shared memory: which packed rows
-// a CTA has, which of them a warp, and which keys these see.
+// a CTA has, and which of them a warp.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_PREFILL_UNIT_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_PREFILL_UNIT_CUH_
@@ -24,7 +24,9 @@ inline constexpr int32_t kMaskSlots = 4;  // a tile's mask is written two tiles 
 struct PrefillUnit {
   RowLengths lengths;
   int32_t row;
-  int32_t first_key;  // tokens before it are left of every window, and not read
+  int32_t first_key;  // tokens before it are left of every window, and not read unless pinned
+  int32_t num_keys;   // tokens that the unit's last row sees
+  int32_t tree_size;  // of the row, where that is no chain
   UnitRows rows;
 };
 
@@ -42,6 +44,8 @@ struct PrefillShared {
   int64_t offsets[kPrefillStages * TOKENS];  // in the pool, bytes; -1: no such token
   uint32_t token_masks[kMaskSlots * TOKENS / kWarpLanes];
   uint32_t ticket;
+  float scale;            // LogitScale::factor
+  float v_scale[kWarps];  // with scales of V per token: the largest so far, which O is in units of
   int64_t v_offsets[kPrefillStages * TOKENS / 8];  // vllm5d: of V, by 8 tokens; offsets are of K
 };
 
@@ -64,6 +68,21 @@ struct PrefillTraits {
   using State = PrefillShared<kTokens>;
   static constexpr int32_t kStateOffset = kQueryBytes + kPrefillStages * kStageBytes;
   static constexpr int32_t kSharedBytes = kStateOffset + static_cast<int32_t>(sizeof(State));
+
+  // Which keys of a tile the rows see (prefill_mask.cuh), behind all.
+  static constexpr int32_t kRowMaskBytes = kRows * kMaskWords * 4;
+  // 8-bit pages: the second stage's place has the bytes of two stages; behind all come the scales
+  // of tokens, K's and V's of kScaleSlots tiles. The masks take the place of bytes that have been
+  // widened.
+  static constexpr int32_t kByteTileBytes = kTokens * HEAD_DIM;
+  static constexpr int32_t kBytesOffset = kQueryBytes + kStageBytes;
+  static constexpr int32_t kScaleSlots = 3;  // copied two tiles before they are read
+  static_assert(kPrefillStages * 2 * kByteTileBytes <= kStageBytes);
+  static_assert(kRowMaskBytes <= 2 * kByteTileBytes);
+  JAX_PAGED_HOST_DEVICE static constexpr int32_t SharedBytes(PageKind pages) {
+    return kSharedBytes +
+           (pages == PageKind::kEightBit ? kScaleSlots * 2 * kTokens * 4 : kRowMaskBytes);
+  }
 
   // Row::Offset(row, 2 * step + half) for half 0 or 1, so written that steps 4 apart differ by a
   // constant, and ldmatrix needs a register for each of four addresses only.
@@ -92,22 +111,24 @@ JAX_PAGED_DEVICE PrefillUnit LoadUnit() {
   return prim::Load(Traits::template Field<PrefillUnit>(offsetof(typename Traits::State, unit)));
 }
 
-// The unit as a segment, of which only row and lengths mean something here.
+// The unit as a segment, of which only row, tree and lengths mean something here.
 JAX_PAGED_DEVICE Segment PrefillSegment(const PrefillUnit& unit) {
   Segment segment = {};
   segment.row = unit.row;
+  segment.tree_size = unit.tree_size;
   segment.lengths = unit.lengths;
   return segment;
 }
 
-// The keys that a packed row of the unit sees. This kernel is not given pinned tokens (select.h),
-// for which it would have no register.
+// The keys that a packed row of the unit sees, as VisibleKeys has them.
+template <bool TREES_AND_PINS>
 JAX_PAGED_DEVICE KeyRange UnitKeys(const AttentionArgs& args, const PrefillUnit& unit,
                                    int32_t row) {
-  return VisibleKeys</*TREES_AND_PINS=*/false>(args, PrefillSegment(unit), unit.rows, row);
+  return VisibleKeys<TREES_AND_PINS>(args, PrefillSegment(unit), unit.rows, row);
 }
 
 // A warp's work.
+template <bool TREES_AND_PINS>
 JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t index) {
   const int32_t rank = WarpSearch(args.max_seqs, [&](int32_t i) {
     return prim::LoadConst<int64_t>(args.first_prefill + i) <= index;
@@ -115,6 +136,8 @@ JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t 
   PrefillUnit unit;
   unit.row = prim::LoadConst<int32_t>(args.prefill_order + rank);
   unit.lengths = prim::LoadConst<RowLengths>(args.row_lengths + unit.row);
+  unit.tree_size =
+      TREES_AND_PINS && args.max_tree > 0 ? prim::LoadConst<int32_t>(args.row_trees + unit.row) : 0;
   const int32_t packed_rows = unit.lengths.q_len * args.group_size;
   const int32_t within =
       index - static_cast<int32_t>(prim::LoadConst<int64_t>(args.first_prefill + rank));
@@ -123,7 +146,10 @@ JAX_PAGED_DEVICE PrefillUnit FindPrefillUnit(const AttentionArgs& args, int32_t 
   unit.rows.first = ((packed_rows - 1) / args.prefill_rows - from_last) * args.prefill_rows;
   const int32_t rest = packed_rows - unit.rows.first;
   unit.rows.count = rest < args.prefill_rows ? rest : args.prefill_rows;
-  unit.first_key = UnitKeys(args, unit, 0).first;
+  unit.first_key = unit.tree_size > 0
+                       ? RowFirstKey<TREES_AND_PINS>(args, unit.row, unit.lengths, unit.tree_size)
+                       : UnitKeys<TREES_AND_PINS>(args, unit, 0).first;
+  unit.num_keys = UnitKeys<TREES_AND_PINS>(args, unit, unit.rows.count - 1).end;
   return unit;
 }
 
@@ -136,18 +162,6 @@ JAX_PAGED_DEVICE int32_t OpaqueThread() {
 template <int HEAD_DIM>
 JAX_PAGED_DEVICE int32_t FirstWarpRow() {
   return OpaqueThread() / kWarpLanes * PrefillTraits<HEAD_DIM>::kWarpRows;
-}
-
-template <int HEAD_DIM>
-JAX_PAGED_DEVICE WarpKeys FindWarpKeys(const AttentionArgs& args) {
-  const PrefillUnit unit = LoadUnit<HEAD_DIM>();
-  const int32_t first_row = FirstWarpRow<HEAD_DIM>();
-  const int32_t end_row = first_row + PrefillTraits<HEAD_DIM>::kWarpRows;
-  const int32_t last_row = (end_row < unit.rows.count ? end_row : unit.rows.count) - 1;
-  if (first_row > last_row) return {{0, 0}, {0, 0}};
-  const KeyRange first = UnitKeys(args, unit, first_row);
-  const KeyRange last = UnitKeys(args, unit, last_row);
-  return {{first.first, last.end}, {last.first, first.end}};
 }
 
 }  // namespace jax_paged::cuda

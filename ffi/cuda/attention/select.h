@@ -70,13 +70,13 @@ bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
 }
 
 // Whether the shapes of a call leave room for a row with more packed rows than the decode kernel
-// takes at once (plan.cuh). If not, or if the pages are 8-bit, or with pinned tokens, the prefill
-// kernel is not launched. Where max_q_len says less than is true, the decode kernel serves the
-// rows.
+// takes at once (plan.cuh). If not, or where ALiBi asks where tokens of trees or behind pinned ones
+// stand, the prefill kernel is not launched. Where max_q_len says less than is true, the decode
+// kernel serves the rows.
 inline bool MayPrefill(const AttentionArgs& args) {
   const int32_t known = args.max_q_len;
   const int32_t queries = known > 0 && known < args.num_tokens ? known : args.num_tokens;
-  return !IsEightBit(args.kv_dtype) && !args.num_pinned && queries > 1 &&
+  return !(args.logits.alibi_slopes && HasTreesOrPins(args)) && queries > 1 &&
          int64_t{queries} * args.group_size > kTileRows;
 }
 

@@ -70,11 +70,12 @@ struct TileGap {
   int32_t size;
 };
 
+template <int TILE_TOKENS = kTileTokens>
 JAX_PAGED_DEVICE TileGap FindGap(const AttentionArgs& args, int32_t row, int32_t first_key) {
-  const int32_t window_tile = first_key / kTileTokens;
+  const int32_t window_tile = first_key / TILE_TOKENS;
   const int32_t pinned = NumPinned(args, row);
   // In tiles, and no more than there are before the window: pinned may be anything.
-  int32_t begin = pinned / kTileTokens + (pinned % kTileTokens != 0);
+  int32_t begin = pinned / TILE_TOKENS + (pinned % TILE_TOKENS != 0);
   if (begin > window_tile) begin = window_tile;
   return {begin, window_tile - begin};
 }

@@ -44,15 +44,15 @@ AttentionKernels TensorCoreKernels(const cuda::AttentionArgs& args,
     using Prefill = cuda::PrefillTraits<head_dim.value>;
     cuda::WithPageKind(args, [&](auto pages) {
       using Decode = cuda::DecodeTraits<head_dim.value, pages.value>;
-      kernels.choice = cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::kSharedBytes,
-                                           Decode::kTakesTreesAndPins);
+      kernels.choice =
+          cuda::ChooseKernels(args, limits, Decode::SharedBytes, Prefill::SharedBytes(pages.value),
+                              Decode::kTakesTreesAndPins);
       if (kernels.choice.decode.stages > 0) {
         kernels.decode = {cuda::DecodeCta<T, head_dim.value, pages.value>,
                           Decode::SharedBytes(args.stages)};
       }
-      if constexpr (pages.value != cuda::PageKind::kEightBit) {
-        kernels.prefill = {cuda::PrefillCta<T, head_dim.value, pages.value>, Prefill::kSharedBytes};
-      }
+      kernels.prefill = {cuda::PrefillCta<T, head_dim.value, pages.value>,
+                         Prefill::SharedBytes(pages.value)};
     });
   });
   return kernels;
