@@ -8,6 +8,7 @@ that nvcc compiles.
 
 import dataclasses
 import itertools
+from typing import Any
 
 import emulation
 import jax
@@ -29,6 +30,7 @@ from jax_paged.testing import (
     make_batch,
 )
 from jax_paged.testing.experts import make_case
+from jax_paged.testing.options import eight_bit
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 7, 8, 16, 71)
@@ -58,6 +60,33 @@ def test_decode_matches_float64_softmax_whatever_the_order(head_dim, group, page
     device = Device(num_workers=1 + count % 9, stages=2 + count % 3, seed=count)
     first = check(batch, device)
     assert_same_bits(emulate(batch, dataclasses.replace(device, seed=count + 1)), first)
+
+
+@pytest.mark.parametrize(
+    "head_dims", [(8, 8), (32, 32), (40, 24), (72, 72), (16, 144), (192, 128), (248, 200)]
+)
+@pytest.mark.parametrize(
+    ("kv", "layout"), [*((None, layout) for layout in LAYOUTS), ("int8", "HND"), ("int8", "NHD")]
+)
+def test_rows_that_are_shorter_than_their_kernels(kv, layout, head_dims):
+    """The kernels of the next head_dim serve them; K and V may differ."""
+    head_dim, v_head_dim = (-(-d // 16) * 16 for d in head_dims) if kv else head_dims
+    count = head_dim + v_head_dim + LAYOUTS.index(layout)
+    page_size = (8, 16, 5 if layout != "vllm5d" else 24)[count // 8 % 3]
+    case = Case("short", 8, 2, head_dim, page_size, layout=layout, v_head_dim=v_head_dim)
+    dtype = jnp.dtype(("bfloat16", "float16")[count // 8 % 2])
+    batch = make_batch(case, dtype, [1, 2, 0, 30, 9], [330, 40, 3, 75, 70], num_tokens=44)
+    stored, real, scales = batch, batch, {}
+    if kv:
+        stored, real, scales = eight_bit(batch, kv, "token", np.random.default_rng(count))
+    buffers: dict[str, Any] = {}
+    device = Device(num_workers=1 + count % 5, seed=count)
+    result = emulate(stored, device, buffers=buffers, **scales)
+    assert buffers["chosen_stages"] > 0
+    assert buffers["chosen_prefill_rows"] > 0
+    # Weights are rounded to the dtype, too: over so few dimensions that does not average out.
+    roundings = 2 if v_head_dim == 8 else 1
+    assert_attention_close(*result, *dense_oracle(real), roundings=roundings)
 
 
 @pytest.mark.parametrize("layout", ["HND", "vllm5d"])

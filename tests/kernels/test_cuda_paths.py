@@ -21,25 +21,26 @@ from jax_paged.testing.mla import make_mla
 from jax_paged.testing.options import eight_bit
 
 SUPPORT = Path(__file__).resolve().parents[2] / "docs/support.md"
-TENSOR_CORE_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+HEAD_DIMS = [(d, d) for d in (8, 32, 64, 72, 80, 96, 112, 128, 136, 192, 256, 264)]
+HEAD_DIMS += [(192, 128), (40, 16), (64, 128), (192, 320)]  # of K and V
 # Why the SIMT kernel serves a call, as docs/support.md words it.
 F32 = "q in f32"
-HEAD_DIM = "head_dim is not 64, 80, 96, 112, 128, 192 or 256"
-V_DIM = "V has another head_dim than K (MLA excepted)"
+HEAD_DIM = "head_dim of K or V above 256 (MLA excepted)"
 ROPE = "`rope` inside attention"
 PAGES = 'pages of layout "vllm5d" whose size is no multiple of 8'
+BYTES = "8-bit pages whose head_dim is no multiple of 16"
 BYTES_5D = '8-bit pages of layout "vllm5d"'
 EDITED_5D = 'token trees or pinned tokens with layout "vllm5d"'
-EDITED_256 = "token trees or pinned tokens with 8-bit pages at head_dim 256"
-SMALL = "16-bit pages of head_dim 192 and 256 on devices with 99 KiB (sm_86, 89, 120)"
+EDITED_256 = "token trees or pinned tokens with 8-bit pages of head_dim above 192"
+SMALL = "16-bit pages of head_dim above 128 on devices with 99 KiB (sm_86, 89, 120)"
 MLA_V = "MLA whose V is wider than 512"
 MLA_BYTES = "MLA with 8-bit rows whose length is no multiple of 16"
 REASONS = (
     F32,
     HEAD_DIM,
-    V_DIM,
     ROPE,
     PAGES,
+    BYTES,
     BYTES_5D,
     EDITED_5D,
     EDITED_256,
@@ -74,22 +75,22 @@ def path_of(chosen):
 
 def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, option, kib):
     """The first reason why a call is for the SIMT kernel, or None."""
-    is_edited = option in ("pins", "tree")
+    is_edited, widest = option in ("pins", "tree"), max(head_dim, v_head_dim)
     reasons = {
         F32: dtype == "float32",
-        V_DIM: v_head_dim != head_dim,
-        HEAD_DIM: head_dim not in TENSOR_CORE_HEAD_DIMS,
+        HEAD_DIM: widest > 256,
         ROPE: option == "rope",
         PAGES: layout == "vllm5d" and page_size % 8,
+        BYTES: is_eight_bit and (head_dim % 16 or v_head_dim % 16),
         BYTES_5D: layout == "vllm5d" and is_eight_bit,
         EDITED_5D: is_edited and layout == "vllm5d",
-        EDITED_256: is_edited and is_eight_bit and head_dim == 256,
-        SMALL: kib == 100 and head_dim >= 192 and not is_eight_bit,
+        EDITED_256: is_edited and is_eight_bit and widest > 192,
+        SMALL: kib == 100 and widest > 128 and not is_eight_bit,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-@pytest.mark.parametrize("head_dims", [(d, d) for d in (32, *TENSOR_CORE_HEAD_DIMS)] + [(192, 128)])
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_dims):
     head_dim, v_head_dim = head_dims
@@ -97,8 +98,8 @@ def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_d
     for option, layout, page_size, is_eight_bit, kib in itertools.product(
         OPTIONS, LAYOUTS, (16, 12), (False, True), (228, 164, 100)
     ):
-        if is_eight_bit and v_head_dim != head_dim:
-            continue
+        if is_eight_bit and layout == "vllm5d" and head_dim % 16:
+            continue  # no such pages
         case = Case("path", 4, 2, head_dim, page_size, layout=layout, v_head_dim=v_head_dim)
         batch = make_batch(case, jnp.dtype(dtype), [1, 9], [3, 20])
         options = options_of(option, 4, head_dim)
@@ -112,7 +113,7 @@ def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_d
         seen.add(reason)
         expected = "decode" if reason is None else "simt", reason in (None, SMALL)
         assert path_of(chosen) == expected, (given, reason)
-    assert seen & {None, F32, HEAD_DIM, V_DIM}
+    assert seen & {None, F32, HEAD_DIM}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -33,10 +33,8 @@ DIFFERS = "error|not finite|lse"  # the comparison with the oracle
 BUGS = {
     "no zero fill": (
         "decode_loader.cuh",
-        "% Traits::kRowChunks;\n        const int32_t source = row * token_stride + chunk * 16;\n"
-        "        const bool valid = mask >> row & 1;",
-        "% Traits::kRowChunks;\n        const int32_t source = row * token_stride + chunk * 16;\n"
-        "        const bool valid = true;",
+        "const bool valid = mask >> row & 1;\n        const bool has_k",
+        "const bool valid = true;\n        const bool has_k",
         "not finite",
     ),
     "ring loaded one stage too far": (
@@ -134,8 +132,24 @@ BUGS = {
     ),
     "prefill: invalid rows not zeroed": (
         "prefill_loader.cuh", "prim::CpAsync16(v_tile + Row",
-        "if (valid) prim::CpAsync16(v_tile + Row",
+        "if (rows[i] >= 0) prim::CpAsync16(v_tile + Row",
         "nobody has|not finite",
+    ),
+    "prefill: keys read beyond head_dim": (
+        "prefill_loader.cuh", "rows[i] >= 0 && chunk * 8 < args.head_dim", "rows[i] >= 0",
+        "not finite|out of bounds",
+    ),
+    "prefill: columns beyond V's head_dim written": (
+        "prefill_finish.cuh", "if (chunk * 8 >= args.v_head_dim) continue;", "",
+        f"out of bounds|race|write after write|{DIFFERS}",
+    ),
+    "keys read beyond head_dim": (
+        "decode_loader.cuh", "has_k = valid && chunk * 8 < args.head_dim;", "has_k = valid;",
+        "not finite|out of bounds",
+    ),
+    "columns beyond V's head_dim written": (
+        "decode_finish.cuh", "first + column < args.v_head_dim", "first + column < HEAD_DIM",
+        f"out of bounds|race|write after write|{DIFFERS}",
     ),
     "prefill: waits too late": (
         "prefill.cuh", "prim::CpAsyncWait(0)", "prim::CpAsyncWait(1)", "while the cp.async",
@@ -164,10 +178,12 @@ BUGS = {
         "prefill_mask.cuh", "token, keys.end - token)", "token, keys.end + 1 - token)", DIFFERS,
     ),
     "prefill: masks of rows read before they are there": (
-        "prefill_mask.cuh", "+ row), mask);\n  }\n  prim::SyncWarp();", "+ row), mask);\n  }", "race",
+        "prefill_mask.cuh", "+ row), mask);\n  }\n  prim::SyncWarp();",
+        "+ row), mask);\n  }", "race",
     ),
     "prefill: masks of rows where other warps have theirs": (
-        "prefill_mask.cuh", "(word * Traits::kRows + row), mask", "(word * Traits::kRows + lane), mask",
+        "prefill_mask.cuh", "(word * Traits::kRows + row), mask",
+        "(word * Traits::kRows + lane), mask",
         f"race|{DIFFERS}",
     ),
     "prefill: pinned tokens seen by queries before them": (
@@ -236,7 +252,8 @@ BUGS = {
         "prefill_loader.cuh", "(token | 7) < unit.first_key || ", "", "outside of the windows",
     ),
     "prefill: keys of vllm5d left of the window read": (
-        "prefill_loader.cuh", "token >= LoadUnit<HEAD_DIM>().first_key && ", "", "outside of the windows",
+        "prefill_loader.cuh", "token >= LoadUnit<HEAD_DIM>().first_key && ", "",
+        "outside of the windows",
     ),
     "prefill: 32-bit page address of vllm5d": (
         "prefill_loader.cuh", "LayerOffset(args, args.v_strides) + args",
@@ -286,7 +303,8 @@ BUGS = {
         "prefill_mask.cuh", "first_token >= all.first && ", "", DIFFERS,
     ),
     "prefill: a tile that the warp's last row sees left out": (
-        "prefill_mask.cuh", "if (other.any.end > keys.any.end)", "if (other.any.end < keys.any.end)",
+        "prefill_mask.cuh", "if (other.any.end > keys.any.end)",
+        "if (other.any.end < keys.any.end)",
         DIFFERS,
     ),
     "latent: rows that do not exist not zeroed": (
@@ -358,7 +376,7 @@ AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
             {cuda::LatentPrefillCta<BFloat16, 64, false>, latent.prefill.shared_bytes}};
   }
   return {cuda::ChooseKernels(args, limits, cuda::DecodeTraits<64>::SharedBytes,
-                              cuda::PrefillTraits<64>::kSharedBytes, true),
+                              cuda::PrefillTraits<64>::SharedBytes(cuda::PageKind::kRows), true),
           {},
           {args.layout == Layout::kVllm5d
                ? cuda::DecodeCta<BFloat16, 64, cuda::PageKind::kVllm5d>
@@ -367,7 +385,7 @@ AttentionKernels BFloat16Kernels(const cuda::AttentionArgs& args,
           {args.layout == Layout::kVllm5d
                ? cuda::PrefillCta<BFloat16, 64, cuda::PageKind::kVllm5d>
                : cuda::PrefillCta<BFloat16, 64, cuda::PageKind::kRows>,
-           cuda::PrefillTraits<64>::kSharedBytes}};
+           cuda::PrefillTraits<64>::SharedBytes(cuda::PageKind::kRows)}};
 }
 AttentionKernels Float16Kernels(const cuda::AttentionArgs&, const cuda::DeviceLimits&) {
   return {};
@@ -449,12 +467,14 @@ def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
     batch = make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 150], num_tokens=35)
     batch.seq_lens[:] += pinned["slot_offset"]
     yield batch, pinned
-    batch = make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 400], num_tokens=35)
-    # Without ALiBi, so that the prefill kernel takes the last row.
-    yield batch, {"sliding_window": 100, "num_pinned": np.int32([20, 70, 70])}
+    batch = make_batch(case, jnp.bfloat16, [1, 2, 30, 20], [300, 390, 400, 20], num_tokens=55)
+    # Without ALiBi, so that the prefill kernel takes the last two rows.
+    yield batch, {"sliding_window": 100, "num_pinned": np.int32([20, 70, 70, 15])}
     rng = np.random.default_rng(1)
     trees = trees_of([random_parents(rng, n, "tree") for n in (1, 2, 30)])
     yield make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 150], num_tokens=35), trees
+    short = Case("short", 8, 2, 40, v_head_dim=24)
+    yield make_batch(short, jnp.bfloat16, [1, 2, 30], [300, 39, 150]), plain
     longer_than_a_tile = {"sliding_window": 150}
     yield make_batch(Case("edge", 4, 1, 64), jnp.bfloat16, [70], [300]), longer_than_a_tile
 

@@ -96,8 +96,9 @@ BUGS = {
         f"{DIFFERS}|nobody has|no known|bounds|end",
     ),
     "what others wrote read from a cache": (
-        PRIM, "return BitCast<T>(__ldcg(reinterpret_cast<const uint4*>(p.get())));",
-        "return BitCast<T>(__ldg(reinterpret_cast<const uint4*>(p.get())));", "read-only load|L1",
+        PRIM, "return BitCast<Value>(__ldcg(reinterpret_cast<const uint4*>(p.get())));",
+        "return BitCast<Value>(__ldg(reinterpret_cast<const uint4*>(p.get())));",
+        "read-only load|L1",
     ),
     "a fence left out": (
         PRIM, "ThreadFence() { __threadfence(); }", "ThreadFence() {}",

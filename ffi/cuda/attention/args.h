@@ -133,6 +133,7 @@ struct AttentionArgs {
 
   PageStrides k_strides;
   PageStrides v_strides;
+  PageStrides row_strides;  // in rows of a token and a KV head, which are the same of K and V
   int64_t pages_per_seq;
   int64_t num_slots;  // of kTileRows packed rows each
   FastDivide by_page_size;

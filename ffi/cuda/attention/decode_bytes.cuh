@@ -79,12 +79,14 @@ class HalfQueries {
       const int32_t row = lane / 4 + 8 * half;
       const bool valid = row < rows.count && !scale.is_zero;
       const int64_t head = valid ? HeadIndex(args, segment, rows, row) : 0;
-      const Global<const char> source = args.q + (head * HEAD_DIM + lane % 4 * 4) * 2;
+      const Global<const char> source = args.q + (head * args.head_dim + lane % 4 * 4) * 2;
       float top = 0.0f;
       JAX_PAGED_UNROLL
       for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
         Word2 x = {0, 0};
-        if (valid) x = prim::LoadConst((source + k * 32).template As<const Word2>());
+        if (valid && k * 16 < args.head_dim) {
+          x = prim::LoadConst((source + k * 32).template As<const Word2>());
+        }
         q_[k][half] = x.x ^ sign;
         q_[k][half + 2] = x.y ^ sign;
         top = HalfScale<T>::Top(HalfScale<T>::Top(top, x.x), x.y);
@@ -134,7 +136,7 @@ class HalfQueries<T, HEAD_DIM, /*SHARED=*/true> {
     JAX_PAGED_NO_UNROLL
     for (int32_t row = prim::WarpIndex(); row < kTileRows; row += kWarps) {
       Word4 x = {0, 0, 0, 0};
-      if (has_chunk) x = LoadQueries<T, HEAD_DIM>(args, segment, rows, scale, row, lane);
+      if (has_chunk) x = LoadQueries<T>(args, segment, rows, scale, row, lane);
       float top = HalfScale<T>::Top(0.0f, x.x);
       top = HalfScale<T>::Top(top, x.y);
       top = HalfScale<T>::Top(top, x.z);

@@ -87,7 +87,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
     }
     prim::SyncThreads();
     const int32_t column = prim::ThreadIndex() % kQuads * 4;
-    if (row < rows.count && first + column < HEAD_DIM) {
+    if (row < rows.count && first + column < args.v_head_dim) {
       Float4 sum = {0, 0, 0, 0};
       for (int32_t w = 0; w < kWarps; ++w) {
         const Float4 x =

@@ -81,10 +81,11 @@ class DecodeLoader {
       CopyAtoms(args, stage, lane, has_page && (token | 7) >= segment_.first_key, has_token);
       return;
     }
-    const int64_t offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
+    const int64_t k_offset = has_page ? args.k_strides.Offset(page_id_, kv_head_, slot_) : 0;
+    const int64_t v_offset = has_page ? args.v_strides.Offset(page_id_, kv_head_, slot_) : 0;
     if (lane == 0) prim::Store(token_masks_ + stage, mask);
     if constexpr (PAGES == PageKind::kEightBit) {
-      CopyBytes(args, stage, lane, offset, mask);
+      CopyBytes(args, stage, lane, k_offset, v_offset, mask);
       if (args.k_scale.per_token || args.v_scale.per_token) {
         CopyScales(args, stage, lane, has_token);
       }
@@ -94,28 +95,35 @@ class DecodeLoader {
     const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
     const Shared<char> v_tile = k_tile + Traits::kWarpTileBytes;
     // Within a page 32 bits address a token's row (MakeArgs checks it).
-    const int32_t token_stride = static_cast<int32_t>(args.k_strides.token);
-    const Global<const char> k_page = k_ + offset;
-    const Global<const char> v_page = v_ + offset;
+    const int32_t k_stride = static_cast<int32_t>(args.k_strides.token);
+    const int32_t v_stride = static_cast<int32_t>(args.v_strides.token);
     if (one_page_) {
+      const Global<const char> k_page = k_ + k_offset;
+      const Global<const char> v_page = v_ + v_offset;
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < Traits::kLoads; ++i) {
         const int32_t row = (i * kWarpLanes + lane) / Traits::kRowChunks;
         const int32_t chunk = (i * kWarpLanes + lane) % Traits::kRowChunks;
-        const int32_t source = row * token_stride + chunk * 16;
         const bool valid = mask >> row & 1;
-        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_page + source, valid);
-        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_page + source, valid);
+        const bool has_k = valid && chunk * 8 < args.head_dim;
+        const bool has_v = valid && chunk * 8 < args.v_head_dim;
+        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_page + (row * k_stride + chunk * 16),
+                        has_k);
+        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_page + (row * v_stride + chunk * 16),
+                        has_v);
       }
     } else {
       JAX_PAGED_NO_UNROLL
       for (int32_t i = 0; i < Traits::kLoads; ++i) {
         const int32_t row = (i * kWarpLanes + lane) / Traits::kRowChunks;
         const int32_t chunk = (i * kWarpLanes + lane) % Traits::kRowChunks;
-        const int64_t source = prim::Shuffle(offset, row) + chunk * 16;
+        const int64_t k_source = prim::Shuffle(k_offset, row) + chunk * 16;
+        const int64_t v_source = prim::Shuffle(v_offset, row) + chunk * 16;
         const bool valid = mask >> row & 1;
-        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_ + source, valid);
-        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_ + source, valid);
+        prim::CpAsync16(k_tile + Traits::Offset(row, chunk), k_ + k_source,
+                        valid && chunk * 8 < args.head_dim);
+        prim::CpAsync16(v_tile + Traits::Offset(row, chunk), v_ + v_source,
+                        valid && chunk * 8 < args.v_head_dim);
       }
     }
   }
@@ -143,43 +151,49 @@ class DecodeLoader {
     const int32_t v_step = static_cast<int32_t>(args.v_strides.atom) * 16;
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
-      prim::CpAsync16(k_tile + Traits::Offset(row, 2 * i + chunk), k_from + i * k_step, has_token);
+      prim::CpAsync16(k_tile + Traits::Offset(row, 2 * i + chunk), k_from + i * k_step,
+                      has_token && (2 * i + chunk) * 8 < args.head_dim);
       prim::CpAsync16(v_tile + Traits::TransposedOffset(16 * i + dim, row / 8), v_from + i * v_step,
-                      has_atom);
+                      has_atom && 16 * i + dim < args.v_head_dim);
     }
   }
 
   // kEightBit.
   JAX_PAGED_DEVICE void CopyBytes(const AttentionArgs& args, int32_t stage, int32_t lane,
-                                  int64_t offset, uint32_t mask) {
+                                  int64_t k_offset, int64_t v_offset, uint32_t mask) {
     using Rows = ByteRows<HEAD_DIM>;
     constexpr int32_t kCopies = kWarpTokens * Rows::kChunks;  // of K or V
     const Shared<char> k_tile = ring_ + stage * Traits::kStageBytes;
     const Shared<char> v_tile = k_tile + Traits::kByteTileBytes;
     if (one_page_) {
-      const int32_t token_stride = static_cast<int32_t>(args.k_strides.token);
-      const Global<const char> k_page = k_ + offset;
-      const Global<const char> v_page = v_ + offset;
+      const int32_t k_stride = static_cast<int32_t>(args.k_strides.token);
+      const int32_t v_stride = static_cast<int32_t>(args.v_strides.token);
+      const Global<const char> k_page = k_ + k_offset;
+      const Global<const char> v_page = v_ + v_offset;
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < kCopies; i += kWarpLanes) {
         if (kCopies % kWarpLanes != 0 && i + lane >= kCopies) continue;
         const int32_t row = (i + lane) / Rows::kChunks;
         const int32_t chunk = (i + lane) % Rows::kChunks;
-        const int32_t source = row * token_stride + chunk * 16;
         const bool valid = mask >> row & 1;
-        prim::CpAsync16(k_tile + Rows::Offset(row, chunk), k_page + source, valid);
-        prim::CpAsync16(v_tile + Rows::Offset(row, chunk), v_page + source, valid);
+        prim::CpAsync16(k_tile + Rows::Offset(row, chunk), k_page + (row * k_stride + chunk * 16),
+                        valid && chunk * 16 < args.head_dim);
+        prim::CpAsync16(v_tile + Rows::Offset(row, chunk), v_page + (row * v_stride + chunk * 16),
+                        valid && chunk * 16 < args.v_head_dim);
       }
     } else {
       JAX_PAGED_NO_UNROLL
       for (int32_t i = 0; i < kCopies; i += kWarpLanes) {
         const int32_t row = (i + lane) / Rows::kChunks;
         const int32_t chunk = (i + lane) % Rows::kChunks;
-        const int64_t source = prim::Shuffle(offset, row % kWarpTokens) + chunk * 16;
+        const int64_t k_source = prim::Shuffle(k_offset, row % kWarpTokens) + chunk * 16;
+        const int64_t v_source = prim::Shuffle(v_offset, row % kWarpTokens) + chunk * 16;
         if (kCopies % kWarpLanes != 0 && i + lane >= kCopies) continue;
         const bool valid = mask >> row & 1;
-        prim::CpAsync16(k_tile + Rows::Offset(row, chunk), k_ + source, valid);
-        prim::CpAsync16(v_tile + Rows::Offset(row, chunk), v_ + source, valid);
+        prim::CpAsync16(k_tile + Rows::Offset(row, chunk), k_ + k_source,
+                        valid && chunk * 16 < args.head_dim);
+        prim::CpAsync16(v_tile + Rows::Offset(row, chunk), v_ + v_source,
+                        valid && chunk * 16 < args.v_head_dim);
       }
     }
   }

@@ -40,13 +40,15 @@ JAX_PAGED_DEVICE void DecodeQueries<T, HEAD_DIM, SHARED>::Load(const AttentionAr
   for (int32_t half = 0; half < 2; ++half) {
     const bool valid = row + 8 * half < rows.count && !scale.is_zero;
     const int64_t head = valid ? HeadIndex(args, segment, rows, row + 8 * half) : 0;
-    const Global<const char> source = args.q + (head * HEAD_DIM + column) * int64_t{sizeof(T)};
+    const Global<const char> source = args.q + (head * args.head_dim + column) * int64_t{sizeof(T)};
     const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
     JAX_PAGED_UNROLL
     for (int32_t k = 0; k < HEAD_DIM / 16; ++k) {
       q_[k][half] = q_[k][half + 2] = 0;
-      if (valid) {
+      if (valid && k * 16 < args.head_dim) {
         q_[k][half] = prim::LoadConst((source + k * 32).template As<const uint32_t>()) ^ sign;
+      }
+      if (valid && k * 16 + 8 < args.head_dim) {
         q_[k][half + 2] =
             prim::LoadConst((source + (k * 32 + 16)).template As<const uint32_t>()) ^ sign;
       }
@@ -69,7 +71,7 @@ class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
       const int32_t row = i / Traits::kRowChunks;
       const int32_t chunk = i % Traits::kRowChunks;
       prim::Store((tile_ + Traits::Offset(row, chunk)).template As<Word4>(),
-                  LoadQueries<T, HEAD_DIM>(args, segment, rows, scale, row, chunk));
+                  LoadQueries<T>(args, segment, rows, scale, row, chunk));
     }
     prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next
                           // Load

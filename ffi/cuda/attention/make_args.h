@@ -109,6 +109,9 @@ inline std::string MakeShape(const AttentionCall& call, AttentionArgs* args) {
   args->lse = Global<float>(call.lse);
   args->k_strides = MakePageStrides(call.k_pool);
   args->v_strides = call.is_latent ? args->k_strides : MakePageStrides(call.v_pool);
+  PoolShape rows = call.k_pool;
+  rows.head_dim = rows.element_bytes = 1;
+  args->row_strides = MakePageStrides(rows);
   args->pages_per_seq = call.pages_per_seq;
   args->by_page_size = MakeFastDivide(static_cast<int32_t>(call.k_pool.page_size));
   args->by_group_size = MakeFastDivide(static_cast<int32_t>(workspace.group_size));

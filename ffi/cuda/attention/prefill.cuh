@@ -38,7 +38,7 @@
 // with O at the end. Those per token come by cp.async of 4 bytes, K's go to the products, V's to P,
 // as in decode.cuh.
 //
-// Shared memory: (rows + 4 x tokens) x head_dim x 2 bytes + 1 KiB: 97 KiB for head_dim 128 and 256,
+// Shared memory: (rows + 4 x tokens) x head_dim x 2 bytes + 2 KiB: 98 KiB for head_dim 128 and 256,
 // so two CTAs per multiprocessor of 228 KiB, and one of 100 KiB. Bound by the tensor cores' rate
 // for mma.sync, above head_dim 128 by shared memory; docs/kernels/prefill.md has the arithmetic.
 // FlashAttention 2 (loop over KV tiles inside a query tile), FlashInfer (packed rows).

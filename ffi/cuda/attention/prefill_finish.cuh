@@ -48,9 +48,10 @@ JAX_PAGED_DEVICE void WriteRows(const AttentionArgs& args, const PrefillState<HE
     const int32_t row = first_row + i / Row::kRowChunks;
     const int32_t chunk = i % Row::kRowChunks;
     if (row >= unit.rows.count) break;
+    if (chunk * 8 >= args.v_head_dim) continue;
     const int64_t head = HeadIndex(args, segment, unit.rows, row);
     prim::Store(
-        (args.out + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)}).template As<Word4>(),
+        (args.out + (head * args.v_head_dim + chunk * 8) * int64_t{sizeof(T)}).template As<Word4>(),
         prim::Load((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Word4>()));
   }
 }
@@ -95,11 +96,12 @@ JAX_PAGED_DEVICE void WriteFp8Rows(const AttentionArgs& args, const PrefillState
       const int32_t row = first_row + i / Row::kRowChunks;
       const int32_t chunk = i % Row::kRowChunks;
       if (row >= unit.rows.count) break;
+      const int32_t column = part * (HEAD_DIM / 2) + chunk * 4;
+      if (column >= args.v_head_dim) continue;
       const int64_t head = HeadIndex(args, segment, unit.rows, row);
       const Float4 x =
           prim::Load((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Float4>());
-      const int64_t column = part * (HEAD_DIM / 2) + chunk * 4;
-      prim::Store((args.out + (head * HEAD_DIM + column)).template As<uint32_t>(),
+      prim::Store((args.out + (head * args.v_head_dim + column)).template As<uint32_t>(),
                   Fp8Quad(args.out_dtype, x, scale));
     }
   }

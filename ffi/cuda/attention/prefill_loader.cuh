@@ -73,13 +73,16 @@ class PrefillLoader {
       const int32_t token = FirstToken(args, tile) + thread;
       const int32_t slot = token - args.by_page_size(token) * args.page_size;
       const int32_t kv_head = LoadUnit<HEAD_DIM>().rows.kv_head;
-      offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head, slot);
       if constexpr (kIsVllm5d) {
+        offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head, slot);
         v_offset =
             LayerOffset(args, args.v_strides) + args.v_strides.Offset(page_id_, kv_head, slot);
         has_token =
             token >= LoadUnit<HEAD_DIM>().first_key && token < LoadUnit<HEAD_DIM>().num_keys;
         if (!has_token) offset = -1;
+      } else {
+        offset =
+            LayerOffset(args, args.row_strides) + args.row_strides.Offset(page_id_, kv_head, slot);
       }
     }
     if (kIsEightBit && HasTile(args, tile)) CopyScales(args, tile, thread, has_page);
@@ -120,31 +123,13 @@ class PrefillLoader {
     }
   }
 
-  // kEightBit. The bytes of `tile` that this thread has copied, as numbers of T.
+  // kEightBit. The bytes of `tile` that this thread has copied: K as numbers of T. V is f16, as the
+  // weights are: rounded to bf16, they would be wrong by eight times as much.
   template <typename T>
   JAX_PAGED_DEVICE static void Widen(const AttentionArgs& args, int32_t tile) {
     WithStored(args.kv_dtype, [&](auto stored) {
-      const int32_t thread = OpaqueThread();
-      JAX_PAGED_NO_UNROLL  // more would spill on sm_100
-          for (int32_t i = 0; i < 2 * kByteLoads; ++i) {
-        const bool is_v = i >= kByteLoads;
-        const int32_t index = (is_v ? i - kByteLoads : i) * kAttentionThreads + thread;
-        if (kByteCopies % kAttentionThreads != 0 && index >= kByteCopies) continue;
-        const int32_t row = ByteRow(index);
-        const int32_t chunk = ByteChunk(index);
-        const Word4 bytes =
-            prim::Load((Bytes(tile) + ((is_v ? Traits::kByteTileBytes : 0) + index * 16))
-                           .template As<Word4>());
-        const Pairs x[4] = {Expand<T>(bytes.x, stored), Expand<T>(bytes.y, stored),
-                            Expand<T>(bytes.z, stored), Expand<T>(bytes.w, stored)};
-        const Shared<char> to = is_v ? VTile(tile) : KTile(tile);
-        JAX_PAGED_UNROLL
-        for (int32_t half = 0; half < 2; ++half) {
-          prim::Store(
-              (to + Row::Offset(row, 2 * chunk + half)).template As<Word4>(),
-              Word4{x[2 * half].low, x[2 * half].high, x[2 * half + 1].low, x[2 * half + 1].high});
-        }
-      }
+      WidenTile<T>(Bytes(tile), KTile(tile), stored);
+      WidenTile<Float16>(Bytes(tile) + Traits::kByteTileBytes, VTile(tile), stored);
     });
   }
   // The scales of the tile's tokens: of K, then of V.
@@ -201,18 +186,48 @@ class PrefillLoader {
            (Traits::kBytesOffset + tile % kPrefillStages * 2 * Traits::kByteTileBytes);
   }
 
+  // kEightBit. What this thread has copied of K or V.
+  template <typename T, typename Stored>
+  JAX_PAGED_DEVICE static void WidenTile(Shared<char> bytes, Shared<char> tile, Stored stored) {
+    const int32_t thread = OpaqueThread();
+    JAX_PAGED_NO_UNROLL  // more would spill on sm_100
+        for (int32_t i = 0; i < kByteLoads; ++i) {
+      const int32_t index = i * kAttentionThreads + thread;
+      if (kByteCopies % kAttentionThreads != 0 && index >= kByteCopies) continue;
+      const int32_t row = ByteRow(index);
+      const int32_t chunk = ByteChunk(index);
+      const Word4 codes = prim::Load((bytes + index * 16).template As<Word4>());
+      const Pairs x[4] = {Expand<T>(codes.x, stored), Expand<T>(codes.y, stored),
+                          Expand<T>(codes.z, stored), Expand<T>(codes.w, stored)};
+      JAX_PAGED_UNROLL
+      for (int32_t half = 0; half < 2; ++half) {
+        prim::Store(
+            (tile + Row::Offset(row, 2 * chunk + half)).template As<Word4>(),
+            Word4{x[2 * half].low, x[2 * half].high, x[2 * half + 1].low, x[2 * half + 1].high});
+      }
+    }
+  }
+
+  // Where a row lies in a pool; the pool's begin where there is none.
+  JAX_PAGED_DEVICE static Global<const char> Source(Global<const char> pages,
+                                                    const PageStrides& strides, int64_t row) {
+    return pages + (row >= 0 ? row : 0) * strides.atom;
+  }
+
   JAX_PAGED_DEVICE static void CopyBytes(const AttentionArgs& args, int32_t tile) {
     const int32_t thread = OpaqueThread();
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < kByteLoads; ++i) {
       const int32_t index = i * kAttentionThreads + thread;
       if (kByteCopies % kAttentionThreads != 0 && index >= kByteCopies) continue;
-      const int64_t offset = prim::Load(Offsets(tile) + ByteRow(index));
-      const bool valid = offset >= 0;
-      const int64_t source = (valid ? offset : 0) + ByteChunk(index) * 16;
+      const int64_t row = prim::Load(Offsets(tile) + ByteRow(index));
+      const int32_t first = ByteChunk(index) * 16;
       const Shared<char> to = Bytes(tile) + index * 16;
-      prim::CpAsync16(to, args.k_pages + source, valid);
-      prim::CpAsync16(to + Traits::kByteTileBytes, args.v_pages + source, valid);
+      prim::CpAsync16(to, Source(args.k_pages, args.k_strides, row) + first,
+                      row >= 0 && first < args.head_dim);
+      prim::CpAsync16(to + Traits::kByteTileBytes,
+                      Source(args.v_pages, args.v_strides, row) + first,
+                      row >= 0 && first < args.v_head_dim);
     }
   }
 
@@ -240,19 +255,21 @@ class PrefillLoader {
   JAX_PAGED_DEVICE static void CopyRows(const AttentionArgs& args, int32_t tile,
                                         Shared<char> k_tile, Shared<char> v_tile) {
     const int32_t thread = OpaqueThread();
-    int64_t offsets[Traits::kLoads];
+    int64_t rows[Traits::kLoads];
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
-      offsets[i] = prim::Load(Offsets(tile) + CopiedRow(thread, i));
+      rows[i] = prim::Load(Offsets(tile) + CopiedRow(thread, i));
     }
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
       const int32_t row = CopiedRow(thread, i);
       const int32_t chunk = (i * kAttentionThreads + thread) % Row::kRowChunks;
-      const bool valid = offsets[i] >= 0;
-      const int64_t source = (valid ? offsets[i] : 0) + chunk * 16;
-      prim::CpAsync16(k_tile + Row::Offset(row, chunk), args.k_pages + source, valid);
-      prim::CpAsync16(v_tile + Row::Offset(row, chunk), args.v_pages + source, valid);
+      prim::CpAsync16(k_tile + Row::Offset(row, chunk),
+                      Source(args.k_pages, args.k_strides, rows[i]) + chunk * 16,
+                      rows[i] >= 0 && chunk * 8 < args.head_dim);
+      prim::CpAsync16(v_tile + Row::Offset(row, chunk),
+                      Source(args.v_pages, args.v_strides, rows[i]) + chunk * 16,
+                      rows[i] >= 0 && chunk * 8 < args.v_head_dim);
     }
   }
 
@@ -280,9 +297,9 @@ class PrefillLoader {
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < Traits::kLoads; ++i) {
       prim::CpAsync16(k_tile + Row::Offset(token, chunk + i * kChunkStep), k_from + i * k_step,
-                      has_token);
+                      has_token && (chunk + i * kChunkStep) * 8 < args.head_dim);
       prim::CpAsync16(v_tile + Traits::TransposedOffset(dim + i * kDimStep, eight),
-                      v_from + i * v_step, has_atom);
+                      v_from + i * v_step, has_atom && dim + i * kDimStep < args.v_head_dim);
     }
   }
 

@@ -7,6 +7,7 @@
 #define JAX_PAGED_CUDA_ATTENTION_PREFILL_TILE_CUH_
 
 #include <cstddef>
+#include <type_traits>
 
 #include "cuda/attention/args.h"
 #include "cuda/attention/prefill_unit.cuh"
@@ -52,7 +53,7 @@ JAX_PAGED_DEVICE void FillQueries(const AttentionArgs& args, const LogitScale& s
     const int32_t row = first_row + i / Row::kRowChunks;
     const int32_t chunk = i % Row::kRowChunks;
     prim::Store((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Word4>(),
-                LoadQueries<T, HEAD_DIM>(args, segment, unit.rows, scale, row, chunk));
+                LoadQueries<T>(args, segment, unit.rows, scale, row, chunk));
   }
 }
 
@@ -228,13 +229,14 @@ JAX_PAGED_DEVICE void PrefillValues(
     const float (&p)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4],
     PrefillState<HEAD_DIM>* state) {
   using Traits = PrefillTraits<HEAD_DIM>;
+  using Weight = std::conditional_t<PAGES == PageKind::kEightBit, Float16, T>;
   const int32_t lane = OpaqueThread() % kWarpLanes;
   JAX_PAGED_UNROLL
   for (int32_t k = 0; k < Traits::kTokens / 16; ++k) {
     uint32_t a[Traits::kRowTiles][4];
     JAX_PAGED_UNROLL
     for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
-      PackWeights<T>(p[r][2 * k], p[r][2 * k + 1], a[r]);
+      PackWeights<Weight>(p[r][2 * k], p[r][2 * k + 1], a[r]);
     }
     if (PAGES == PageKind::kEightBit && has_scales) {
       const float factor = Reciprocal(prim::Load(ValueUnit<HEAD_DIM>()));
@@ -250,7 +252,7 @@ JAX_PAGED_DEVICE void PrefillValues(
           scaled[i / 4][i % 4] =
               p[r][2 * k + i / 4][i % 4] * ((i % 2 == 0 ? of_tokens.x : of_tokens.y) * factor);
         }
-        PackWeights<T>(scaled[0], scaled[1], a[r]);
+        PackWeights<Weight>(scaled[0], scaled[1], a[r]);
       }
     }
     JAX_PAGED_UNROLL
@@ -265,8 +267,8 @@ JAX_PAGED_DEVICE void PrefillValues(
       }
       JAX_PAGED_UNROLL
       for (int32_t r = 0; r < Traits::kRowTiles; ++r) {
-        prim::Mma<T>(state->o[r][2 * n], a[r], b[0], b[1]);
-        prim::Mma<T>(state->o[r][2 * n + 1], a[r], b[2], b[3]);
+        prim::Mma<Weight>(state->o[r][2 * n], a[r], b[0], b[1]);
+        prim::Mma<Weight>(state->o[r][2 * n + 1], a[r], b[2], b[3]);
       }
     }
   }

@@ -41,7 +41,8 @@ template <int TOKENS>
 struct PrefillShared {
   PrefillUnit unit;  // here and not in registers, which are short; so are the next
   WarpKeys warp_keys[kWarps];
-  int64_t offsets[kPrefillStages * TOKENS];  // in the pool, bytes; -1: no such token
+  // In the pool, in rows of a token and head (vllm5d: bytes); -1: no such token.
+  int64_t offsets[kPrefillStages * TOKENS];
   uint32_t token_masks[kMaskSlots * TOKENS / kWarpLanes];
   uint32_t ticket;
   float scale;            // LogitScale::factor

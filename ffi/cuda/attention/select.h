@@ -14,9 +14,12 @@
 namespace jax_paged::cuda {
 
 // Whether the tensor-core kernels take these pages: of vllm5d those of 16 bits, and they load 8
-// tokens of V at once.
+// tokens of V at once. Rows are copied by 16 bytes.
 inline bool HasTensorCorePages(const AttentionArgs& args) {
-  return args.layout != Layout::kVllm5d || (!IsEightBit(args.kv_dtype) && args.page_size % 8 == 0);
+  if (IsEightBit(args.kv_dtype)) {
+    return args.layout != Layout::kVllm5d && args.head_dim % 16 == 0 && args.v_head_dim % 16 == 0;
+  }
+  return args.layout != Layout::kVllm5d || args.page_size % 8 == 0;
 }
 
 // Whether rows of a call may have a tree or pinned tokens.
@@ -37,36 +40,30 @@ void WithPageKind(const AttentionArgs& args, F&& f) {
   }
 }
 
-// Calls f(std::integral_constant<int, HEAD_DIM>) for the tensor-core kernels that take these dims;
-// false when there is none, then simt.cuh serves them.
+// Calls f(std::integral_constant<int, HEAD_DIM>) for the tensor-core kernels that serve these dims:
+// those of the next HEAD_DIM, where what a row has less is zero. false when there is none, then
+// simt.cuh serves them.
 template <typename F>
 bool WithDecodeHeadDim(int32_t head_dim, int32_t v_head_dim, F&& f) {
-  if (head_dim != v_head_dim) return false;
-  switch (head_dim) {
-    case 64:
-      f(std::integral_constant<int, 64>());
-      return true;
-    case 80:
-      f(std::integral_constant<int, 80>());
-      return true;
-    case 96:
-      f(std::integral_constant<int, 96>());
-      return true;
-    case 112:
-      f(std::integral_constant<int, 112>());
-      return true;
-    case 128:
-      f(std::integral_constant<int, 128>());
-      return true;
-    case 192:
-      f(std::integral_constant<int, 192>());
-      return true;
-    case 256:
-      f(std::integral_constant<int, 256>());
-      return true;
-    default:
-      return false;
+  const int32_t widest = head_dim > v_head_dim ? head_dim : v_head_dim;
+  if (widest <= 64) {
+    f(std::integral_constant<int, 64>());
+  } else if (widest <= 80) {
+    f(std::integral_constant<int, 80>());
+  } else if (widest <= 96) {
+    f(std::integral_constant<int, 96>());
+  } else if (widest <= 112) {
+    f(std::integral_constant<int, 112>());
+  } else if (widest <= 128) {
+    f(std::integral_constant<int, 128>());
+  } else if (widest <= 192) {
+    f(std::integral_constant<int, 192>());
+  } else if (widest <= 256) {
+    f(std::integral_constant<int, 256>());
+  } else {
+    return false;
   }
+  return true;
 }
 
 // Whether the shapes of a call leave room for a row with more packed rows than the decode kernel
@@ -140,11 +137,13 @@ inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits&
                                   int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
                                   bool takes_trees_and_pins) {
   KernelChoice choice = {};
-  if (!HasTensorCorePages(args) || args.cos || (HasTreesOrPins(args) && !takes_trees_and_pins))
+  if (!HasTensorCorePages(args) || args.is_latent || args.cos ||
+      (HasTreesOrPins(args) && !takes_trees_and_pins))
     return choice;
   choice.decode = ShapeDecode(limits, decode_bytes);
   if (MayPrefill(args) && PrefillCtasPerMultiprocessor(limits, prefill_bytes) > 0) {
-    choice.prefill_rows = PrefillRows(args.head_dim);
+    choice.prefill_rows =
+        PrefillRows(args.head_dim > args.v_head_dim ? args.head_dim : args.v_head_dim);
   }
   return choice;
 }

@@ -15,17 +15,18 @@
 
 namespace jax_paged::cuda {
 
-// 8 columns of a packed row of Q, with the sign of sm_scale; 0 beyond the unit's rows.
-template <typename T, int HEAD_DIM>
+// 8 columns of a packed row of Q, with the sign of sm_scale; 0 beyond the unit's rows and beyond
+// head_dim.
+template <typename T>
 JAX_PAGED_DEVICE Word4 LoadQueries(const AttentionArgs& args, const Segment& segment,
                                    const UnitRows& rows, const LogitScale& scale, int32_t row,
                                    int32_t chunk) {
   const uint32_t sign = scale.is_negative ? 0x80008000u : 0u;
   Word4 x = {0, 0, 0, 0};
-  if (row < rows.count && !scale.is_zero) {
+  if (row < rows.count && !scale.is_zero && chunk * 8 < args.head_dim) {
     const int64_t head = HeadIndex(args, segment, rows, row);
-    x = prim::LoadConst(
-        (args.q + (head * HEAD_DIM + chunk * 8) * int64_t{sizeof(T)}).template As<const Word4>());
+    x = prim::LoadConst((args.q + (head * args.head_dim + chunk * 8) * int64_t{sizeof(T)})
+                            .template As<const Word4>());
     x = {x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign};
   }
   return x;
