@@ -340,6 +340,11 @@ void Adder::AddPairs() {
         const uint32_t mask = (count >= 32 ? kAllLanes : (uint32_t{1} << count) - 1) << at;
         return (b & ~mask) | (a << at & mask);
       });
+  // The upper half of b:a shifted left by the lower five bits of the count.
+  Add<uint32_t, uint32_t, uint32_t, uint32_t>(
+      "shf.l.wrap.b32", [](uint32_t a, uint32_t b, uint32_t count) {
+        return static_cast<uint32_t>((uint64_t{b} << 32 | a) << (count & 31) >> 32);
+      });
   // Byte i of the result is the byte that nibble i of the selector names; with bit 3 of the nibble,
   // eight times that byte's sign.
   Add<uint32_t, uint32_t, uint32_t, uint32_t>(

@@ -132,10 +132,13 @@ def test_no_token_launches_nothing(loaded):
 
 
 def on_both(loaded, call):
-    """The call's results on sm_80 and on sm_90 of the same size."""
+    """The call's results on sm_80 and on sm_90 of the same size.
+
+    The handlers keep what they have learned of a device by its number: these have their own.
+    """
     small = {"shared_bytes_per_cta": 163 * 1024, "shared_bytes_per_multiprocessor": 164 * 1024}
-    for architecture in (80, 90):
-        set_devices(loaded, device(architecture, **small))
+    for ordinal, architecture in enumerate((80, 90), 2):
+        set_devices(loaded, device(architecture, ordinal=ordinal, **small))
         yield [np.asarray(x) for x in jax.tree.leaves(call())]
 
 

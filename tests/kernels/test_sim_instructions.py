@@ -235,7 +235,7 @@ def test_integers_are_widened_by_their_sign(instruction, value, expected):
     np.testing.assert_array_equal(out, np.uint32(expected & 0xFFFFFFFF))
 
 
-# ---- bits (9.7.8: prmt, bfi, shl, shr) ----
+# ---- bits (9.7.8: prmt, bfi, shl, shr, shf) ----
 
 
 @pytest.mark.parametrize(
@@ -276,6 +276,20 @@ def test_bfi_puts_bits_where_they_are_to_go(a, b, at, count, expected):
 def test_shifts_are_clamped(instruction, a, by, expected):
     out = apply(f"{instruction} %r9, %r0, %r1;", np.uint32(a), np.uint32(by))
     assert out[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "by", "expected"),
+    [
+        (0x89ABCDEF, 0x01234567, 0, 0x01234567), (0x89ABCDEF, 0x01234567, 4, 0x12345678),
+        (0x89ABCDEF, 0x01234567, 31, 0xC4D5E6F7), (0x89ABCDEF, 0x01234567, 32, 0x01234567),
+        (0x89ABCDEF, 0x01234567, 36, 0x12345678), (0xFFFFFFFE, 0xFFFFFFFE, 5, 0xFFFFFFDF),
+        (0xFFFFFFFE, 0xFFFFFFFE, 2**32 - 1, 0x7FFFFFFF),
+    ],
+)  # fmt: skip
+def test_a_funnel_shift_takes_the_upper_half_and_wraps_its_count(low, high, by, expected):
+    given = (np.uint32(x) for x in (low, high, by))
+    assert apply("shf.l.wrap.b32 %r9, %r0, %r1, %r2;", *given)[0] == expected
 
 
 # ---- floats (9.7.3) ----

@@ -154,7 +154,6 @@ JAX_PAGED_DEVICE void LatentCta(const AttentionArgs& args) {
   using Traits = LatentTraits<ROWS, EIGHT_BIT>;
   const WorkRange range = MyRange(args);
   if (range.begin >= range.end) return;
-  const Shared<char> end = prim::SharedMemory() + Traits::ScoresOffset(args.stages);
   LatentJob job;
   job.segment = FirstSegment</*TREES_AND_PINS=*/false>(args, range);
   do {
@@ -165,8 +164,16 @@ JAX_PAGED_DEVICE void LatentCta(const AttentionArgs& args) {
     if (job.end > seen) job.end = seen;
     LatentState<ROWS, EIGHT_BIT> state;
     LatentTiles<T, ROWS, EIGHT_BIT>(args, job, &state);
+    // Looked up again: kept, they would not fit in the registers.
+    job.segment.row = prim::Opaque(job.segment.row);
+    LoadRow</*TREES_AND_PINS=*/false>(args, &job.segment);
+    job.segment.position = prim::LoadConst<int64_t>(args.first_piece + job.segment.row) +
+                           int64_t{job.segment.unit} * job.segment.splits.num_pieces +
+                           job.segment.piece;
+    job.rows = RowsOf<ROWS>(args, job.segment);
     const Destination to = DestinationOf(args, range, job.segment);
     FinishLatent<T, ROWS, EIGHT_BIT>(args, job, to, state);
+    const Shared<char> end = prim::SharedMemory() + Traits::ScoresOffset(args.stages);
     MergeIfLast<T, ROWS, kLatentThreads>(args, job.segment, job.rows, to,
                                          end + offsetof(LatentEnd<ROWS>, merge));
     prim::SyncThreads();  // all of shared memory may be overwritten
@@ -180,10 +187,9 @@ JAX_PAGED_DEVICE void LatentPrefillCta(const AttentionArgs& args) {
   using Traits = LatentTraits<ROWS, EIGHT_BIT>;
   const Shared<uint32_t> ticket =
       (prim::SharedMemory() + (Traits::SharedBytes(args.stages) - 16)).template As<uint32_t>();
-  const int32_t num_units =
-      HasLayer(args) ? static_cast<int32_t>(prim::LoadL2(args.first_prefill + args.max_seqs)) : 0;
+  if (!HasLayer(args)) return;
   int32_t index = prim::BlockIndex();
-  while (index < num_units) {
+  while (index < prim::LoadL2(args.first_prefill + args.max_seqs)) {
     const PrefillUnit unit = FindPrefillUnit</*TREES_AND_PINS=*/false>(args, index);
     if (prim::ThreadIndex() == 0) prim::Store(ticket, prim::AtomicIncrement(args.ticket, ~0u));
     LatentJob job;
