@@ -2,7 +2,7 @@
 """The plan of a step's attention, made once for all its layers."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ _VALUES = (
     "tree_sizes",
 )  # fmt: skip
 _POOLS = ("k_pages", "v_pages")
+_Told = tuple[str, tuple[int, ...]]  # dtype and shape
 _HEADS = {"q": 1, "out": 1, "lse": 1, "alibi_slopes": 0}  # axes of query heads
 
 
@@ -103,11 +104,38 @@ def attention_plan(
     known = dict(static)
     capacity = arrays["page_table"].shape[1] * pages_shape(k_pages, layout).page_size
     expect(capacity <= MAX_CAPACITY, "page_table", f"at most {MAX_CAPACITY} tokens a row", capacity)
-    shapes = tuple(
-        (name, x.dtype.name, tuple(x.shape)) for name, x in arrays.items() if name not in _VALUES
-    )
     sent = {name: x for name, x in arrays.items() if name in (*_VALUES, *_POOLS)}
-    return AttentionPlan(_words(static, shapes, sent), facts_of(known, arrays))
+    return AttentionPlan(_words(static, _shapes(arrays), sent), facts_of(known, arrays))
+
+
+def words_of_call(static: Static, arrays: Mapping[str, Any]) -> jax.Array:
+    """The words of the plan of a checked call, latent ones too, on one device: for `explain`.
+
+    Arrays but the lengths may be ShapeDtypeStruct.
+    """
+    known = dict(static)
+    values = {name: jnp.asarray(x) for name, x in arrays.items() if name in _VALUES}
+    told = {name: (dtype, shape) for name, dtype, shape in _shapes(arrays)}
+    v_dim = known.get("v_head_dim")  # of latent pages
+    if v_dim is None:
+        v_dim = pages_shape(arrays["v_pages"], known["layout"], "v").head_dim
+    (words,) = ffi_call(
+        TARGET,
+        list(values.values()),
+        _texts(known, told | _results(told["q"], v_dim), values),
+        heads=HeadAxes(dict.fromkeys(values), results=(None,)),
+        implementation=known.get("implementation"),
+        reference=functools.partial(_zeros, _num_words(arrays)),
+    )
+    return words
+
+
+def _shapes(arrays: Mapping[str, Any]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    return tuple(
+        (name, jnp.dtype(x.dtype).name, tuple(x.shape))
+        for name, x in arrays.items()
+        if name not in _VALUES
+    )
 
 
 def _attributes(static: Static, shapes: tuple[Any, ...], operands: Mapping[str, Any]):
@@ -117,30 +145,42 @@ def _attributes(static: Static, shapes: tuple[Any, ...], operands: Mapping[str, 
         pages_shape(pool, known["layout"], "k").num_kv_heads
         for pool in (operands["k_pages"], jax.ShapeDtypeStruct(*reversed(told["k_pages"])))
     ]
-    dtype, shape = told["q"]
     v_dim = pages_shape(operands["v_pages"], known["layout"], "v").head_dim
-    told |= {"out": (dtype, (*shape[:2], v_dim)), "lse": ("float32", shape[:2])}
+    told |= _results(told["q"], v_dim)
     for name, axis in _HEADS.items():
         if name in told:
             dtype, shape = told[name]
             own = shape[axis] * heads[0] // heads[1]
             told[name] = dtype, (*shape[:axis], own, *shape[axis + 1 :])
     told |= {name: (operands[name].dtype.name, operands[name].shape) for name in _POOLS}
+    return _texts(known, told, [name for name in operands if name not in _POOLS])
+
+
+def _results(q: _Told, v_head_dim: int) -> dict[str, _Told]:
+    dtype, shape = q
+    return {"out": (dtype, (*shape[:2], v_head_dim)), "lse": ("float32", shape[:2])}
+
+
+def _texts(known: Mapping[str, Any], told: Mapping[str, _Told], sent: Iterable[str]):
+    """The attributes: operands that are sent, and those that are only told of."""
     texts = (" ".join([name, dtype, *map(str, shape)]) for name, (dtype, shape) in told.items())
-    sent = [name for name in operands if name not in _POOLS]
     return {
         "operands": ",".join(sent), "shapes": ",".join(texts), **options.attributes(known),
     }  # fmt: skip
 
 
+def _num_words(arrays: Mapping[str, Any]) -> int:
+    max_tree = arrays["tree"].shape[1] if "tree" in arrays else 0
+    return plan_words(arrays["seq_lens"].shape[0], max_tree)
+
+
+def _zeros(words: int, seq_lens: jax.Array, *_):
+    """A plan where nothing is planned; it varies over the mesh axes that the lengths vary over."""
+    return (jnp.broadcast_to(jnp.sum(seq_lens[:0], dtype=np.int32), (words,)),)
+
+
 def _call(static: Static, shapes: tuple[Any, ...], operands: Arrays) -> jax.Array:
     known = dict(static)
-    max_tree = operands["tree"].shape[1] if "tree" in operands else 0
-    words = plan_words(operands["seq_lens"].shape[0], max_tree)
-
-    def zeros(seq_lens, *_):  # vary over the mesh axes that the lengths vary over
-        return (jnp.broadcast_to(jnp.sum(seq_lens[:0], dtype=np.int32), (words,)),)
-
     axes: dict[str, int | None] = dict.fromkeys(operands)
     for pool in ("k", "v"):
         name = f"{pool}_pages"
@@ -152,7 +192,7 @@ def _call(static: Static, shapes: tuple[Any, ...], operands: Arrays) -> jax.Arra
         heads=HeadAxes(axes, results=(None,)),
         only_shapes=_POOLS,
         implementation=known.get("implementation"),
-        reference=zeros,
+        reference=functools.partial(_zeros, _num_words(operands)),
     )
     return plan
 

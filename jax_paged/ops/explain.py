@@ -13,7 +13,10 @@ from jax.core import Tracer
 from jax_paged.checks import expect
 from jax_paged.layout import pages_shape
 from jax_paged.native import load
+from jax_paged.native.call import STAND_INS
 from jax_paged.ops import attention, cascade, merge, mla, qkv, write
+from jax_paged.ops.attention_plan import words_of_call
+from jax_paged.ops.plan import read_words
 
 _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "paged_attention": (attention.paged_attention, attention.TARGET),
@@ -27,6 +30,9 @@ _OPS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+_LENGTHS = ("seq_lens", "cu_q_lens", "sliding_window", "num_pinned", "slot_offset", "num_seqs")
+
+
 def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
     """Tells what `op(*args, **options)` would do on the default device, without running it.
 
@@ -38,10 +44,13 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
 
     Returns:
       A dict: `op`; `platform`; `implementation`, "native" or "reference"; `target`, the FFI target
-      or None; and for native CPU attention `isa`, `num_threads` (1 when the work is too small to
-      share) and with values `work_items` and per row `kernels` ("decode", "prefill", "empty") and
-      `kv_splits`. For `cascade_attention`, whose levels must hold values, `levels`: such a dict
-      for each of them, with the queries of a group as one row.
+      or None. For native attention on CPU also `isa`, `num_threads` (1 when the work is too small
+      to share) and with values `work_items` and per row `kernels` ("decode", "prefill", "empty")
+      and `kv_splits`. For attention on CUDA, where the planner runs for it: `decode_kernel` and
+      `prefill_kernel`, which serve rows with few and with many queries ("decode", "prefill" and
+      "latent" are on tensor cores, "simt" is not), `num_workers`, the CTAs of a launch, and with
+      values `kernels` and `kv_splits`. For `cascade_attention`, whose levels must hold values,
+      `levels`: such a dict for each of them, with the queries of a group as one row.
 
     Raises:
       ValueError: the op is unknown, or the arguments do not fit the op.
@@ -77,17 +86,23 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
         "implementation": chosen,
         "target": target if chosen == "native" else None,
     }
-    if chosen == "native" and platform == "cpu" and target == attention.TARGET:
-        if "levels" in call:
-            plan["levels"] = [_cpu_attention_plan(level) for level in _level_calls(call)]
-        else:
-            plan |= _cpu_attention_plan(_as_paged(call))
+    if chosen != "native" or target != attention.TARGET:
+        return plan
+    on_cpu = platform == "cpu" and call["implementation"] not in STAND_INS
+    attention_plan = _cpu_attention_plan if on_cpu else _cuda_attention_plan
+    if "levels" in call:
+        plan["levels"] = [attention_plan(level) for level in _level_calls(call)]
+    else:
+        plan |= attention_plan(call)
     return plan
 
 
-def _as_paged(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of another op as one of `ragged_paged_attention`; others as they are."""
-    if "kv_pages" in call:
+def _as_paged(call: dict[str, Any], *, latent: bool = True) -> dict[str, Any]:
+    """A call of another op as one of `ragged_paged_attention`; others as they are.
+
+    latent: also one over latent pages.
+    """
+    if "kv_pages" in call and latent:
         shape = call["kv_pages"].shape
         k_shape, v_shape = (
             (*shape[:-2], 1, shape[-2], dim) for dim in (shape[-1], call["v_head_dim"])
@@ -135,7 +150,50 @@ def _level_calls(call: dict[str, Any]) -> list[dict[str, Any]]:
     return calls
 
 
+def _lengths_are_known(call: dict[str, Any]) -> bool:
+    lengths = (call.get(name) for name in _LENGTHS)
+    return not any(
+        hasattr(x, "shape") and (isinstance(x, Tracer) or not hasattr(x, "__array__"))
+        for x in lengths
+    )
+
+
+def _cuda_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
+    """What the planner writes on the device, of lengths 0 where they are not known."""
+    call = _as_paged(call, latent=False)
+    known = _lengths_are_known(call)
+    whole = ("q", "k_pages", "v_pages", "kv_pages")  # of which no value is asked
+    given = {
+        name: np.zeros(x.shape, x.dtype)
+        if name not in whole and hasattr(x, "shape") and not hasattr(x, "__array__")
+        else x
+        for name, x in call.items()
+    }
+    is_latent = "kv_pages" in call
+    check = mla.check_call if is_latent else attention.check_call
+    static, arrays = check({"layer": None} | given)
+    fixed = bool(call.get("num_kv_splits") or call.get("split_tokens"))
+    words = np.asarray(words_of_call(static, arrays))
+    found = read_words(words, arrays["seq_lens"].shape[0], fixed_splits=fixed)
+    launches = found["launches"]
+    decode = "simt" if launches["stages"] == 0 else "latent" if is_latent else "decode"
+    prefill = "latent" if is_latent else "prefill"
+    paths = {
+        "decode_kernel": decode,
+        "prefill_kernel": prefill if launches["prefill_rows"] else decode,
+        "num_workers": launches["num_workers"],
+    }
+    if not known:
+        return paths
+    kernels = [
+        "empty" if is_empty else prefill if is_prefill else decode
+        for is_empty, is_prefill in zip(found["is_empty"], found["is_prefill"], strict=True)
+    ]
+    return paths | {"kernels": kernels, "kv_splits": found["kv_splits"]}
+
+
 def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
+    call = _as_paged(call)
     cpu = load.cpu_module()
     threads = max(len(os.sched_getaffinity(0)), jax.local_device_count())  # XLA's intra-op pool
     windows = (call.get(name) for name in ("sliding_window", "num_pinned", "slot_offset"))

@@ -97,7 +97,7 @@ def mla_paged_attention(
     (1, 2, 8) 1.0
     """
     given = locals()
-    return attend_checked(*_check(given), return_lse)
+    return attend_checked(*check_call(given), return_lse)
 
 
 def check_latent_pages(kv_pages: Any, layer: Any) -> jax.Array:
@@ -133,7 +133,7 @@ def check_latent_scale(kv_scale: Any, kv_pages: jax.Array) -> jax.Array | None:
     return kv_scale
 
 
-def _check(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
+def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     """Checks a call: as attention with one KV head, whose V is the front of each row of K."""
     implementation, v_head_dim = given["implementation"], given["v_head_dim"]
     q, kv_pages = given["q"], given["kv_pages"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_paged.checks import expect, shape_text
 from jax_paged.layout import pages_shape
@@ -29,7 +30,35 @@ class AttentionPlan:
 def plan_words(max_seqs: int, max_tree: int = 0) -> int:
     """The words of a plan: PlanWords of ffi/cuda/attention/args.h."""
     tree_words = max_seqs * (max_tree + 1) if max_tree else 0
-    return -(-((max_seqs + 1) * 13 + 4 + tree_words) // 4) * 4
+    return -(-((max_seqs + 1) * 13 + 8 + tree_words) // 4) * 4
+
+
+def read_words(words: np.ndarray, max_seqs: int, *, fixed_splits: bool) -> dict[str, Any]:
+    """What the words of a plan say, for people; ffi/cuda/attention/args.h has their order.
+
+    Returns:
+      `launches`: the numbers of PlanLaunches by name. Per row `is_empty`, `is_prefill` and
+      `kv_splits`, of a decode row the most parts that one of its units is cut into.
+    """
+    words = np.ascontiguousarray(words)
+    chunk = max(int(words[2:4].view(np.int64)[0]), 1)  # pieces per worker
+    names = ("stages", "prefill_rows", "unit_rows", "num_workers")
+    rows, first = max_seqs + 1, 8
+    lengths = words[first : first + 4 * rows].reshape(rows, 4)[:-1]
+    splits = words[first + 4 * rows : first + 8 * rows].reshape(rows, 4)[:-1]
+    first_piece = words[first + 8 * rows : first + 10 * rows].view(np.int64)[:-1]
+    kv_splits = []
+    for (*_, units), (pieces, *_), begin in zip(lengths, splits, first_piece, strict=True):
+        begins = begin + np.arange(units, dtype=np.int64) * pieces  # of its units, in pieces
+        parts = (begins + pieces - 1) // chunk - begins // chunk + 1  # one for each worker
+        kv_splits.append(int(parts.max(initial=0)) if not fixed_splits else int(units and pieces))
+    is_empty = (lengths[:, 1] == 0) | (lengths[:, 2] == 0)
+    return {
+        "launches": dict(zip(names, words[4:8].tolist(), strict=True)),
+        "is_empty": is_empty.tolist(),
+        "is_prefill": (~is_empty & (lengths[:, 3] == 0)).tolist(),
+        "kv_splits": kv_splits,
+    }
 
 
 def facts_of(known: Mapping[str, Any], arrays: Mapping[str, Any]) -> Facts:

@@ -58,6 +58,14 @@ struct alignas(16) PlanHeader {
   int64_t num_pieces;  // of the call
   int64_t chunk;       // pieces per worker
 };
+// What the host chose for the calls of the plan, for people (jax_paged/ops/plan.py reads it); the
+// kernels do not look at it.
+struct alignas(16) PlanLaunches {
+  int32_t stages;  // as in AttentionArgs, and so are the others; 0: simt.cuh has no ring
+  int32_t prefill_rows;
+  int32_t unit_rows;
+  int32_t num_workers;
+};
 struct alignas(16) RowLengths {
   int32_t q_begin;
   int32_t q_len;
@@ -118,6 +126,7 @@ struct AttentionArgs {
 
   // The plan: an operand, or the front of the workspace.
   Global<PlanHeader> header;
+  Global<PlanLaunches> launches;
   Global<RowLengths> row_lengths;  // [max_seqs + 1]: of the last, q_begin is where padding begins
   Global<RowSplits> row_splits;    // [max_seqs]
   Global<int64_t> first_piece;     // [max_seqs + 1]
@@ -214,7 +223,7 @@ inline int64_t NumSlots(const WorkspaceShape& shape) {
 // begins at 16 bytes.
 inline int64_t PlanWords(const WorkspaceShape& shape) {
   const int64_t tree_words = shape.max_tree > 0 ? shape.max_seqs * (shape.max_tree + 1) : 0;
-  return RoundUp((shape.max_seqs + 1) * 13 + 4 + tree_words, 4);
+  return RoundUp((shape.max_seqs + 1) * 13 + 8 + tree_words, 4);
 }
 // Partial results, counters and the ticket.
 inline int64_t ScratchWords(const WorkspaceShape& shape) {
@@ -241,6 +250,7 @@ class Carver {
 inline void CarvePlan(Global<char> memory, const WorkspaceShape& shape, AttentionArgs* args) {
   Carver carver(memory);
   args->header = carver.Take<PlanHeader>(1);
+  args->launches = carver.Take<PlanLaunches>(1);
   args->row_lengths = carver.Take<RowLengths>(shape.max_seqs + 1);
   args->row_splits = carver.Take<RowSplits>(shape.max_seqs + 1);
   args->first_piece = carver.Take<int64_t>(shape.max_seqs + 1);

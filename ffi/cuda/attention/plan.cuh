@@ -290,6 +290,8 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
                 RowLengths{static_cast<int32_t>(last_token), 0, 0, 0});
     prim::Store(args.first_piece + args.max_seqs, num_pieces);
     prim::Store(args.header, PlanHeader{num_pieces, chunk});
+    prim::Store(args.launches,
+                PlanLaunches{args.stages, args.prefill_rows, args.unit_rows, args.num_workers});
   }
 }
 

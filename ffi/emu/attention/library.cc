@@ -39,6 +39,7 @@ AttentionKernels ShapeLaunches(Dtype dtype, EmulatedCall* launch, cuda::Attentio
     args->prefill_rows = kernels.latent.prefill.rows;
   } else {
     args->prefill_rows = kernels.choice.prefill_rows;
+    if (kernels.choice.decode.stages == 0) args->stages = 0;
   }
   launch->chosen_stages = latent.rows > 0 ? latent.stages : kernels.choice.decode.stages;
   launch->chosen_ctas = latent.rows > 0 ? 1 : kernels.choice.decode.ctas_per_multiprocessor;
