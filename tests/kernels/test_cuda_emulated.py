@@ -310,7 +310,7 @@ def test_long_rows_are_listed_first_also_when_there_are_more_than_the_planner_ha
     assert_attention_close(*result, *dense_oracle(batch))
     rows = [row for row in range(290) if q_lens[row] > 1 and seq_lens[row] > 0]
     rows.sort(key=lambda row: -int(seq_lens[row]).bit_length())  # stable
-    order = buffers["workspace"][4 + 12 * 301 :]  # CarvePlan of args.h
+    order = buffers["workspace"][8 + 12 * 301 :]  # CarvePlan of args.h
     np.testing.assert_array_equal(order[: len(rows)], rows)
 
 
@@ -361,7 +361,7 @@ def test_a_plan_reads_the_shapes_of_its_calls(old, new, message):
     with pytest.raises(EmulationError, match=message):
         emulation.call("attention_plan", operands, {"shapes": SHAPES.replace(old, new)}, results)
     short = {"plan": results["plan"][:-4]}
-    with pytest.raises(EmulationError, match="plan expected at least 44 words, got 40"):
+    with pytest.raises(EmulationError, match="plan expected at least 48 words, got 44"):
         emulation.call("attention_plan", operands, {"shapes": SHAPES}, short)
 
 

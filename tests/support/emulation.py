@@ -323,7 +323,7 @@ def emulate_mla(
     given |= {"sm_scale": batch.sm_scale, "v_head_dim": batch.v_pages.shape[-1]}
     given |= {"causal": batch.case.causal, "kv_scale": None, "num_kv_splits": None}
     given |= {"split_tokens": None, "implementation": "emulated", **options}
-    static, operands = mla._check(_with_device_scalars(given))
+    static, operands = mla.check_call(_with_device_scalars(given))
     operands = {name: np.asarray(x) for name, x in operands.items()}
     if "k_scale" in operands:  # the kernels take one for each KV head
         operands["k_scale"] = operands["k_scale"].reshape(1)
