@@ -113,7 +113,8 @@ def qkv_norm_rope_write(
       NotImplementedError: under vmap and differentiation, or for a head_dim or rotary_dim that the
         native kernels lack (implementation="reference" offers all).
 
-    With 8-bit pages the write is native, as in `write_kv`, and what comes before it is XLA's.
+    With 8-bit pages, and pages of layout "vllm5d", the write is native, as in `write_kv`, and what
+    comes before it is XLA's.
 
     >>> import jax.numpy as jnp
     >>> k_pages, v_pages = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 4, 8))
@@ -132,16 +133,16 @@ def qkv_norm_rope_write(
         layer, k_scale, v_scale, spec,
     )  # fmt: skip
     operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, index)
-    if is_eight_bit(k_pages):
+    if is_eight_bit(k_pages) or (layout == "vllm5d" and implementation != "reference"):
         scales, pools = given, None
         if is_per_token(given[0]):
             scales, pools = None, given
-        return _qkv_eight_bit(spec, k_pages, v_pages, pools, scales, operands[:1] + operands[3:])
+        return _qkv_and_write(spec, k_pages, v_pages, pools, scales, operands[:1] + operands[3:])
     return _qkv(spec, *operands)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
-def _qkv_eight_bit(spec: QkvSpec, k_pages, v_pages, scale_pools, scales, operands):
+def _qkv_and_write(spec: QkvSpec, k_pages, v_pages, scale_pools, scales, operands):
     qkv, positions, slot_mapping, cos, sin, q_norm, k_norm, layer = operands
     q, k, v, slots = reference.qkv_heads(
         qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm=q_norm, k_norm=k_norm,
@@ -288,12 +289,6 @@ def check_qkv(
         raise NotImplementedError(
             "rotary_dim: native kernels take a multiple of 4 with style='half', "
             f"got {rotary_dim}; implementation='reference' takes any even number"
-        )
-    fused = spec.implementation != "reference" and not is_eight_bit(k_pages)
-    if fused and spec.layout == "vllm5d":
-        raise NotImplementedError(
-            "layout: native kernels take 'HND' or 'NHD', got 'vllm5d' with pages of "
-            f"{k_pages.dtype.name}; write_kv takes it, and implementation='reference'"
         )
     layer = check_layer(layer, k_shape.num_layers)
     scales = check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)

@@ -7,7 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import PagesShape, make_shape
+from jax_paged.layout import (
+    POOLS,
+    PagesShape,
+    from_slots_first,
+    make_shape,
+    pages_shape,
+    slots_first,
+)
 from jax_paged.ops.qkv import qkv_norm_rope_write
 
 # Of one rounding to nearest, relative to the number; f32 has none of its own.
@@ -46,9 +53,10 @@ def make_call(
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     shape = PagesShape(num_layers, num_pages, heads[1], page_size, head_dim)
 
-    def pages(dim):
-        values = rng.standard_normal(make_shape(shape._replace(head_dim=dim), layout), "f4")
-        return np.where(rng.random(values.shape) < 0.1, np.nan, values).astype(dtype)
+    def pages(pool, dim):
+        values = rng.standard_normal(make_shape(shape._replace(head_dim=dim), "NHD"), "f4")
+        values = np.where(rng.random(values.shape) < 0.1, np.nan, values).astype(dtype)
+        return np.ascontiguousarray(from_slots_first(values, layout, pool))
 
     def weight(name):
         drawn = rng.uniform(-2, 2, head_dim).astype(dtype if norm_dtype is None else norm_dtype)
@@ -59,8 +67,8 @@ def make_call(
     width = sum(heads) * head_dim + heads[1] * v_head_dim
     return Call(
         qkv=rng.standard_normal((tokens, width), "f4").astype(dtype),
-        k_pages=pages(head_dim),
-        v_pages=pages(v_head_dim),
+        k_pages=pages("k", head_dim),
+        v_pages=pages("v", v_head_dim),
         positions=rng.integers(0, max_positions, tokens, np.int32),
         slot_mapping=rng.permutation(max(num_pages * page_size, tokens))[:tokens].astype("i4"),
         cos=np.cos(angles).astype("f4"),
@@ -74,20 +82,11 @@ def make_call(
     )
 
 
-def views(call, k_pages, v_pages):
-    """The layer's pages as [page, slot, head, dim]; None when there is no such layer."""
-    if call.layer is not None and not 0 <= call.layer < len(k_pages):
-        return None
-    pools = (k_pages, v_pages) if call.layer is None else (k_pages[call.layer], v_pages[call.layer])
-    return [np.swapaxes(x, -3, -2) if call.layout == "HND" else x for x in pools]
-
-
 def oracle(call):
     """In float64: q, and for each slot that is written its page, offset, K and V."""
-    head_dim, heads = call.k_pages.shape[-1], call.num_q_heads
-    kv_heads = call.k_pages.shape[-3 if call.layout == "HND" else -2]
-    page_size = call.k_pages.shape[-2 if call.layout == "HND" else -3]
-    num_slots = call.k_pages.shape[-4] * page_size
+    shape, heads = pages_shape(call.k_pages, call.layout), call.num_q_heads
+    head_dim, kv_heads, page_size = shape.head_dim, shape.num_kv_heads, shape.page_size
+    num_slots = shape.num_pages * page_size
     half = call.cos.shape[1]
     pairs = np.arange(half)
     first, second = (pairs, pairs + half) if call.style == "half" else (2 * pairs, 2 * pairs + 1)
@@ -152,15 +151,19 @@ def check_results(call, results):
     assert_rounded(q, exact_q, "q")
     no_position = (call.positions < 0) | (call.positions >= len(call.cos))
     np.testing.assert_array_equal(q[no_position], np.zeros((), q.dtype))
-    new, old = views(call, k_pages, v_pages), views(call, call.k_pages, call.v_pages)
-    for (page, offset), (k, v) in written.items():
-        if new is None or old is None:  # there is no such layer
-            break
-        assert_rounded(new[0][page, offset], k, f"k at page {page}, offset {offset}: ")
-        np.testing.assert_array_equal(new[1][page, offset].astype("f8"), v)
+    new, old = (
+        [slots_first(x, call.layout, pool).copy() for x, pool in zip(pools, POOLS, strict=True)]
+        for pools in ((k_pages, v_pages), (call.k_pages, call.v_pages))
+    )
+    layer = () if call.layer is None else (call.layer,)
+    has_layer = call.layer is None or 0 <= call.layer < len(k_pages)
+    for (page, offset), (k, v) in written.items() if has_layer else ():
+        at = (*layer, page, offset)
+        assert_rounded(new[0][at], k, f"k at page {page}, offset {offset}: ")
+        np.testing.assert_array_equal(new[1][at].astype("f8"), v)
         for to, source in zip(new, old, strict=True):
-            to[page, offset] = source[page, offset]
-    for name, got, before in (("k", k_pages, call.k_pages), ("v", v_pages, call.v_pages)):
+            to[at] = source[at]
+    for name, got, before in zip(POOLS, new, old, strict=True):
         np.testing.assert_array_equal(
             got.view(np.uint8), before.view(np.uint8), err_msg=f"{name}_pages elsewhere"
         )

@@ -272,16 +272,13 @@ def test_any_integer_dtype_serves_as_position_and_slot():
             np.testing.assert_array_equal(a, b)
 
 
-def test_vllm5d_pages_are_left_to_write_kv_by_the_native_kernels():
-    k_pages, v_pages, table, qkv = (
-        jnp.full(shape, value, jnp.float32)
-        for shape, value in (((3, 1, 2, 4, 4), 0), ((3, 1, 8, 4), 0), ((5, 4), 1), ((1, 24), 1))
-    )
-    zeros = jnp.zeros(1, jnp.int32)
-    operands = (qkv, k_pages, v_pages, zeros, zeros, table, table)
-    options = {"num_q_heads": 1, "layout": "vllm5d"}
-    with pytest.raises(NotImplementedError, match="layout: native kernels take 'HND' or 'NHD'"):
-        qkv_norm_rope_write(*operands, **options)
-    q, _, v_pages = qkv_norm_rope_write(*operands, **options, implementation="reference")
-    np.testing.assert_array_equal(q[0, 0], [0, 0, 0, 0, 2, 2, 2, 2])
-    np.testing.assert_array_equal(v_pages[0, 0, :, 0], 1)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_layers", [None, 3])
+@pytest.mark.parametrize("shape", ["qwen3", "phi2", "nine eights", "narrow v"])
+def test_pages_of_vllm5d_are_written_in_their_own_order(shape, num_layers, dtype, implementation):
+    head_dim, v_head_dim, heads, rotary_dim, style = SHAPES[shape]
+    call = make_call(
+        dtype, head_dim, v_head_dim, heads, rotary_dim=rotary_dim, style=style, layout="vllm5d",
+        num_layers=num_layers, page_size=8, tokens=20,
+    )  # fmt: skip
+    check(call, implementation)
