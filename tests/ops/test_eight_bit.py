@@ -365,3 +365,19 @@ def test_qkv_norm_rope_write_stores_what_write_kv_does(
         close = np.isclose(got, want, rtol=1e-6, equal_nan=True)
         assert np.isclose(got, want, rtol=0.3, atol=1, equal_nan=True).all()
         assert close.mean() > 0.99
+
+
+def test_a_scale_per_head_is_not_rounded_where_weights_are_alike(implementation):
+    """It is O's: multiplied with weights that bf16 rounds, it would be off by 3.5e-3."""
+    batch = make_batch(Case("alike", 8, 2, 64), jnp.bfloat16, [1, 1], [64, 226])
+    batch = dataclasses.replace(batch, sm_scale=0.0)
+    stored, real, scales = eight_bit(batch, "float8_e4m3fn", "head", np.random.default_rng(0))
+    scale = np.float32(0.12936)  # bf16 has 0.12891
+    factor = (scale / scales["v_scale"].astype(np.float64))[:, None, None]
+    real = dataclasses.replace(real, v_pages=real.v_pages.astype(np.float64) * factor)
+    scales["v_scale"] = np.full_like(scales["v_scale"], scale)
+    arguments, options = stored.ragged()
+    out = ragged_paged_attention(*arguments, **options, **scales, implementation=implementation)
+    expected, _ = dense_oracle(real)
+    share = np.vdot(np.asarray(out).astype(float), expected) / np.vdot(expected, expected)
+    assert abs(share - 1) < 5e-4

@@ -273,6 +273,14 @@ void DecodeCodesSplit(const CodeTable& bytes, const AttentionParams& params, con
       PrefetchRow(blocks[i].v[t], v_dim);
     }
   }
+  // Of V. One for all tokens is O's: multiplied with weights that are then rounded to bf16, it
+  // would be as wrong as its own rounding wherever the weights are alike.
+  KvScale v_scale = params.v_scale;
+  float of_head = 1.0f;
+  if (!v_scale.per_token && v_scale.data) {
+    of_head = v_scale.data[item.kv_head];
+    v_scale.data = nullptr;
+  }
   int current = 0;
   for (int64_t token = begin; token < end; token += block_tokens, current = (current + 1) % 3) {
     const KeyBlock<Int8>& block = blocks[current];
@@ -299,7 +307,7 @@ void DecodeCodesSplit(const CodeTable& bytes, const AttentionParams& params, con
     codes.v = block.v;
     const int64_t block_end = Clamp(token + block_tokens, begin, end);
     ListScales(params.k_scale, params, item.row, item.kv_head, token, block_end, codes.k_scale);
-    ListScales(params.v_scale, params, item.row, item.kv_head, token, block_end, codes.v_scale);
+    ListScales(v_scale, params, item.row, item.kv_head, token, block_end, codes.v_scale);
     for (int t = 0; t < kKeyBlock; ++t) {
       if (t < seen_begin || t >= seen_end) codes.k_scale[t] = codes.v_scale[t] = 0.0f;
     }
@@ -323,6 +331,9 @@ void DecodeCodesSplit(const CodeTable& bytes, const AttentionParams& params, con
       }
       r += tile;
     }
+  }
+  if (of_head != 1.0f) {
+    for (int64_t i = 0; i < padded * state.o_stride; ++i) state.o[i] *= of_head;
   }
   FinishDecode(state, num_rows, part);
 }
