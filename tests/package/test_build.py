@@ -85,11 +85,14 @@ def test_no_private_jax_module_is_imported():
 def test_build_info_tells_what_runs():
     info = jax_paged.build_info()
     inside = ["jax_paged.scatter_rows.v1", "jax_paged.zero_pool.v1"]  # of the state's functions
-    assert info["targets"] == sorted([*CALLS, *inside])
+    on_cpu = {*CALLS, *inside}
+    on_cuda = {*ON_CUDA, *load.CUDA_ONLY} if info["cuda"]["status"] == "ok" else set()
+    assert info["targets"] == sorted(on_cpu | on_cuda)
     assert info["cpu"]["status"] == "ok"
     assert info["cpu"]["isa"] in ISAS
     assert info["cpu"]["ffi_api"] <= info["ffi_api"]
-    assert set(info["cpu"]["targets"]) == set(info["targets"])
+    assert set(info["cpu"]["targets"]) == on_cpu
+    assert set(info["cuda"].get("targets", on_cuda)) == on_cuda
 
 
 @pytest.mark.parametrize("isa", ISAS)
