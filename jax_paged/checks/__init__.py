@@ -176,9 +176,9 @@ def as_index(name: str, x: Any) -> jax.Array:
 
 def as_pairs(**indices: Any) -> tuple[jax.Array, ...]:
     """Checks two arguments of integers [n], of one length; returns them as i32."""
-    first, second = (as_index(name, x) for name, x in indices.items())
-    for name, x in zip(indices, (first, second), strict=True):
-        check_shape(name, x, "n", (None,) if x is first else first.shape)
+    (one, first), (other, second) = ((name, as_index(name, x)) for name, x in indices.items())
+    check_shape(one, first, "n", (None,))
+    check_shape(other, second, "n", first.shape)
     return first, second
 
 

@@ -98,14 +98,8 @@ JAX_PAGED_DEVICE void ExpandLatentAs(const AttentionArgs& args, Shared<char> sta
 template <typename T>
 JAX_PAGED_DEVICE void ExpandLatent(const AttentionArgs& args, Shared<char> stage,
                                    Shared<char> tile) {
-  switch (args.kv_dtype) {
-    case Dtype::kFloat8E4M3:
-      return ExpandLatentAs<T, Float8E4M3>(args, stage, tile);
-    case Dtype::kFloat8E5M2:
-      return ExpandLatentAs<T, Float8E5M2>(args, stage, tile);
-    default:
-      return ExpandLatentAs<T, Int8>(args, stage, tile);
-  }
+  WithStored(args.kv_dtype,
+             [&](auto stored) { ExpandLatentAs<T, decltype(stored)>(args, stage, tile); });
 }
 
 // The warp's 16 rows times `first_group` and, where it has two, the next group of 8 tokens.

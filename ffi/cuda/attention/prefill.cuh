@@ -127,7 +127,7 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
       float s[Traits::kRowTiles][Traits::kTokens / 8][4] = {};
       PrefillScores<T, HEAD_DIM>(Loader::KTile(tile), s);
       if constexpr (Loader::kIsEightBit) {
-        if (args.k_scale.per_token) PrefillApply<HEAD_DIM>(Loader::Scales(tile), 1.0f, s);
+        if (args.k_scale.per_token) PrefillApply<HEAD_DIM>(Loader::Scales(tile), s);
       }
       if (args.logits.edits()) {
         if constexpr (Loader::kIsEightBit) {

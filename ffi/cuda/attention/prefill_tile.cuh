@@ -87,10 +87,10 @@ JAX_PAGED_DEVICE void PrefillScores(
   }
 }
 
-// Multiplies the warp's products or weights with the scales of a tile's tokens, and with `factor`.
+// Multiplies the warp's products with the scales of a tile's tokens.
 template <int HEAD_DIM>
 JAX_PAGED_DEVICE void PrefillApply(
-    Shared<float> scales, float factor,
+    Shared<float> scales,
     float (&s)[PrefillTraits<HEAD_DIM>::kRowTiles][PrefillTraits<HEAD_DIM>::kTokens / 8][4]) {
   using Traits = PrefillTraits<HEAD_DIM>;
   const int32_t column = OpaqueThread() % 4 * 2;
@@ -99,8 +99,8 @@ JAX_PAGED_DEVICE void PrefillApply(
     const Float2 of = prim::Load((scales + (n * 8 + column)).template As<Float2>());
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < 2 * Traits::kRowTiles; ++i) {
-      s[i / 2][n][i % 2 * 2] *= of.x * factor;
-      s[i / 2][n][i % 2 * 2 + 1] *= of.y * factor;
+      s[i / 2][n][i % 2 * 2] *= of.x;
+      s[i / 2][n][i % 2 * 2 + 1] *= of.y;
     }
   }
 }
