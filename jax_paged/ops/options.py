@@ -332,8 +332,10 @@ OPTIONS = (
         "rope",
         "(cos, sin, style), tables as `rope_tables` makes them: rotary embedding inside attention, "
         "for pages that hold K before it. q and k are turned in f32 by the positions at which they "
-        "stand now (in a tree, by depth). Positions beyond the tables are masked: a query there "
-        "has output 0. None: q and k are used as they are.",
+        "stand now (in a tree, by depth) and rounded to their dtype: the result is that of K "
+        "turned before the write. What 8-bit pages hold is turned and not rounded. Positions "
+        "beyond the tables are masked: a query there has output 0. None: q and k are used as "
+        "they are.",
         _rope,
         join=_join_rope,
     ),

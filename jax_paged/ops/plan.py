@@ -77,7 +77,7 @@ def facts_of(known: Mapping[str, Any], arrays: Mapping[str, Any]) -> Facts:
         ("layout", known["layout"]),
         ("sliding_window", window_kind),
         *((name, name in arrays) for name in ("num_pinned", "alibi_slopes")),
-        ("rope", "cos" in arrays),
+        ("rope", shape_text(arrays["cos"].shape) if "cos" in arrays else None),
         ("max_tree", None if tree is None else tree.shape[1]),
         *((name, known.get(name)) for name in (
             "num_kv_splits", "split_tokens", "max_q_len", "implementation",

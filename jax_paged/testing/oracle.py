@@ -100,6 +100,7 @@ def dense_oracle(
         if rope is not None:
             q = turned(q, np.clip(at, 0, len(rope[0]) - 1), *rope)
             k = turned(k.transpose(2, 0, 1), position[key], *rope).transpose(1, 2, 0)
+            q, k = (as_stored(x, y.dtype) for x, y in ((q, batch.q), (k, batch.k_pages)))
         q = q.reshape(len(mine), case.num_kv_heads, group, -1)
         logits = q.transpose(1, 2, 0, 3) @ k[:, None] * batch.sm_scale  # [Hkv, group, t, keys]
         if soft_cap is not None:
@@ -128,6 +129,12 @@ def turned(x: np.ndarray, position: np.ndarray, cos, sin, style: RopeStyle) -> n
     y[..., first] = x[..., first] * cos - x[..., second] * sin
     y[..., second] = x[..., second] * cos + x[..., first] * sin
     return y
+
+
+def as_stored(x: np.ndarray, dtype) -> np.ndarray:
+    """x as pages of a 16-bit dtype would hold it, by way of f32 as the ops come there."""
+    is_rounded = jnp.dtype(dtype).itemsize == 2
+    return x.astype(np.float32).astype(dtype).astype(np.float64) if is_rounded else x
 
 
 def ancestors(intervals: np.ndarray) -> np.ndarray:

@@ -26,7 +26,8 @@ HEAD_DIMS += [(192, 128), (40, 16), (64, 128), (192, 320)]  # of K and V
 # Why the SIMT kernel serves a call, as docs/support.md words it.
 F32 = "q in f32"
 HEAD_DIM = "head_dim of K or V above 256 (MLA excepted)"
-ROPE = "`rope` inside attention"
+ROPE_BYTES = "`rope` inside attention with 8-bit pages"
+ROPE_ODD = "`rope` inside attention whose rotary_dim is no multiple of 4"
 PAGES = 'pages of layout "vllm5d" whose size is no multiple of 8'
 BYTES = "8-bit pages whose head_dim is no multiple of 16"
 BYTES_5D = '8-bit pages of layout "vllm5d"'
@@ -38,7 +39,8 @@ MLA_BYTES = "MLA with 8-bit rows whose length is no multiple of 16"
 REASONS = (
     F32,
     HEAD_DIM,
-    ROPE,
+    ROPE_BYTES,
+    ROPE_ODD,
     PAGES,
     BYTES,
     BYTES_5D,
@@ -48,12 +50,13 @@ REASONS = (
     MLA_V,
     MLA_BYTES,
 )
-OPTIONS = ("plain", "window", "pins", "tree", "soft_cap", "alibi", "sinks", "rope", "fp8 output")
+OPTIONS = ("plain", "window", "pins", "tree", "soft_cap", "alibi", "sinks", "rope", "odd rope")
+OPTIONS += ("fp8 output",)
 
 
 def options_of(name, heads, head_dim):
     """The named option for two rows of one query each, the second of 20 tokens."""
-    tables = jnp.ones((32, head_dim // 2), jnp.float32)
+    tables, odd = (jnp.ones((32, half), jnp.float32) for half in (head_dim // 2, 3))
     return {
         "plain": {},
         "window": {"sliding_window": 7},
@@ -63,6 +66,7 @@ def options_of(name, heads, head_dim):
         "alibi": {"alibi_slopes": np.ones(heads, np.float32)},
         "sinks": {"sinks": np.zeros(heads, np.float32)},
         "rope": {"rope": Rope(tables, tables)},
+        "odd rope": {"rope": Rope(odd, odd)},
         "fp8 output": {"out_dtype": jnp.dtype("float8_e4m3fn")},
     }[name]
 
@@ -79,7 +83,8 @@ def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, op
     reasons = {
         F32: dtype == "float32",
         HEAD_DIM: widest > 256,
-        ROPE: option == "rope",
+        ROPE_BYTES: is_eight_bit and "rope" in option,
+        ROPE_ODD: option == "odd rope",
         PAGES: layout == "vllm5d" and page_size % 8,
         BYTES: is_eight_bit and (head_dim % 16 or v_head_dim % 16),
         BYTES_5D: layout == "vllm5d" and is_eight_bit,

@@ -220,7 +220,7 @@ WRONG = {
     "split_tokens=None, got split_tokens=64": {"split_tokens": 64},
     "max_q_len=None, got max_q_len=1": {"max_q_len": 1},
     "implementation=None, got implementation=reference": {"implementation": "reference"},
-    "rope=False, got rope=True": {
+    "rope=None, got rope=[4, 8]": {
         "rope": (np.ones((4, 8), np.float32), np.ones((4, 8), np.float32))
     },
 }  # fmt: skip

@@ -40,11 +40,38 @@ def test_it_equals_rope_before_the_write(style, rotary_dim, implementation):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("layout", ["HND", "NHD", "vllm5d"])
-def test_16_bit_pages_of_every_layout_are_turned_in_f32(dtype, layout, implementation):
+def test_16_bit_pages_of_every_layout_are_turned_and_rounded(dtype, layout, implementation):
     batch = batch_of(dtype, layout=layout)
     rope = tables(200)
     got = attend(batch, {"rope": rope}, implementation=implementation)
     assert_attention_close(*got, *dense_oracle(batch, rope=rope))
+
+
+SIZES = [(64, 6, "interleaved"), (64, 20, "half"), (80, 80, "half"), (128, 64, "interleaved")]
+SIZES += [(128, 128, "half"), (256, 256, "half")]
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "style"), SIZES)
+@pytest.mark.parametrize("option", ["tree", "pins", "plain"])
+def test_sizes_trees_and_pins_go_together(head_dim, rotary_dim, style, option, implementation):
+    """Three pairs, partial rotary, heads wider than the registers; tables that end in the row."""
+    batch = batch_of("bfloat16", head_dim=head_dim)
+    options: dict[str, Any] = {
+        "tree": {
+            "tree": np.int32([[[0, 1]] * 3, [[0, 3], [1, 2], [2, 3]], [[0, 1]] * 3]),
+            "tree_sizes": np.int32([1, 3, 0]),
+        },
+        "pins": {
+            "sliding_window": 30, "num_pinned": np.int32([4, 20, 0]),
+            "slot_offset": np.int32([0, 16, 0]),
+        },
+        "plain": {},
+    }[option]  # fmt: skip
+    if option == "pins":
+        batch = dataclasses.replace(batch, seq_lens=batch.seq_lens + options["slot_offset"])
+    options["rope"] = tables(128, rotary_dim, style)
+    got = attend(batch, options, implementation=implementation)
+    assert_attention_close(*got, *dense_oracle(batch, **options))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -78,33 +78,47 @@ inline void PrefetchScales(const KvScale& scale, const AttentionParams& params, 
   }
 }
 
+template <typename T>
+JAX_PAGED_INLINE void RoundRowTo(float* x, int64_t stride) {
+  for (int64_t d = 0; d < stride; d += kWidth) {
+    T rounded[kWidth];
+    Store(rounded, Load(x + d));
+    Store(x + d, Load(rounded));
+  }
+}
+
+// Rope of one head, in scratch. The result is rounded to the dtype of what was turned, as if it had
+// been turned before it was written to a page; that of 8-bit codes stays as it is.
+JAX_PAGED_INLINE void TurnRow(const RopeTables& rope, int64_t position, Dtype dtype, int64_t stride,
+                              float* x) {
+  // Positions beyond the tables are masked, so any angle will do for them.
+  const int64_t at = Clamp(position, 0, rope.max_positions - 1) * rope.half;
+  TurnHead(x, rope.cos + at, rope.sin + at, rope.half, rope.interleaved);
+  if (dtype == Dtype::kBFloat16) RoundRowTo<BFloat16>(x, stride);
+  if (dtype == Dtype::kFloat16) RoundRowTo<Float16>(x, stride);
+}
+
 // Turns the listed tokens of a block, which lie in scratch, by the places at which they stand.
 inline void TurnKeys(const AttentionParams& params, const Row& row, int32_t row_index,
                      const KeySpan& span, const KeyBlock<float>& block,
                      const WorkerScratch& scratch) {
-  const RopeTables& rope = params.rope;
   const int64_t offset = span.pinned ? 0 : row.slot_offset;
   for (int i = 0; i < kKeyBlock; ++i) {
     const int listed = block.count_before[i];
     if (block.count_before[i + 1] == listed) continue;
     const int64_t token = PositionOf(params, row, row_index, block.begin + i) + offset;
-    // Positions beyond the tables are masked, so any angle will do for them.
-    const int64_t at = Clamp(token, 0, rope.max_positions - 1) * rope.half;
-    TurnHead(scratch.k_stage + listed * scratch.q_stride, rope.cos + at, rope.sin + at, rope.half,
-             rope.interleaved);
+    TurnRow(params.rope, token, params.kv_dtype, scratch.q_stride,
+            scratch.k_stage + listed * scratch.q_stride);
   }
 }
 
 // Turns the queries of a unit, which lie in scratch.
 inline void TurnQueries(const AttentionParams& params, const Row& row, const WorkItem& item,
                         const WorkerScratch& scratch) {
-  const RopeTables& rope = params.rope;
   for (int64_t r = 0; r < item.packed_end - item.packed_begin; ++r) {
     const int64_t query = (item.packed_begin + r) / params.group_size;
     const int64_t token = TokenAt(params, row, item.row, QueryPosition(row, query));
-    const int64_t at = Clamp(token, 0, rope.max_positions - 1) * rope.half;
-    TurnHead(scratch.q + r * scratch.q_stride, rope.cos + at, rope.sin + at, rope.half,
-             rope.interleaved);
+    TurnRow(params.rope, token, params.dtype, scratch.q_stride, scratch.q + r * scratch.q_stride);
   }
 }
 

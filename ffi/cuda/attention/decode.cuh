@@ -50,6 +50,7 @@
 #include "cuda/attention/decode_loader.cuh"
 #include "cuda/attention/decode_queries.cuh"
 #include "cuda/attention/decode_tile.cuh"
+#include "cuda/attention/rope.cuh"
 #include "cuda/attention/segment.cuh"
 #include "cuda/attention/traits.h"
 #include "cuda/prim.h"
@@ -60,6 +61,7 @@ namespace jax_paged::cuda {
 template <bool TREES_AND_PINS>
 JAX_PAGED_DEVICE KeyRange SeenByAll(const AttentionArgs& args, const Segment& segment,
                                     const UnitRows& rows) {
+  if (!AllHaveAngles<TREES_AND_PINS>(args, segment)) return {0, 0};
   KeyRange keys = {VisibleKeys<TREES_AND_PINS>(args, segment, rows, rows.count - 1).first,
                    VisibleKeys<TREES_AND_PINS>(args, segment, rows, 0).end};
   if (segment.tree_size > 0) {  // what rows see does not ascend there
@@ -80,7 +82,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
   using Queries =
       std::conditional_t<Traits::kIsEightBit, HalfQueries<T, HEAD_DIM, Traits::kSharedQueries>,
                          DecodeQueries<T, HEAD_DIM, Traits::kSharedQueries>>;
-  Queries queries(exchange + sizeof(ExchangeShared));
+  Queries queries(exchange);
   const Shared<char> ring = prim::SharedMemory() + warp * stages * Traits::kStageBytes;
   const Shared<uint32_t> token_masks =
       (exchange + offsetof(ExchangeShared, token_masks)).As<uint32_t>() + warp * kMaxStages;
@@ -110,6 +112,13 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
       const Shared<char> stored = ring + stage * Traits::kStageBytes;
+      if constexpr (Traits::kTakesRope) {
+        if (args.cos) {
+          TurnRows<T, HEAD_DIM, kWarpTokens>(args, stored, 0, [&](int32_t row) {
+            return TokenAt<Traits::kTakesTreesAndPins>(args, segment, first_token + row);
+          });
+        }
+      }
       DecodeTile<T, HEAD_DIM, PAGES>(
           args, segment, rows, stored, prim::Load(token_masks + stage), first_token,
           first_token >= seen_by_all.first && first_token + kWarpTokens <= seen_by_all.end,

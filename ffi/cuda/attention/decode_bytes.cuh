@@ -124,8 +124,9 @@ class HalfQueries<T, HEAD_DIM, /*SHARED=*/true> {
  public:
   using Traits = DecodeTraits<HEAD_DIM, PageKind::kEightBit>;
 
-  JAX_PAGED_DEVICE explicit HalfQueries(Shared<char> tile)
-      : tile_(tile), factors_((tile + Traits::kQueryTileBytes).template As<float>()) {}
+  JAX_PAGED_DEVICE explicit HalfQueries(Shared<char> exchange)
+      : tile_(exchange + sizeof(ExchangeShared)),
+        factors_((tile_ + Traits::kQueryTileBytes).template As<float>()) {}
 
   JAX_PAGED_DEVICE void Load(const AttentionArgs& args, const Segment& segment,
                              const UnitRows& rows, const LogitScale& scale) {

@@ -5,7 +5,10 @@
 #ifndef JAX_PAGED_CUDA_ATTENTION_DECODE_QUERIES_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_DECODE_QUERIES_CUH_
 
+#include <cstddef>
+
 #include "cuda/attention/args.h"
+#include "cuda/attention/rope.cuh"
 #include "cuda/attention/segment.cuh"
 #include "cuda/attention/tensor_core.cuh"
 #include "cuda/attention/traits.h"
@@ -13,11 +16,44 @@
 
 namespace jax_paged::cuda {
 
-// The unit's queries as the A operand of mma, in registers.
+// Puts the unit's queries into a tile in shared memory, turned where rope says so: 4 rows a warp.
+template <typename T, int HEAD_DIM>
+JAX_PAGED_DEVICE void FillQueryTile(const AttentionArgs& args, const Segment& segment,
+                                    const UnitRows& rows, const LogitScale& scale,
+                                    Shared<char> tile) {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  constexpr int32_t kRows = kTileRows / kWarps;
+  const int32_t first_row = prim::WarpIndex() * kRows;
+  for (int32_t i = prim::LaneIndex(); i < kRows * Traits::kRowChunks; i += kWarpLanes) {
+    const int32_t row = first_row + i / Traits::kRowChunks;
+    const int32_t chunk = i % Traits::kRowChunks;
+    prim::Store((tile + Traits::Offset(row, chunk)).template As<Word4>(),
+                LoadQueries<T>(args, segment, rows, scale, row, chunk));
+  }
+  if (args.cos) {
+    prim::SyncWarp();  // the warp's rows
+    TurnQueries<T, HEAD_DIM, kRows, /*TREES_AND_PINS=*/true>(args, segment, rows, tile, first_row);
+  }
+  prim::SyncThreads();  // the tile
+}
+
+// A k-step of a tile of queries as the A operand of mma.
+template <int HEAD_DIM>
+JAX_PAGED_DEVICE void QueryOperand(Shared<char> tile, int32_t step, uint32_t (&a)[4]) {
+  const int32_t lane = prim::LaneIndex();
+  prim::LoadMatrix(a, tile + DecodeTraits<HEAD_DIM>::Offset(lane % 16, 2 * step + lane / 16));
+}
+
+// The unit's queries as the A operand of mma, in registers. `exchange`: an ExchangeShared.
 template <typename T, int HEAD_DIM, bool SHARED>
 class DecodeQueries {
  public:
-  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char>) {}
+  // Turned queries pass through the place of the sums, which no warp touches before all have taken
+  // their queries: FinishSegment has a barrier before and behind its use.
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char> exchange)
+      : tile_(exchange + offsetof(ExchangeShared, sums)) {
+    static_assert(DecodeTraits<HEAD_DIM>::kQueryTileBytes <= sizeof(ExchangeShared::sums));
+  }
   JAX_PAGED_DEVICE void Load(const AttentionArgs& args, const Segment& segment,
                              const UnitRows& rows, const LogitScale& scale);
   JAX_PAGED_DEVICE void Operand(int32_t step, uint32_t (&a)[4]) const {
@@ -26,6 +62,7 @@ class DecodeQueries {
   }
 
  private:
+  Shared<char> tile_;
   uint32_t q_[HEAD_DIM / 16][4];
 };
 
@@ -34,6 +71,12 @@ JAX_PAGED_DEVICE void DecodeQueries<T, HEAD_DIM, SHARED>::Load(const AttentionAr
                                                                const Segment& segment,
                                                                const UnitRows& rows,
                                                                const LogitScale& scale) {
+  if (args.cos) {
+    FillQueryTile<T, HEAD_DIM>(args, segment, rows, scale, tile_);
+    JAX_PAGED_UNROLL
+    for (int32_t k = 0; k < HEAD_DIM / 16; ++k) QueryOperand<HEAD_DIM>(tile_, k, q_[k]);
+    return;
+  }
   const int32_t row = prim::LaneIndex() / 4;
   const int32_t column = prim::LaneIndex() % 4 * 2;
   JAX_PAGED_UNROLL
@@ -56,29 +99,21 @@ JAX_PAGED_DEVICE void DecodeQueries<T, HEAD_DIM, SHARED>::Load(const AttentionAr
   }
 }
 
-// The same in shared memory, for all warps: with O they would not fit in the registers.
+// The same in shared memory behind `exchange`, for all warps: with O they would not fit in the
+// registers.
 template <typename T, int HEAD_DIM>
 class DecodeQueries<T, HEAD_DIM, /*SHARED=*/true> {
  public:
-  using Traits = DecodeTraits<HEAD_DIM>;
+  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char> exchange)
+      : tile_(exchange + sizeof(ExchangeShared)) {}
 
-  JAX_PAGED_DEVICE explicit DecodeQueries(Shared<char> tile) : tile_(tile) {}
-
+  // FinishSegment parts the reads from the next Load.
   JAX_PAGED_DEVICE void Load(const AttentionArgs& args, const Segment& segment,
                              const UnitRows& rows, const LogitScale& scale) {
-    for (int32_t i = prim::ThreadIndex(); i < kTileRows * Traits::kRowChunks;
-         i += kAttentionThreads) {
-      const int32_t row = i / Traits::kRowChunks;
-      const int32_t chunk = i % Traits::kRowChunks;
-      prim::Store((tile_ + Traits::Offset(row, chunk)).template As<Word4>(),
-                  LoadQueries<T>(args, segment, rows, scale, row, chunk));
-    }
-    prim::SyncThreads();  // the queries are there; FinishSegment parts their reads from the next
-                          // Load
+    FillQueryTile<T, HEAD_DIM>(args, segment, rows, scale, tile_);
   }
   JAX_PAGED_DEVICE void Operand(int32_t step, uint32_t (&a)[4]) const {
-    const int32_t lane = prim::LaneIndex();
-    prim::LoadMatrix(a, tile_ + Traits::Offset(lane % 16, 2 * step + lane / 16));
+    QueryOperand<HEAD_DIM>(tile_, step, a);
   }
 
  private:

@@ -128,7 +128,7 @@ JAX_PAGED_DEVICE void DecodeTile(const AttentionArgs& args, const Segment& segme
     JAX_PAGED_UNROLL
     for (int32_t half = 0; half < 2; ++half) {
       const KeyRange keys =
-          VisibleKeys<Traits::kTakesTreesAndPins>(args, segment, rows, lane / 4 + 8 * half);
+          SeenKeys<Traits::kTakesTreesAndPins>(args, segment, rows, lane / 4 + 8 * half);
       JAX_PAGED_UNROLL
       for (int32_t n = 0; n < 2; ++n) {
         JAX_PAGED_UNROLL

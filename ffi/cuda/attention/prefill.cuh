@@ -57,9 +57,22 @@
 #include "cuda/attention/prefill_mask.cuh"
 #include "cuda/attention/prefill_tile.cuh"
 #include "cuda/attention/prefill_unit.cuh"
+#include "cuda/attention/rope.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
+
+// Rope inside attention: the keys of a tile, a quarter by each warp.
+template <typename T, int HEAD_DIM, bool TREES_AND_PINS>
+JAX_PAGED_DEVICE void TurnTile(const AttentionArgs& args, Shared<char> k_tile,
+                               int32_t first_token) {
+  constexpr int32_t kRows = PrefillTraits<HEAD_DIM>::kTokens / kWarps;
+  const Segment segment = PrefillSegment(LoadUnit<HEAD_DIM>());
+  const int32_t first_row = OpaqueThread() / kWarpLanes * kRows;
+  TurnRows<T, HEAD_DIM, kRows>(args, k_tile, first_row, [&](int32_t row) {
+    return TokenAt<TREES_AND_PINS>(args, segment, first_token + first_row + row);
+  });
+}
 
 // The unit in shared memory, and the ticket for the next. Returns with the stages and the look-ups
 // still being read by other warps.
@@ -69,7 +82,7 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
   using Loader = PrefillLoader<HEAD_DIM, PAGES>;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
   constexpr bool kTakesTreesAndPins = Loader::kTakesTreesAndPins;
-  const WarpKeys found = FindWarpKeys<HEAD_DIM, kTakesTreesAndPins>(args);
+  const WarpKeys found = FindWarpKeys<HEAD_DIM, PAGES>(args);
   if (prim::LaneIndex() == 0) prim::Store(MyWarpKeys<HEAD_DIM>(), found);
 
   const int32_t first_tile =
@@ -92,7 +105,7 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
     scale.is_zero = scale.is_zero || k_scale == 0.0f;
     if (!args.logits.edits() && !scale.is_zero) scale.factor *= prim::Max(k_scale, -k_scale);
   }
-  FillQueries<T, HEAD_DIM>(args, scale);
+  FillQueries<T, HEAD_DIM, PAGES>(args, scale);
   const Shared<float> factor =
       Traits::template Field<float>(offsetof(typename Traits::State, scale));
   if (prim::ThreadIndex() == 0) {
@@ -118,11 +131,17 @@ JAX_PAGED_DEVICE void PrefillTiles(const AttentionArgs& args, Shared<uint32_t> t
       prim::SyncThreads();             // all of the tile
     }
     const int32_t first_token = Loader::FirstToken(args, tile);
+    if constexpr (Loader::kTakesRope) {
+      if (args.cos) {
+        TurnTile<T, HEAD_DIM, kTakesTreesAndPins>(args, Loader::KTile(tile), first_token);
+        prim::SyncThreads();  // the turned keys
+      }
+    }
     const KeyRange any = prim::Load(MyWarpKeys<HEAD_DIM>()).any;
     if (first_token < any.end && first_token + Traits::kTokens > any.first) {
       if (!SeesAll<HEAD_DIM>(Loader::TokenMasks(tile), first_token)) {
-        FillRowMasks<HEAD_DIM, kTakesTreesAndPins>(args, first_token, Loader::TokenMasks(tile),
-                                                   Loader::RowMasks(tile));
+        FillRowMasks<HEAD_DIM, PAGES>(args, first_token, Loader::TokenMasks(tile),
+                                      Loader::RowMasks(tile));
       }
       float s[Traits::kRowTiles][Traits::kTokens / 8][4] = {};
       PrefillScores<T, HEAD_DIM>(Loader::KTile(tile), s);

@@ -27,6 +27,7 @@ class PrefillLoader {
   static constexpr bool kIsVllm5d = PAGES == PageKind::kVllm5d;
   static constexpr bool kIsEightBit = PAGES == PageKind::kEightBit;
   static constexpr bool kTakesTreesAndPins = DecodeTraits<HEAD_DIM, PAGES>::kTakesTreesAndPins;
+  static constexpr bool kTakesRope = DecodeTraits<HEAD_DIM, PAGES>::kTakesRope;
 
   // Tiles are numbered without those between pinned tokens and the windows, which are not read.
   JAX_PAGED_DEVICE static int32_t FirstToken(const AttentionArgs& args, int32_t tile) {
@@ -56,6 +57,9 @@ class PrefillLoader {
           !(kTakesTreesAndPins && args.num_pinned && token < NumPinned(args, unit.row))) {
         return;
       }
+      if (kTakesRope && args.cos && !HasAngle(args, TokenAt(args, PrefillSegment(unit), token))) {
+        return;
+      }
     }
     page_id_ = prim::LoadConst(args.page_table +
                                (unit.row * args.pages_per_seq + args.by_page_size(token)));
@@ -77,8 +81,9 @@ class PrefillLoader {
         offset = LayerOffset(args, args.k_strides) + args.k_strides.Offset(page_id_, kv_head, slot);
         v_offset =
             LayerOffset(args, args.v_strides) + args.v_strides.Offset(page_id_, kv_head, slot);
-        has_token =
-            token >= LoadUnit<HEAD_DIM>().first_key && token < LoadUnit<HEAD_DIM>().num_keys;
+        has_token = token >= LoadUnit<HEAD_DIM>().first_key &&
+                    token < LoadUnit<HEAD_DIM>().num_keys &&
+                    HasAngle(args, token);  // rows of such pages have no tree, nor pinned tokens
         if (!has_token) offset = -1;
       } else {
         offset =

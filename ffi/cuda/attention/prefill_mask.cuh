@@ -28,14 +28,19 @@ JAX_PAGED_DEVICE Shared<WarpKeys> MyWarpKeys() {
 }
 
 // All lanes take part.
-template <int HEAD_DIM, bool TREES_AND_PINS>
+template <int HEAD_DIM, PageKind PAGES>
 JAX_PAGED_DEVICE WarpKeys FindWarpKeys(const AttentionArgs& args) {
+  constexpr bool kTreesAndPins = DecodeTraits<HEAD_DIM, PAGES>::kTakesTreesAndPins;
+  constexpr bool kTakesRope = DecodeTraits<HEAD_DIM, PAGES>::kTakesRope;
   constexpr int32_t kWarpRows = PrefillTraits<HEAD_DIM>::kWarpRows;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
   const int32_t row = FirstWarpRow<HEAD_DIM>() + OpaqueThread() % kWarpRows;
   WarpKeys keys = {{INT32_MAX, 0}, {0, INT32_MAX}};  // without rows: sees nothing
   if (row < unit.rows.count) {
-    keys.any = keys.all = UnitKeys<TREES_AND_PINS>(args, unit, row);
+    keys.any = keys.all = UnitKeys<kTreesAndPins>(args, unit, row);
+  }
+  if (kTakesRope && !AllHaveAngles<kTreesAndPins>(args, PrefillSegment(unit))) {
+    keys.all = {INT32_MAX, 0};
   }
   JAX_PAGED_UNROLL
   for (int32_t step = 1; step < kWarpRows; step *= 2) {
@@ -47,11 +52,11 @@ JAX_PAGED_DEVICE WarpKeys FindWarpKeys(const AttentionArgs& args) {
     if (other.all.first > keys.all.first) keys.all.first = other.all.first;
     if (other.all.end < keys.all.end) keys.all.end = other.all.end;
   }
-  if (TREES_AND_PINS && unit.tree_size > 0) {  // within the tree each row sees other keys
+  if (kTreesAndPins && unit.tree_size > 0) {  // within the tree each row sees other keys
     const int32_t root = PrefillSegment(unit).Tree().root;
     if (keys.all.end > root) keys.all.end = root;
   }
-  if (TREES_AND_PINS && args.num_pinned) keys.any.first = 0;
+  if (kTreesAndPins && args.num_pinned) keys.any.first = 0;
   return keys;
 }
 
@@ -86,25 +91,28 @@ JAX_PAGED_DEVICE uint32_t TreeMask(const AttentionArgs& args, const RowTree& tre
 }
 
 // Finds what the warp's rows see of the tile at `first_token`, of tokens that exist.
-template <int HEAD_DIM, bool TREES_AND_PINS>
+template <int HEAD_DIM, PageKind PAGES>
 JAX_PAGED_DEVICE void FillRowMasks(const AttentionArgs& args, int32_t first_token,
                                    Shared<uint32_t> token_masks, Shared<uint32_t> row_masks) {
   using Traits = PrefillTraits<HEAD_DIM>;
+  constexpr bool kTreesAndPins = DecodeTraits<HEAD_DIM, PAGES>::kTakesTreesAndPins;
+  constexpr bool kTakesRope = DecodeTraits<HEAD_DIM, PAGES>::kTakesRope;
   const int32_t lane = OpaqueThread() % kWarpLanes;
   const int32_t row = FirstWarpRow<HEAD_DIM>() + lane;
   const PrefillUnit unit = LoadUnit<HEAD_DIM>();
   const Segment segment = PrefillSegment(unit);
-  const KeyRange keys = UnitKeys<TREES_AND_PINS>(args, unit, row);
+  const KeyRange keys = kTakesRope ? SeenKeys<kTreesAndPins>(args, segment, unit.rows, row)
+                                   : VisibleKeys<kTreesAndPins>(args, segment, unit.rows, row);
   JAX_PAGED_UNROLL
   for (int32_t word = 0; word < Traits::kMaskWords && lane < Traits::kWarpRows; ++word) {
     const int32_t token = first_token + word * 32;
     uint32_t mask = RangeMask(keys.first - token, keys.end - token);
-    if (TREES_AND_PINS && args.num_pinned) {
+    if (kTreesAndPins && args.num_pinned) {
       const int32_t pinned = NumPinned(args, unit.row);
       mask |= RangeMask(0, (pinned < keys.end ? pinned : keys.end) - token);
     }
     mask &= prim::Load(token_masks + word);
-    if (TREES_AND_PINS && unit.tree_size > 0 && mask != 0 && token + 32 > segment.Tree().root) {
+    if (kTreesAndPins && unit.tree_size > 0 && mask != 0 && token + 32 > segment.Tree().root) {
       const int32_t query = args.by_group_size(unit.rows.first + row);
       mask &= TreeMask(args, segment.Tree(),
                        FindQuery(args, segment.Tree(), QueryPosition(unit.lengths, query)), token);

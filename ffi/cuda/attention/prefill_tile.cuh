@@ -11,6 +11,7 @@
 
 #include "cuda/attention/args.h"
 #include "cuda/attention/prefill_unit.cuh"
+#include "cuda/attention/rope.cuh"
 #include "cuda/attention/segment.cuh"
 #include "cuda/attention/tensor_core.cuh"
 #include "cuda/prim.h"
@@ -40,7 +41,7 @@ struct PrefillState {
 };
 
 // Puts the warp's rows of Q into its rows of shared memory.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, PageKind PAGES>
 JAX_PAGED_DEVICE void FillQueries(const AttentionArgs& args, const LogitScale& scale) {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Row = typename Traits::Row;
@@ -54,6 +55,14 @@ JAX_PAGED_DEVICE void FillQueries(const AttentionArgs& args, const LogitScale& s
     const int32_t chunk = i % Row::kRowChunks;
     prim::Store((prim::SharedMemory() + Row::Offset(row, chunk)).template As<Word4>(),
                 LoadQueries<T>(args, segment, unit.rows, scale, row, chunk));
+  }
+  if constexpr (DecodeTraits<HEAD_DIM, PAGES>::kTakesRope) {
+    if (args.cos) {
+      prim::SyncWarp();  // the warp's rows
+      TurnQueries<T, HEAD_DIM, Traits::kWarpRows,
+                  DecodeTraits<HEAD_DIM, PAGES>::kTakesTreesAndPins>(
+          args, segment, unit.rows, prim::SharedMemory(), first_row);
+    }
   }
 }
 

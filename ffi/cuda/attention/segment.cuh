@@ -85,10 +85,33 @@ JAX_PAGED_DEVICE int32_t TileToken(const AttentionArgs& args, const Segment& seg
   return tile * kTileTokens;
 }
 
+// Where the stored token at `token` stands in the sequence.
+template <bool TREES_AND_PINS = true>
+JAX_PAGED_DEVICE int32_t TokenAt(const AttentionArgs& args, const Segment& segment, int32_t token) {
+  if (!TREES_AND_PINS) return token;
+  return PositionOf(args, segment.Tree(), token) + SlidBy(args, segment.row, token);
+}
+
+// Whether the tables of rope, where there are any, reach a position in the sequence. Queries and
+// keys elsewhere are masked.
+JAX_PAGED_DEVICE bool HasAngle(const AttentionArgs& args, int32_t position) {
+  return !args.cos || (position >= 0 && position < args.max_positions);
+}
+
+// Whether those tables reach all queries of a row.
+template <bool TREES_AND_PINS = true>
+JAX_PAGED_DEVICE bool AllHaveAngles(const AttentionArgs& args, const Segment& segment) {
+  if (!args.cos) return true;
+  const int32_t last = segment.lengths.seq_len - 1;  // where no node of a tree stands behind it
+  return QueryPosition(segment.lengths, 0) >= 0 &&
+         HasAngle(args, TREES_AND_PINS ? last + SlidBy(args, segment.row, last) : last);
+}
+
 // Whether some query of a segment may see the stored token at `token`.
 template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE bool IsRead(const AttentionArgs& args, const Segment& segment, int32_t token) {
   if (token >= segment.lengths.seq_len) return false;
+  if (args.cos && !HasAngle(args, TokenAt<TREES_AND_PINS>(args, segment, token))) return false;
   return token >= segment.first_key ||
          (TREES_AND_PINS && args.num_pinned && token < NumPinned(args, segment.row));
 }
@@ -219,17 +242,30 @@ JAX_PAGED_DEVICE KeyRange VisibleKeys(const AttentionArgs& args, const Segment& 
   return keys;
 }
 
+// Where the query of a packed row stands in the sequence.
+template <bool TREES_AND_PINS = true>
+JAX_PAGED_DEVICE int32_t QueryToken(const AttentionArgs& args, const Segment& segment,
+                                    const UnitRows& rows, int32_t row) {
+  return TokenAt<TREES_AND_PINS>(
+      args, segment, QueryPosition(segment.lengths, args.by_group_size(rows.first + row)));
+}
+
+// VisibleKeys; none, if the tables of rope do not reach the query.
+template <bool TREES_AND_PINS = true>
+JAX_PAGED_DEVICE KeyRange SeenKeys(const AttentionArgs& args, const Segment& segment,
+                                   const UnitRows& rows, int32_t row) {
+  const KeyRange keys = VisibleKeys<TREES_AND_PINS>(args, segment, rows, row);
+  if (!args.cos || row >= rows.count) return keys;
+  const bool has_angle = HasAngle(args, QueryToken<TREES_AND_PINS>(args, segment, rows, row));
+  return has_angle ? keys : KeyRange{0, 0};
+}
+
 // Whether a packed row that sees `keys` beside pinned ones sees a key.
 template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE bool Sees(const AttentionArgs& args, const Segment& segment, const KeyRange& keys,
                            int32_t key) {
   return keys.Contains(key) || (TREES_AND_PINS && args.num_pinned && key < keys.end &&
                                 key < NumPinned(args, segment.row));
-}
-
-// Where the stored token at `token` stands in the sequence.
-JAX_PAGED_DEVICE int32_t TokenAt(const AttentionArgs& args, const Segment& segment, int32_t token) {
-  return PositionOf(args, segment.Tree(), token) + SlidBy(args, segment.row, token);
 }
 
 // s[n][2 half + i], the products of a packed row with keys `first_key` + 8 n + i, become logits.

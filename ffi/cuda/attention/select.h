@@ -22,6 +22,12 @@ inline bool HasTensorCorePages(const AttentionArgs& args) {
   return args.layout != Layout::kVllm5d || args.page_size % 8 == 0;
 }
 
+// Whether the tensor-core kernels turn queries and keys as the call says: two pairs at a time.
+// 8-bit keys are turned in f32.
+inline bool HasTensorCoreRope(const AttentionArgs& args) {
+  return !args.cos || (!IsEightBit(args.kv_dtype) && args.rope_half % 2 == 0);
+}
+
 // Whether rows of a call may have a tree or pinned tokens.
 inline bool HasTreesOrPins(const AttentionArgs& args) {
   return args.max_tree > 0 || args.num_pinned;
@@ -130,14 +136,13 @@ struct KernelChoice {
 };
 
 // For a head_dim with tensor-core kernels, given the shared memory that they need and whether
-// decode takes trees and pinned tokens: both, or what of them the pages and the device allow;
-// neither turns keys (rope inside attention). Of 99 KiB (sm_86, 89 and 120) the decode kernel of
-// 16-bit pages does not get enough above head_dim 128.
+// decode takes trees and pinned tokens: both, or what of them the pages and the device allow. Of 99
+// KiB (sm_86, 89 and 120) the decode kernel of 16-bit pages does not get enough above head_dim 128.
 inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
                                   int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
                                   bool takes_trees_and_pins) {
   KernelChoice choice = {};
-  if (!HasTensorCorePages(args) || args.is_latent || args.cos ||
+  if (!HasTensorCorePages(args) || !HasTensorCoreRope(args) || args.is_latent ||
       (HasTreesOrPins(args) && !takes_trees_and_pins))
     return choice;
   choice.decode = ShapeDecode(limits, decode_bytes);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Attention without tensor cores: f32, any head_dim or v_head_dim that decode.cuh has no kernel
-// for, rope inside attention, 8-bit K and V, vllm5d pages of odd sizes or 8 bits, and devices with
+// for, rope inside attention with 8-bit K, vllm5d pages of odd sizes or 8 bits, and devices with
 // too little shared memory for decode.cuh (select.h). Right rather than fast.
 //
 // Grid, pieces and merge are those of decode.cuh: persistent CTAs of 128 threads, units of 16
@@ -9,14 +9,18 @@
 // the steps:
 //   look up   thread t < 64: where token t lies, whether it exists and is not left of the row's
 //             window, the scales of its K and V
-//   scores    thread t: token t % 64 with rows t / 64, t / 64 + 2, ...; K is read straight from
-//             its page
+//   scores    for each 64 dimensions: all threads bring those of K, as floats and turned, into a
+//             stage; then thread t: token t % 64 with rows t / 64, t / 64 + 2, ...
 //   softmax   warp w: rows 4w to 4w + 3
-//   values    thread t: columns t, t + 128, ... of all rows; a value that a row does not see is
-//             not used
+//   values    for each 64 columns: V into the stage; then thread t: 4 columns of rows t / 16 and t
+//   /
+//             16 + 8; a value that a row does not see is not used
+// The loads of a stage are of 4 elements, the lanes side by side in a page, 8 of a thread at a
+// time.
 //
-// Shared memory: (16 x (head_dim + v_head_dim) + 16 x 64) x 4 bytes + 2.3 KiB: 70 KiB at 512 + 512.
-// Bound by shared-memory reads and uncoalesced loads of K.
+// Shared memory: (16 x (head_dim + v_head_dim) + 16 x 64 + 64 x 68) x 4 bytes + 2.3 KiB: 87 KiB at
+// 512 + 512. Bound by reads of shared memory: 12 or 10 wavefronts for 32 fused multiply-adds of a
+// warp, which are 8 clocks of a multiprocessor.
 
 #ifndef JAX_PAGED_CUDA_ATTENTION_SIMT_CUH_
 #define JAX_PAGED_CUDA_ATTENTION_SIMT_CUH_
@@ -26,32 +30,10 @@
 #include "common/integers.h"
 #include "cuda/attention/args.h"
 #include "cuda/attention/segment.cuh"
+#include "cuda/attention/simt_stage.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
-
-// Followed by q [kTileRows, head_dim] and o [kTileRows, v_head_dim].
-struct SimtShared {
-  alignas(16) int64_t k_offset[kTileTokens];
-  int64_t v_offset[kTileTokens];
-  float scores[kTileRows * kTileTokens];
-  int32_t exists[kTileTokens];
-  float k_scale[kTileTokens];  // these two only if a scale is given
-  float v_scale[kTileTokens];
-  KeyRange visible[kTileRows];
-  int32_t position[kTileRows];  // in the sequence, of the row's query
-  LogitEdit edit[kTileRows];    // only if logits are edited
-  float m[kTileRows];
-  float l[kTileRows];
-  float keep[kTileRows];
-  MergeShared<> merge;
-};
-
-inline constexpr int32_t kSimtStateBytes = RoundUp<int32_t>(sizeof(SimtShared), 16);
-
-JAX_PAGED_HOST_DEVICE inline int32_t SimtSharedBytes(int32_t head_dim, int32_t v_head_dim) {
-  return kSimtStateBytes + kTileRows * (head_dim + v_head_dim) * 4;
-}
 
 template <typename T>
 class SimtCta {
@@ -60,8 +42,7 @@ class SimtCta {
       : args_(args),
         scale_(LoadScale(args)),
         layer_(prim::LoadConst(args.layer)),
-        k_(LayerPages(args, args.k_pages, args.k_strides)),
-        v_(LayerPages(args, args.v_pages, args.v_strides)),
+        staged_(args),
         shared_(prim::SharedMemory()),
         q_((shared_ + kSimtStateBytes).As<float>()),
         o_(q_ + kTileRows * args.head_dim) {}
@@ -92,23 +73,8 @@ class SimtCta {
   JAX_PAGED_DEVICE Shared<U> Field(size_t offset) const {
     return (shared_ + static_cast<int64_t>(offset)).template As<U>();
   }
-  JAX_PAGED_DEVICE Shared<int64_t> KOffset() const {
-    return Field<int64_t>(offsetof(SimtShared, k_offset));
-  }
-  JAX_PAGED_DEVICE Shared<int64_t> VOffset() const {
-    return Field<int64_t>(offsetof(SimtShared, v_offset));
-  }
   JAX_PAGED_DEVICE Shared<float> Score(int32_t row, int32_t token) const {
     return Field<float>(offsetof(SimtShared, scores)) + (row * kTileTokens + token);
-  }
-  JAX_PAGED_DEVICE Shared<int32_t> Exists() const {
-    return Field<int32_t>(offsetof(SimtShared, exists));
-  }
-  JAX_PAGED_DEVICE Shared<float> KScaleOf() const {
-    return Field<float>(offsetof(SimtShared, k_scale));
-  }
-  JAX_PAGED_DEVICE Shared<float> VScaleOf() const {
-    return Field<float>(offsetof(SimtShared, v_scale));
   }
   JAX_PAGED_DEVICE Shared<KeyRange> Visible() const {
     return Field<KeyRange>(offsetof(SimtShared, visible));
@@ -119,60 +85,23 @@ class SimtCta {
   JAX_PAGED_DEVICE Shared<LogitEdit> Edit() const {
     return Field<LogitEdit>(offsetof(SimtShared, edit));
   }
+  JAX_PAGED_DEVICE Shared<Float4> OutQuad(int32_t row, int32_t column) const {
+    return (o_ + (row * args_.v_head_dim + column)).template As<Float4>();
+  }
   JAX_PAGED_DEVICE Shared<float> M() const { return Field<float>(offsetof(SimtShared, m)); }
   JAX_PAGED_DEVICE Shared<float> L() const { return Field<float>(offsetof(SimtShared, l)); }
   JAX_PAGED_DEVICE Shared<float> Keep() const { return Field<float>(offsetof(SimtShared, keep)); }
-
-  // Where the query of a packed row stands in the sequence, if that matters.
-  JAX_PAGED_DEVICE int32_t QueryToken(const Segment& segment, const UnitRows& rows,
-                                      int32_t row) const {
-    const int32_t query = args_.by_group_size(rows.first + row);
-    const int32_t position = QueryPosition(segment.lengths, query);
-    return args_.cos || args_.logits.alibi_slopes ? TokenAt(args_, segment, position) : position;
-  }
-
-  // Whether the tables of rope reach this position.
-  JAX_PAGED_DEVICE bool HasAngle(int32_t position) const {
-    return position >= 0 && position < args_.max_positions;
-  }
 
   JAX_PAGED_DEVICE float LoadQuery(int64_t at) const {
     return prim::ToFloat(prim::LoadConst(args_.q.template As<const T>() + at));
   }
 
-  // The dimension that turns together with `dim`, its angle, and which of the two it is.
-  struct Pair {
-    int32_t other;
-    int32_t angle;
-    bool is_first;
-  };
-  JAX_PAGED_DEVICE Pair PairOf(int32_t dim) const {
-    if (args_.rope_interleaved) return {dim ^ 1, dim / 2, dim % 2 == 0};
-    const bool is_first = dim < args_.rope_half;
-    const int32_t angle = is_first ? dim : dim - args_.rope_half;
-    return {is_first ? dim + args_.rope_half : angle, angle, is_first};
-  }
-
   // Element `dim`, x, of a query that stands at `position`, after rope.
   JAX_PAGED_DEVICE float Turned(float x, int64_t head, int32_t dim, int32_t position) const {
-    if (dim >= 2 * args_.rope_half || !HasAngle(position)) return x;
-    const Pair pair = PairOf(dim);
-    const int64_t at = int64_t{position} * args_.rope_half + pair.angle;
+    if (dim >= 2 * args_.rope_half || !HasAngle(args_, position)) return x;
+    const auto pair = staged_.PairOf(dim);
     const float other = LoadQuery(head * args_.head_dim + pair.other);
-    const float sin = prim::LoadConst(args_.sin + at);
-    return prim::Fma(pair.is_first ? -other : other, sin, x * prim::LoadConst(args_.cos + at));
-  }
-
-  // Element `dim` of a query turned back by the angles of a key: q . turned(k) = turned back(q) .
-  // k, and so K can be read in the order in which it is stored.
-  JAX_PAGED_DEVICE float TurnedBack(Shared<float> q, int32_t dim, int64_t angles) const {
-    const float x = prim::Load(q + dim);
-    if (dim >= 2 * args_.rope_half) return x;
-    const Pair pair = PairOf(dim);
-    const float other = prim::Load(q + pair.other);
-    const float sin = prim::LoadConst(args_.sin + (angles + pair.angle));
-    const float cos = prim::LoadConst(args_.cos + (angles + pair.angle));
-    return prim::Fma(pair.is_first ? other : -other, sin, x * cos);
+    return staged_.Rounded(staged_.TurnedBy(int64_t{position} * args_.rope_half, pair, x, other));
   }
 
   JAX_PAGED_DEVICE void Begin(const Segment& segment, const UnitRows& rows) {
@@ -183,7 +112,9 @@ class SimtCta {
       const int64_t head = HeadIndex(args_, segment, rows, row);
       const int64_t at = head * args_.head_dim + (i - row * args_.head_dim);
       float x = LoadQuery(at);
-      if (args_.cos) x = Turned(x, head, i - row * args_.head_dim, QueryToken(segment, rows, row));
+      if (args_.cos) {
+        x = Turned(x, head, i - row * args_.head_dim, QueryToken(args_, segment, rows, row));
+      }
       prim::Store(q_ + i, scale_.is_zero ? 0.0f : sign * x);
     }
     for (int32_t i = thread; i < rows.count * args_.v_head_dim; i += kAttentionThreads) {
@@ -192,16 +123,15 @@ class SimtCta {
     if (thread < kTileRows) {
       prim::Store(M() + thread, kNegativeInfinity);
       prim::Store(L() + thread, 0.0f);
-      KeyRange visible = VisibleKeys(args_, segment, rows, thread);
       if (thread < rows.count) {
-        const int32_t position = QueryToken(segment, rows, thread);
-        if (args_.cos && !HasAngle(position)) visible = {0, 0};
-        prim::Store(Position() + thread, position);
+        if (args_.logits.alibi_slopes) {
+          prim::Store(Position() + thread, QueryToken(args_, segment, rows, thread));
+        }
         if (args_.logits.edits()) {
           prim::Store(Edit() + thread, LoadEdit(args_, QueryHead(args_, rows, thread)));
         }
       }
-      prim::Store(Visible() + thread, visible);
+      prim::Store(Visible() + thread, SeenKeys(args_, segment, rows, thread));
     }
   }
 
@@ -210,7 +140,6 @@ class SimtCta {
     if (thread >= kTileTokens) return;
     const int32_t token = first_token + thread;
     bool exists = IsRead(args_, segment, token);
-    if (args_.cos && exists) exists = HasAngle(TokenAt(args_, segment, token));
     int64_t k_offset = 0;
     int64_t v_offset = 0;
     if (exists) {
@@ -224,40 +153,21 @@ class SimtCta {
         v_offset = args_.v_strides.Offset(page, kv_head, slot);
         const int64_t index = ScaleIndex(args_, layer_, page, kv_head, slot);
         if (args_.k_scale.data) {
-          prim::Store(KScaleOf() + thread, LoadScaleOf(args_.k_scale, kv_head, index));
+          prim::Store(staged_.KScaleOf() + thread, LoadScaleOf(args_.k_scale, kv_head, index));
         }
         if (args_.v_scale.data) {
-          prim::Store(VScaleOf() + thread, LoadScaleOf(args_.v_scale, kv_head, index));
+          prim::Store(staged_.VScaleOf() + thread, LoadScaleOf(args_.v_scale, kv_head, index));
         }
       }
     }
-    prim::Store(KOffset() + thread, k_offset);
-    prim::Store(VOffset() + thread, v_offset);
-    prim::Store(Exists() + thread, static_cast<int32_t>(exists));
+    prim::Store(staged_.KOffset() + thread, k_offset);
+    prim::Store(staged_.VOffset() + thread, v_offset);
+    prim::Store(staged_.Exists() + thread, static_cast<int32_t>(exists));
   }
 
   JAX_PAGED_DEVICE static float LoadScaleOf(const DeviceKvScale& scale, int32_t kv_head,
                                             int64_t index) {
     return prim::LoadConst(scale.data + (scale.per_token ? index : kv_head));
-  }
-
-  // Contiguous dimensions of a token.
-  JAX_PAGED_DEVICE int32_t AtomDims(const PageStrides& strides) const {
-    return static_cast<int32_t>(strides.atom_bytes) / args_.kv_bytes;
-  }
-
-  // A stored value, before its scale.
-  JAX_PAGED_DEVICE float LoadStored(Global<const char> at) const {
-    switch (args_.kv_dtype) {
-      case Dtype::kFloat8E4M3:
-        return prim::ToFloat(prim::LoadConst(at.As<const Float8E4M3>()));
-      case Dtype::kFloat8E5M2:
-        return prim::ToFloat(prim::LoadConst(at.As<const Float8E5M2>()));
-      case Dtype::kInt8:
-        return prim::ToFloat(prim::LoadConst(at.As<const Int8>()));
-      default:
-        return prim::ToFloat(prim::LoadConst(at.As<const T>()));
-    }
   }
 
   JAX_PAGED_DEVICE void Scores(const Segment& segment, const UnitRows& rows, int32_t first_token) {
@@ -266,41 +176,42 @@ class SimtCta {
     const int32_t token = prim::ThreadIndex() % kTileTokens;
     const int32_t first_row = prim::ThreadIndex() / kTileTokens;
     float sum[kRows] = {};
-    const bool exists = prim::Load(Exists() + token) != 0;
-    if (exists) {
-      Global<const char> atom = k_ + prim::Load(KOffset() + token);
-      const int32_t atom_dims = AtomDims(args_.k_strides);
-      const int64_t angles =
-          args_.cos ? int64_t{TokenAt(args_, segment, first_token + token)} * args_.rope_half : 0;
-      for (int32_t d = 0, i_atom = 0; d < args_.head_dim; ++d, ++i_atom) {
-        if (i_atom == atom_dims) {
-          i_atom = 0;
-          atom = atom + args_.k_strides.atom;
-        }
-        const float x = LoadStored(atom + i_atom * args_.kv_bytes);
+    for (int32_t first = 0; first < args_.head_dim; first += kStageDims) {
+      if (first > 0) prim::SyncThreads();  // the stage before has been read
+      staged_.Keys(segment, first_token, first);
+      prim::SyncThreads();  // the stage
+      const int32_t rest = args_.head_dim - first;
+      JAX_PAGED_NO_UNROLL
+      for (int32_t d = 0; d < (rest < kStageDims ? rest : kStageDims); d += 4) {
+        const Float4 x = prim::Load(staged_.Quad(token, d));
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < kRows; ++i) {
           const int32_t row = first_row + i * kStep;
           if (row >= rows.count) continue;
-          const Shared<float> q = q_ + row * args_.head_dim;
-          sum[i] = prim::Fma(args_.cos ? TurnedBack(q, d, angles) : prim::Load(q + d), x, sum[i]);
+          const Float4 q =
+              prim::Load((q_ + (row * args_.head_dim + first + d)).template As<Float4>());
+          sum[i] = prim::Fma(q.x, x.x, sum[i]);
+          sum[i] = prim::Fma(q.y, x.y, sum[i]);
+          sum[i] = prim::Fma(q.z, x.z, sum[i]);
+          sum[i] = prim::Fma(q.w, x.w, sum[i]);
         }
       }
     }
+    const bool exists = prim::Load(staged_.Exists() + token) != 0;
     if (exists && args_.k_scale.data) {
-      const float scale = prim::Load(KScaleOf() + token);
+      const float scale = prim::Load(staged_.KScaleOf() + token);
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < kRows; ++i) sum[i] *= scale;
     }
     const RowTree tree = segment.Tree();
     if (args_.logits.edits()) {
-      const int32_t position =
-          args_.logits.alibi_slopes ? TokenAt(args_, segment, first_token + token) : 0;
+      const bool has_places = static_cast<bool>(args_.logits.alibi_slopes);
+      const int32_t position = has_places ? TokenAt(args_, segment, first_token + token) : 0;
       JAX_PAGED_UNROLL
       for (int32_t i = 0; i < kRows; ++i) {
         const int32_t row = first_row + i * kStep;
         if (row >= rows.count) continue;
-        const int32_t distance = position - prim::Load(Position() + row);
+        const int32_t distance = has_places ? position - prim::Load(Position() + row) : 0;
         sum[i] = prim::Load(Edit() + row)(sum[i], static_cast<float>(distance));
       }
     }
@@ -352,35 +263,54 @@ class SimtCta {
   }
 
   JAX_PAGED_DEVICE void Values(const UnitRows& rows) {
-    const int32_t atom_dims = AtomDims(args_.v_strides);
-    for (int32_t column = prim::ThreadIndex(); column < args_.v_head_dim;
-         column += kAttentionThreads) {
-      const int32_t atom = column / atom_dims;
-      const int64_t column_offset =
-          atom * args_.v_strides.atom + (column - atom * atom_dims) * args_.kv_bytes;
-      float sum[kTileRows];
+    constexpr int32_t kQuads = kStageDims / 4;
+    constexpr int32_t kStep = kAttentionThreads / kQuads;
+    constexpr int32_t kRows = kTileRows / kStep;
+    const int32_t quad = prim::ThreadIndex() % kQuads * 4;
+    const int32_t first_row = prim::ThreadIndex() / kQuads;
+    for (int32_t first = 0; first < args_.v_head_dim; first += kStageDims) {
+      if (first > 0) prim::SyncThreads();  // the stage before has been read
+      staged_.Values(first);
+      prim::SyncThreads();  // the stage
+      if (first + quad >= args_.v_head_dim || first_row >= rows.count) continue;
+      Float4 sum[kRows];
       JAX_PAGED_UNROLL
-      for (int32_t row = 0; row < kTileRows; ++row) {
-        sum[row] = 0.0f;
-        if (row < rows.count) {
-          sum[row] = prim::Load(o_ + (row * args_.v_head_dim + column)) * prim::Load(Keep() + row);
-        }
+      for (int32_t i = 0; i < kRows; ++i) {
+        const int32_t row = first_row + i * kStep;
+        sum[i] = {0, 0, 0, 0};
+        if (row >= rows.count) continue;
+        const Float4 o = prim::Load(OutQuad(row, first + quad));
+        const float keep = prim::Load(Keep() + row);
+        sum[i] = {o.x * keep, o.y * keep, o.z * keep, o.w * keep};
       }
-      for (int32_t token = 0; token < kTileTokens; ++token) {
-        if (!prim::Load(Exists() + token)) continue;
-        const Global<const char> v = v_ + (prim::Load(VOffset() + token) + column_offset);
-        float x = LoadStored(v);
-        if (args_.v_scale.data) x *= prim::Load(VScaleOf() + token);
+      JAX_PAGED_NO_UNROLL
+      for (int32_t token = 0; token < kTileTokens; token += 4) {
+        Float4 weights[kRows];
         JAX_PAGED_UNROLL
-        for (int32_t row = 0; row < kTileRows; ++row) {
+        for (int32_t i = 0; i < kRows; ++i) {
+          const int32_t row = first_row + i * kStep;
           if (row >= rows.count) continue;
-          const float weight = prim::Load(Score(row, token));
-          if (weight != kNegativeInfinity) sum[row] = prim::Fma(weight, x, sum[row]);
+          weights[i] = prim::Load(Score(row, token).template As<Float4>());
+        }
+        JAX_PAGED_UNROLL
+        for (int32_t t = 0; t < 4; ++t) {
+          const Float4 x = prim::Load(staged_.Quad(token + t, quad));
+          JAX_PAGED_UNROLL
+          for (int32_t i = 0; i < kRows; ++i) {
+            const Float4& of = weights[i];
+            const float weight = t == 0 ? of.x : (t == 1 ? of.y : (t == 2 ? of.z : of.w));
+            if (first_row + i * kStep >= rows.count || weight == kNegativeInfinity) continue;
+            sum[i].x = prim::Fma(weight, x.x, sum[i].x);
+            sum[i].y = prim::Fma(weight, x.y, sum[i].y);
+            sum[i].z = prim::Fma(weight, x.z, sum[i].z);
+            sum[i].w = prim::Fma(weight, x.w, sum[i].w);
+          }
         }
       }
       JAX_PAGED_UNROLL
-      for (int32_t row = 0; row < kTileRows; ++row) {
-        if (row < rows.count) prim::Store(o_ + (row * args_.v_head_dim + column), sum[row]);
+      for (int32_t i = 0; i < kRows; ++i) {
+        const int32_t row = first_row + i * kStep;
+        if (row < rows.count) prim::Store(OutQuad(row, first + quad), sum[i]);
       }
     }
   }
@@ -402,8 +332,7 @@ class SimtCta {
   const AttentionArgs& args_;
   const LogitScale scale_;
   const int32_t layer_;
-  const Global<const char> k_;
-  const Global<const char> v_;
+  const SimtStage<T> staged_;
   const Shared<char> shared_;
   const Shared<float> q_;
   const Shared<float> o_;

@@ -67,6 +67,8 @@ struct DecodeTraits {
   // them: simt.cuh takes their place.
   static constexpr bool kTakesTreesAndPins =
       PAGES == PageKind::kRows || (PAGES == PageKind::kEightBit && HEAD_DIM <= 192);
+  // Whether rope may be inside attention.
+  static constexpr bool kTakesRope = PAGES != PageKind::kEightBit;
   // 8-bit pages: a stage holds their bytes as they are, K, then V, then the scales of the tokens' K
   // and V.
   static constexpr bool kIsEightBit = PAGES == PageKind::kEightBit;

@@ -13,6 +13,7 @@ namespace {
 template <typename KWord, typename VWord>
 __global__ void __launch_bounds__(kWriteKvThreads)
     WriteKvKernel(__grid_constant__ const WriteKvArgs args) {
+  prim::AllowNext();
   WriteKvCta<KWord, VWord>(args);
 }
 

@@ -76,11 +76,14 @@ def _in_window(distance, slot, window, pinned):
 
 
 def _turn(x, position, rope) -> tuple[jax.Array, jax.Array]:
-    """Tokens [tokens, heads, head_dim] turned in f32, and whether the tables have their place."""
+    """Tokens [tokens, heads, head_dim], turned, and whether the tables have their place.
+
+    Turned elements have the dtype of x, as if they were written to pages and read from there.
+    """
     cos, sin, style = rope
     has_angle = (position >= 0) & (position < cos.shape[0])
     entry = jnp.where(has_angle, position, 0)
-    return apply_rope(x.astype(jnp.float32), cos[entry], sin[entry], style=style), has_angle
+    return apply_rope(x, cos[entry], sin[entry], style=style), has_angle
 
 
 def _softmax_attention(
