@@ -26,6 +26,7 @@
 #define JAX_PAGED_CUDA_ATTENTION_SIMT_CUH_
 
 #include <cstddef>
+#include <type_traits>
 
 #include "common/integers.h"
 #include "cuda/attention/args.h"
@@ -181,20 +182,27 @@ class SimtCta {
       staged_.Keys(segment, first_token, first);
       prim::SyncThreads();  // the stage
       const int32_t rest = args_.head_dim - first;
-      JAX_PAGED_NO_UNROLL
-      for (int32_t d = 0; d < (rest < kStageDims ? rest : kStageDims); d += 4) {
-        const Float4 x = prim::Load(staged_.Quad(token, d));
-        JAX_PAGED_UNROLL
-        for (int32_t i = 0; i < kRows; ++i) {
-          const int32_t row = first_row + i * kStep;
-          if (row >= rows.count) continue;
-          const Float4 q =
-              prim::Load((q_ + (row * args_.head_dim + first + d)).template As<Float4>());
-          sum[i] = prim::Fma(q.x, x.x, sum[i]);
-          sum[i] = prim::Fma(q.y, x.y, sum[i]);
-          sum[i] = prim::Fma(q.z, x.z, sum[i]);
-          sum[i] = prim::Fma(q.w, x.w, sum[i]);
+      const auto multiply = [&](auto all_rows) {
+        JAX_PAGED_NO_UNROLL
+        for (int32_t d = 0; d < (rest < kStageDims ? rest : kStageDims); d += 4) {
+          const Float4 x = prim::Load(staged_.Quad(token, d));
+          JAX_PAGED_UNROLL
+          for (int32_t i = 0; i < kRows; ++i) {
+            const int32_t row = first_row + i * kStep;
+            if (!all_rows.value && row >= rows.count) continue;
+            const Float4 q =
+                prim::Load((q_ + (row * args_.head_dim + first + d)).template As<Float4>());
+            sum[i] = prim::Fma(q.x, x.x, sum[i]);
+            sum[i] = prim::Fma(q.y, x.y, sum[i]);
+            sum[i] = prim::Fma(q.z, x.z, sum[i]);
+            sum[i] = prim::Fma(q.w, x.w, sum[i]);
+          }
         }
+      };
+      if (rows.count == kTileRows) {
+        multiply(std::true_type());  // without branches
+      } else {
+        multiply(std::false_type());
       }
     }
     const bool exists = prim::Load(staged_.Exists() + token) != 0;
