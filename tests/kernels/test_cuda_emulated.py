@@ -127,7 +127,7 @@ def test_any_number_of_workers_serves(num_workers):
     [
         (228, [(4, 2), (4, 2), (3, 2), (3, 2), (3, 2), (4, 1), (3, 1)]),  # sm_90, 100
         (164, [(4, 2), (3, 2), (4, 1), (4, 1), (4, 1), (3, 1), (2, 1)]),  # sm_80
-        (100, [(4, 1), (3, 1), (3, 1), (2, 1), (2, 1), (0, 0), (0, 0)]),  # sm_120
+        (100, [(4, 1), (3, 1), (3, 1), (2, 1), (2, 1), (1, 1), (1, 1)]),  # sm_120
     ],
 )
 def test_the_shared_memory_of_a_device_decides_the_launch(kib, shapes):
@@ -143,8 +143,8 @@ def test_the_shared_memory_of_a_device_decides_the_launch(kib, shapes):
 @pytest.mark.parametrize(
     ("kib", "head_dim", "decodes", "prefills"),
     [
-        (100, 192, False, True), (100, 256, False, True), (90, 128, True, False),
-        (60, 128, False, False),
+        (100, 192, True, True), (100, 256, True, True), (90, 128, True, False),
+        (60, 256, False, False),
     ],
 )  # fmt: skip
 def test_kernels_that_do_not_fit_leave_their_rows_to_others(

@@ -33,7 +33,6 @@ BYTES = "8-bit pages whose head_dim is no multiple of 16"
 BYTES_5D = '8-bit pages of layout "vllm5d"'
 EDITED_5D = 'token trees or pinned tokens with layout "vllm5d"'
 EDITED_256 = "token trees or pinned tokens with 8-bit pages of head_dim above 192"
-SMALL = "16-bit pages of head_dim above 128 on devices with 99 KiB (sm_86, 89, 120)"
 MLA_V = "MLA whose V is wider than 512"
 MLA_BYTES = "MLA with 8-bit rows whose length is no multiple of 16"
 REASONS = (
@@ -46,7 +45,6 @@ REASONS = (
     BYTES_5D,
     EDITED_5D,
     EDITED_256,
-    SMALL,
     MLA_V,
     MLA_BYTES,
 )
@@ -77,7 +75,7 @@ def path_of(chosen):
     return "latent" if chosen["chosen_latent_rows"] else path, chosen["chosen_prefill_rows"] > 0
 
 
-def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, option, kib):
+def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, option):
     """The first reason why a call is for the SIMT kernel, or None."""
     is_edited, widest = option in ("pins", "tree"), max(head_dim, v_head_dim)
     reasons = {
@@ -90,7 +88,6 @@ def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, op
         BYTES_5D: layout == "vllm5d" and is_eight_bit,
         EDITED_5D: is_edited and layout == "vllm5d",
         EDITED_256: is_edited and is_eight_bit and widest > 192,
-        SMALL: kib == 100 and widest > 128 and not is_eight_bit,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -113,11 +110,11 @@ def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_d
             options |= scales
         chosen = {}
         emulate(batch, Device(**limits(kib), num_workers=2, stages=2), buffers=chosen, **options)
-        given = dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, option, kib
+        given = dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, option
         reason = simt_reason(*given)
         seen.add(reason)
-        expected = "decode" if reason is None else "simt", reason in (None, SMALL)
-        assert path_of(chosen) == expected, (given, reason)
+        expected = "decode" if reason is None else "simt", reason is None
+        assert path_of(chosen) == expected, (given, kib, reason)
     assert seen & {None, F32, HEAD_DIM}
 
 

@@ -20,7 +20,8 @@ inline constexpr int32_t kTileTokens = 64;   // KV tokens that a CTA takes at on
 inline constexpr int32_t kTileRows = 16;     // packed rows of a unit, but for latent.cuh
 inline constexpr int32_t kMaxWorkers = 384;  // CTAs of an attention launch; bounds the workspace
 inline constexpr int32_t kAttentionThreads = 128;
-inline constexpr int32_t kMinStages = 2;  // of the rings of decode.cuh and latent.cuh
+inline constexpr int32_t kMinStages = 2;  // of the rings of decode.cuh and latent.cuh, but where
+                                          // decode.cuh has room for one alone
 inline constexpr int32_t kMaxStages = 4;
 
 // Packed rows of a unit of latent.cuh, by the query heads of a token: few where there are few,

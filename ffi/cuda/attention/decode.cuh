@@ -15,8 +15,9 @@
 //   2. issue the tile that is stages - 1 ahead into that stage
 //   3. S = Q K^T, softmax in log2, O = O a + P V: O in registers, K and V by ldmatrix; Q in
 //      registers, or in shared memory above head_dim 128
-// The loader runs ahead across segments, so the rings never drain. The page id of a tile is read
-// one tile before its loads are issued. Tokens left of the row's window are not read.
+// The loader runs ahead across segments, so the rings never drain. A ring of one stage, where no
+// more fit, has no tile ahead; the other warps compute while one waits. The page id of a tile is
+// read one tile before its loads are issued. Tokens left of the row's window are not read.
 //
 // Pages of layout vllm5d (template argument PAGES; page_size a multiple of 8): 16 bytes of a page
 // are 8 dimensions of a token of K, which go to the same place in the ring, or 8 tokens of a
@@ -111,6 +112,10 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       // Every lane's copies into this stage are done, and every lane has read the stage before it.
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);
+      if (stages == 1) {  // that was this tile
+        prim::CpAsyncWait(0);
+        prim::SyncWarp();
+      }
       const Shared<char> stored = ring + stage * Traits::kStageBytes;
       if constexpr (Traits::kTakesRope) {
         if (args.cos) {

@@ -106,7 +106,8 @@ struct DecodeShape {
   int32_t ctas_per_multiprocessor;
 };
 
-// Two CTAs per multiprocessor with as many stages as fit, else one.
+// Two CTAs per multiprocessor with as many stages as fit, else one; a ring without a tile ahead
+// only where no other fits.
 inline DecodeShape ShapeDecode(const DeviceLimits& limits,
                                int32_t (*shared_bytes)(int32_t stages)) {
   for (int32_t ctas = 2; ctas >= 1; --ctas) {
@@ -119,6 +120,7 @@ inline DecodeShape ShapeDecode(const DeviceLimits& limits,
       }
     }
   }
+  if (shared_bytes(1) <= limits.shared_bytes_per_cta) return {1, 1};
   return {0, 0};
 }
 
@@ -136,8 +138,7 @@ struct KernelChoice {
 };
 
 // For a head_dim with tensor-core kernels, given the shared memory that they need and whether
-// decode takes trees and pinned tokens: both, or what of them the pages and the device allow. Of 99
-// KiB (sm_86, 89 and 120) the decode kernel of 16-bit pages does not get enough above head_dim 128.
+// decode takes trees and pinned tokens: both, or what of them the pages and the device allow.
 inline KernelChoice ChooseKernels(const AttentionArgs& args, const DeviceLimits& limits,
                                   int32_t (*decode_bytes)(int32_t stages), int32_t prefill_bytes,
                                   bool takes_trees_and_pins) {
