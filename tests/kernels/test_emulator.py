@@ -21,6 +21,7 @@ from emulation import (
     open_library,
 )
 from planting import COMPILE, sites_of, sparse_memory, survivors
+from rope_batches import tables
 from touched import assert_reads_windows_only
 
 from jax_paged.testing import Batch, Case, assert_attention_close, dense_oracle, make_batch
@@ -252,8 +253,38 @@ BUGS = {
         "prefill_loader.cuh", "(token | 7) < unit.first_key || ", "", "outside of the windows",
     ),
     "prefill: keys of vllm5d left of the window read": (
-        "prefill_loader.cuh", "token >= LoadUnit<HEAD_DIM>().first_key && ", "",
+        "prefill_loader.cuh", "token >= LoadUnit<HEAD_DIM>().first_key &&", "",
         "outside of the windows",
+    ),
+    "rope: turned the other way": ("rope.cuh", "prim::Fma(-b.x", "prim::Fma(b.x", DIFFERS),
+    "rope: pairs of the half style where they are interleaved": (
+        "rope.cuh", "if (args.rope_interleaved) SwapHalves(&x, &y);\n        TurnPairs",
+        "TurnPairs", DIFFERS,
+    ),
+    "rope: keys of another place": (
+        "decode.cuh", "segment, first_token + row);", "segment, first_token + row + 1);", DIFFERS,
+    ),
+    "rope: keys beyond the tables": (
+        "segment.cuh",
+        "  if (args.cos && !HasAngle(args, TokenAt<TREES_AND_PINS>(args, segment, token))) "
+        "return false;\n",
+        "", DIFFERS,
+    ),
+    "rope: prefill keys beyond the tables": (
+        "prefill_loader.cuh", "kTakesRope && args.cos && !HasAngle", "false && !HasAngle", DIFFERS,
+    ),
+    "rope: a query beyond the tables beside others": (
+        "decode.cuh", "  if (!AllHaveAngles<TREES_AND_PINS>(args, segment)) return {0, 0};\n", "",
+        DIFFERS,
+    ),
+    "rope: such a query in a prefill unit": (
+        "prefill_mask.cuh", "kTakesRope && !AllHaveAngles", "false && !AllHaveAngles", DIFFERS,
+    ),
+    "rope: such a query sees": (
+        "segment.cuh", "return has_angle ? keys : KeyRange{0, 0};", "return keys;", DIFFERS,
+    ),
+    "rope: no barrier behind turned keys": (
+        "prefill.cuh", "        prim::SyncThreads();  // the turned keys\n", "", "race",
     ),
     "prefill: 32-bit page address of vllm5d": (
         "prefill_loader.cuh", "LayerOffset(args, args.v_strides) + args",
@@ -473,6 +504,12 @@ def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
     rng = np.random.default_rng(1)
     trees = trees_of([random_parents(rng, n, "tree") for n in (1, 2, 30)])
     yield make_batch(case, jnp.bfloat16, [1, 2, 30], [300, 390, 150], num_tokens=35), trees
+    for rotary_dim, style in (64, "half"), (12, "interleaved"):
+        turned = {"rope": tables(100, rotary_dim, style)}
+        yield make_batch(case, jnp.bfloat16, [1, 2, 30], [90, 103, 120], num_tokens=35), turned
+        yield make_batch(five, jnp.bfloat16, [1, 2, 30], [90, 103, 120]), turned
+        later = dataclasses.replace(case, causal=False)  # queries see keys beyond the tables, too
+        yield make_batch(later, jnp.bfloat16, [4, 30], [103, 120]), turned
     short = Case("short", 8, 2, 40, v_head_dim=24)
     yield make_batch(short, jnp.bfloat16, [1, 2, 30], [300, 39, 150]), plain
     longer_than_a_tile = {"sliding_window": 150}
@@ -506,7 +543,7 @@ def check_all(loaded):
 
 def check(
     batch, seeds=(0, 1, 2, 7), num_workers=5, loaded=None, stored=None, scales=(), run=emulate,
-    **options,
+    stages=3, **options,
 ):  # fmt: skip
     """Runs a batch under several seeds against the oracle, and looks at what a window left out.
 
@@ -516,7 +553,8 @@ def check(
     window = options.get("sliding_window") if "num_pinned" not in options else None
     options |= dict(scales)
     for seed in seeds:
-        device, buffers = Device(num_workers=num_workers, seed=seed), {} if window else None
+        device = Device(num_workers=num_workers, stages=stages, seed=seed)
+        buffers = {} if window else None
         given = batch if stored is None else stored
         result = run(given, device, loaded=loaded, buffers=buffers, **options)
         if window:
@@ -549,13 +587,16 @@ def test_planted_bug_is_caught(name, planted):
 def battery():
     """Runs that pass every synchronisation of every attention kernel."""
     for dtype, head_dim, page_size in [
-        ("bfloat16", 64, 16), ("float16", 192, 5), ("float32", 64, 16),
+        ("bfloat16", 64, 16), ("float16", 192, 5), ("float32", 128, 16),
     ]:  # fmt: skip
+        rope = tables(100, 20)
         case = Case("battery", 8, 2, head_dim, page_size=page_size)
         q_lens, seq_lens = [1, 1, 0, 1, 2, 1], [270, 1, 5, 0, 33, 64]
         check(make_batch(case, jnp.dtype(dtype), q_lens, seq_lens, num_tokens=9))
         prefill = make_batch(case, jnp.dtype(dtype), [20, 5], [140, 70])
         check(prefill, num_workers=2)  # fewer than prefill units
+        check(make_batch(case, jnp.dtype(dtype), [1, 1, 20], [90, 33, 70]), rope=rope)
+        check(make_batch(case, jnp.dtype(dtype), [1, 1], [270, 33]), stages=1)
     for q_lens, seq_lens in ([1, 1, 2], [270, 1, 33]), ([20, 5], [140, 70]):
         batch = make_batch(Case("battery", 8, 2, 64), jnp.bfloat16, q_lens, seq_lens)
         stored, real, scales = eight_bit(batch, "float8_e4m3fn", "token", np.random.default_rng(0))

@@ -108,7 +108,7 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
     for (int32_t tile = 0; tile < segment.num_tiles; ++tile) {
       const int32_t first_token =
           TileToken<Traits::kTakesTreesAndPins>(args, segment, tile) + warp * kWarpTokens;
-      prim::CpAsyncWait(stages - 2);
+      prim::CpAsyncWait(stages > 1 ? stages - 2 : 0);
       // Every lane's copies into this stage are done, and every lane has read the stage before it.
       prim::SyncWarp();
       loader.Issue(args, range, stage == 0 ? stages - 1 : stage - 1);

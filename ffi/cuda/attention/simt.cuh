@@ -60,8 +60,7 @@ class SimtCta {
         Scores(segment, rows, first_token);
         prim::SyncThreads();  // scores
         Softmax(rows);
-        prim::SyncThreads();  // weights, m, l and keep
-        Values(rows);
+        Values(rows);         // a barrier behind its stage parts weights and keep from their reads
         prim::SyncThreads();  // o; look-ups and weights may be overwritten
       }
       Finish(range, segment, rows);
@@ -296,9 +295,7 @@ class SimtCta {
         Float4 weights[kRows];
         JAX_PAGED_UNROLL
         for (int32_t i = 0; i < kRows; ++i) {
-          const int32_t row = first_row + i * kStep;
-          if (row >= rows.count) continue;
-          weights[i] = prim::Load(Score(row, token).template As<Float4>());
+          weights[i] = prim::Load(Score(first_row + i * kStep, token).template As<Float4>());
         }
         JAX_PAGED_UNROLL
         for (int32_t t = 0; t < 4; ++t) {
@@ -307,7 +304,7 @@ class SimtCta {
           for (int32_t i = 0; i < kRows; ++i) {
             const Float4& of = weights[i];
             const float weight = t == 0 ? of.x : (t == 1 ? of.y : (t == 2 ? of.z : of.w));
-            if (first_row + i * kStep >= rows.count || weight == kNegativeInfinity) continue;
+            if (weight == kNegativeInfinity) continue;  // as of rows beyond the unit's
             sum[i].x = prim::Fma(weight, x.x, sum[i].x);
             sum[i].y = prim::Fma(weight, x.y, sum[i].y);
             sum[i].z = prim::Fma(weight, x.z, sum[i].z);
