@@ -145,8 +145,9 @@ def ancestors(intervals: np.ndarray) -> np.ndarray:
 
 
 def assert_attention_close(
-    out, lse, expected, expected_lse, *, logit_size: float = 1.0, roundings: int = 1
-) -> float:
+    out, lse, expected, expected_lse, *, logit_size: float = 1.0, roundings: int = 1,
+    is_turned: bool = False,
+) -> float:  # fmt: skip
     """Compares with the oracle: tolerances of `TOLERANCES`; rows without a key exactly 0.
 
     Such rows are those where the expected out is 0: their lse is −inf, or their sink.
@@ -155,6 +156,10 @@ def assert_attention_close(
       logit_size: standard deviation of the logits before the softmax, where it is far from 1. Their
         rounding in f32, which is all of an f32 result's error, grows with it.
       roundings: how often a result was rounded to its dtype on its way: half of a tolerance each.
+      is_turned: whether rope was inside attention. Of an element that lies in the middle between
+        two 16-bit numbers, the f32 sums of a kernel decide where it is rounded to. That moves a
+        logit, and a lse where few keys are seen, by a step of the dtype times |q_d k_d| sm_scale,
+        which is 2 logit_size / √head_dim at most for all but one in a hundred.
 
     Returns:
       The largest error, as a share of what is allowed: ≤ 1.
@@ -195,6 +200,8 @@ def assert_attention_close(
     assert peak <= limit, f"largest error {peak:.3g} > {limit:.3g}"
     lse, expected_lse = lse[finite], expected_lse[finite]
     lse_limit = 2e-5 * logit_size + 2e-7 * np.abs(expected_lse)
+    if is_turned:
+        lse_limit = lse_limit + 2 * float(jnp.finfo(dtype).eps) * logit_size / out.shape[-1] ** 0.5
     lse_share = float(np.max(np.abs(lse - expected_lse) / lse_limit, initial=0))
     assert lse_share <= 1, f"lse: the error is {lse_share:.3g} times what is allowed"
     return max(float(shares[worst]), float(peak / limit), lse_share)

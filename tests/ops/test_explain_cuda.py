@@ -66,7 +66,8 @@ def test_shapes_alone_tell_the_kernels(how):
         ({}, "float32", {}, ("simt", "simt")),
         ({"head_dim": 40, "v_head_dim": 24}, "bfloat16", {}, ("decode", "prefill")),
         ({"head_dim": 264}, "bfloat16", {}, ("simt", "simt")),
-        ({}, "float16", {"rope": 64}, ("simt", "simt")),
+        ({}, "float16", {"rope": 64}, ("decode", "prefill")),
+        ({}, "float16", {"rope": 6}, ("simt", "simt")),  # an odd number of angles
         ({}, "float16", {"max_q_len": 1}, ("decode", "decode")),
         ({}, "bfloat16", {"kv": "int8"}, ("decode", "prefill")),
     ],
