@@ -12,9 +12,12 @@ host reads back the tokens that were drawn, nothing else, one step behind: while
 the device works. docs/serving.md tells what is guaranteed.
 """
 
+import functools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,10 +34,11 @@ from ..decoder.stream import Decode, as_searches
 from ..progress import progress_bar
 from .plan import as_page_orders, fill_plan, step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
-from .request import OnTokens, Request, Sampling
+from .renew import checked_weights, copied, copied_into
+from .request import LogProbability, OnTokens, Request, Sampling
 from .scheduler import Feed, Scheduler
 from .speculate import RULES, draft_tree, look_up, look_up_tree
-from .step import FAILED, EngineState, PageOrders, StepPlan, keep, step
+from .step import FAILED, Drawn, EngineState, PageOrders, StepPlan, keep, step
 from .swap import Swapper, chunk_pages
 
 __all__ = ["Engine", "Request"]
@@ -73,6 +77,8 @@ class Engine:
         the model's context. Without prefix cache, drafts and swapping. None = all tokens.
       num_pinned: with a window, the first tokens of each request, which all later ones see (the
         attention sinks of StreamingLLM, Xiao et al., 2023); below the window.
+      logprobs: how many of the likeliest tokens to tell beside the log-probabilities of each new
+        one, in `Request.logprobs`; 0 = those of the new token alone; None = no log-probabilities.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -99,6 +105,7 @@ class Engine:
         swap_pages: int | None = None,
         window: int | None = None,
         num_pinned: int = 0,
+        logprobs: int | None = None,
         progress: bool = True,
     ):
         self._graph, self._params = split_model(model)
@@ -135,6 +142,11 @@ class Engine:
             expect(max_drafts == 0, "max_drafts", "0 with a window", max_drafts)
             expect(not swaps, "preemption", "'recompute' with a window", repr(preemption))
         prefix_cache = window is None if prefix_cache is None else prefix_cache
+        if logprobs is not None:
+            check_count("logprobs", logprobs, 0)
+            few = logprobs <= model.config.vocab_size
+            expect(few, "logprobs", f"at most vocab_size={model.config.vocab_size}", logprobs)
+        self.logprobs = logprobs
         self._window = None if window is None else (int(window), int(num_pinned))
         if pages_per_seq is None:
             pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
@@ -155,8 +167,10 @@ class Engine:
         table = state.table
         self._device = EngineState.create(state, drafter)
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
-        salt = repr((model.config, *dtypes, state.layout))
-        self._cache = PrefixCache(num_pages, page_size, salt) if prefix_cache else None
+        self._salt = repr((model.config, *dtypes, state.layout))
+        self.weight_version = 0  # how often `update_weights` was called
+        self._owns_weights = False
+        self._cache = PrefixCache(num_pages, page_size, self._salt) if prefix_cache else None
         self._scheduler = Scheduler(
             num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
             page_size=page_size, max_tokens=max_tokens, cache=self._cache, swap_pages=swap_pages,
@@ -166,7 +180,7 @@ class Engine:
         self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._num_holds = max_seqs + -(-max_tokens // page_size)
         self._nothing = PageOrders.create(table, self._num_holds)
-        self._flying: deque[tuple[jax.Array, list[Feed]]] = deque()
+        self._flying: deque[tuple[Drawn, list[Feed]]] = deque()
         self._untold: deque[Request] = deque()
         self._num_requests = self.num_steps = self.num_fed = 0
         self.num_drafted = self.num_accepted = 0
@@ -240,6 +254,62 @@ class Engine:
             self._scheduler.add(request)
         return request
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        on_tokens: Callable[[int, int, list[int], str | None], None] | None = None,
+        **options: Any,
+    ) -> list[list[Request]]:
+        """Serves n samples of each prompt, and whatever else the engine has, to the end.
+
+        The samples of a prompt share its full pages where the engine has a prefix cache: the first
+        one computes them, and the others start when it has.
+
+        Args:
+          n: samples of a prompt. Sample j of prompt i draws with draw_index i · n + j, so as
+            `generate` would for prompt i · n + j.
+          on_tokens: called as on_tokens(prompt, sample, new_tokens, reason), by their numbers.
+          options: as for `submit`.
+
+        Returns:
+          The requests, all done: [len(prompts)][n].
+
+        Raises:
+          ValueError: as `submit`; then nothing of this call goes on.
+        """
+        check_count("n", n, 1)
+        made: list[list[Request]] = [[] for _ in prompts]
+
+        def add(i: int) -> None:
+            sample = len(made[i])
+            tell = None
+            if on_tokens is not None:
+                tell = functools.partial(on_tokens, i, sample)
+            made[i].append(
+                self.submit(prompts[i], draw_index=i * n + sample, on_tokens=tell, **options)
+            )
+
+        try:
+            for i in range(len(prompts)):
+                add(i)
+            begun = [False] * len(prompts)
+            while not all(begun):
+                for i, (first, *_) in enumerate(made):
+                    if not begun[i] and (first.is_done or first.fed >= len(first.prompt)):
+                        begun[i] = True
+                        for _ in range(n - 1):
+                            add(i)
+                if not all(begun):
+                    self.step()
+            self.run()
+        except BaseException:
+            for request in chain.from_iterable(made):
+                self.cancel(request)
+            raise
+        return made
+
     def cancel(self, request: Request) -> None:
         """Ends a request; its pages are free before the next step. A done one stays as it is."""
         if not request.is_done:
@@ -293,6 +363,54 @@ class Engine:
         with uninterrupted():
             self._scheduler.clear_cache()
             self._keep()
+
+    def update_weights(
+        self,
+        weights: Any,
+        *,
+        mapping: Callable[[Any], Any] | None = None,
+        running: str = "recompute",
+        copy: bool = True,
+    ) -> None:
+        """Takes new weights between two steps; nothing is compiled again.
+
+        For rollouts inside a training process: the trainer's weights, each time they have changed.
+        Cached pages are those of the old weights and are found no more.
+
+        Args:
+          weights: a model like the engine's own, or a pytree like that of its arrays
+            (`split_model`): of the same structure, shapes and dtypes.
+          mapping: makes such a pytree of `weights`, where a trainer has other names, shapes or
+            dtypes. It is called once, on the device if it is made of jax functions.
+          running: what becomes of requests that have begun. "recompute": they compute K and V anew
+            with the new weights, so that every token from now on has the distribution that the new
+            model gives it. "keep": they go on with what they have, which is cheaper, and no
+            model's distribution.
+          copy: whether arrays are copied, from the second time on into the memory of the copies
+            before, so that a trainer may donate its own. False takes them as they are.
+
+        Raises:
+          ValueError: a leaf is missing, too much, or of another shape or dtype; it is named.
+        """
+        check_choice("running", running, ("recompute", "keep"))
+        given = weights if mapping is None else mapping(weights)
+        params = checked_weights(given, self._graph, self._params)
+        with uninterrupted():
+            while self._flying:  # what they draw is of the old weights
+                self._read_back()
+            if not copy:
+                self._params = params
+            elif self._owns_weights:
+                self._params = copied_into(self._params, params)
+            else:  # those of the caller's model stay
+                self._params = copied(params)
+            self._owns_weights = copy
+            self.weight_version += 1
+            salt = f"{self._salt} weights {self.weight_version}"
+            self._scheduler.renew(salt, recompute=running == "recompute")
+            self._keep()
+        while self._untold:
+            self._untold.popleft().tell()
 
     # Counters
 
@@ -358,7 +476,7 @@ class Engine:
                     step, self._graph, self._params, self._device,
                     StepPlan.create(max_seqs, size), self._drafter_params,
                     max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
-                    branches=self._branches,
+                    branches=self._branches, logprobs=self.logprobs,
                 )  # fmt: skip
                 update()
         self.compile_seconds = time.perf_counter() - start
@@ -411,27 +529,33 @@ class Engine:
 
     def _read_back(self) -> None:
         """Takes the tokens of the oldest step on its way; waits for it."""
-        out, feeds = self._flying.popleft()
-        tokens = np.asarray(out)
+        drawn, feeds = self._flying.popleft()
+        drawn = jax.tree.map(np.asarray, drawn)
+        tokens = drawn.tokens
         if (tokens == FAILED).any():
             raise RuntimeError("engine: a page operation failed that the host had planned")
         for feed in feeds:
             if feed.draws:
-                self._take(feed, tokens)
+                self._take(feed, drawn)
 
-    def _take(self, feed: Feed, tokens: np.ndarray) -> None:
+    def _take(self, feed: Feed, drawn: Drawn) -> None:
         request = feed.request
         request.in_flight -= 1
         if request.is_done:
             return
-        new = [int(token) for token in tokens[feed.row] if token >= 0]
+        new = [int(token) for token in drawn.tokens[feed.row] if token >= 0]
         if feed.drafts:
             wrong = len(feed.drafts) + 1 - len(new)
             self.num_drafted += len(feed.drafts)
             self.num_accepted += len(new) - 1
             if wrong:
                 self._scheduler.cut(request, wrong)
-        request.take(new)
+        told = []
+        if drawn.logprobs is not None:
+            of_row = jax.tree.map(lambda x: x[feed.row].tolist(), drawn.logprobs)
+            for model, own, ids, values in zip(*of_row, strict=True):
+                told.append(LogProbability(model, own, tuple(zip(ids, values, strict=True))))
+        request.take(new, told)
         self._untold.append(request)
         self._scheduler.offer(request)
         if request.is_done:

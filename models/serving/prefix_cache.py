@@ -68,11 +68,22 @@ class PrefixCache:
         self.num_entries = check_size("num_entries", num_entries)
         self.page_size = check_size("page_size", page_size)
         self.counts = CacheCounts()
-        self._root = hashlib.blake2b(repr((salt, page_size)).encode(), digest_size=16).digest()
+        self.salt = salt
         self._entries: dict[int, _Entry] = {}
         self._by_digest: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # without rows, least recent first
         self._unused = list(range(self.num_entries))[::-1]
+
+    @property
+    def salt(self) -> str:
+        """What it was made with, or set to since: then no page of before is found any more."""
+        return self._salt
+
+    @salt.setter
+    def salt(self, salt: str) -> None:
+        self._salt = salt
+        text = repr((salt, self.page_size))
+        self._root = hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     @property
     def num_entries_used(self) -> int:

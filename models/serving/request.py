@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,11 +26,26 @@ class Sampling:
     draw_index: int = 0
 
 
+class LogProbability(NamedTuple):
+    """Natural logarithms of the probabilities of one new token.
+
+    model: under the model's own distribution, the softmax of its logits.
+    drawn: under the one that it was drawn from: after temperature and what else the request asked
+      for. 0 for a greedy token.
+    top: the likeliest tokens in its place, with their `model` ones; the likeliest first.
+    """
+
+    model: float
+    drawn: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
     """One request. `Engine.submit` makes it; read tokens, reason, detail and the counters.
 
     tokens: the new ids so far, without the stop token.
+    logprobs: of each of them, where the engine tells log-probabilities.
     reason: None while it goes on, else "stop_token", "stop_string" (the last tokens hold it),
       "length" (max_new_tokens reached, or the model's context used up), "cancelled" or "refused".
     detail: why it was refused.
@@ -45,6 +60,7 @@ class Request:
     number: int  # in the order of arrival
     on_tokens: OnTokens | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[LogProbability] = dataclasses.field(default_factory=list)
     reason: str | None = None
     detail: str = ""
     num_preemptions: int = 0
@@ -60,6 +76,7 @@ class Request:
     num_told: int = 0  # new tokens that on_tokens has had
     end_told: bool = False
     num_offered: int = 0  # full pages that the cache has been told of
+    is_stale: bool = False  # its pages hold K and V of earlier weights
     # Preempted by swap: its first `swapped` tokens are in host memory, in chunks of pages.
     swapped: int = 0
     chunks: list[Any] = dataclasses.field(default_factory=list)
@@ -95,8 +112,8 @@ class Request:
         new = self.tokens[max(begin - size, 0) : max(end - size, 0)]
         return [*self.prompt[begin:end].tolist(), *new]
 
-    def take(self, new: Sequence[int]) -> None:
-        """Appends drawn tokens, up to the end of the request."""
+    def take(self, new: Sequence[int], logprobs: Sequence[LogProbability] = ()) -> None:
+        """Appends drawn tokens and what is known of them, up to the end of the request."""
         kept = []
         for token in new:
             if token in self.stop_tokens:
@@ -110,6 +127,7 @@ class Request:
                 self.reason = "length"
                 break
         self.tokens.extend(kept)
+        self.logprobs.extend(logprobs[: len(kept)])
 
     def tell(self) -> None:
         """Streams what has not been streamed: new tokens, and the reason at the end."""

@@ -174,7 +174,7 @@ class Scheduler:
 
     def offer(self, request: Request) -> None:
         """Puts the full pages of known tokens into the cache."""
-        if self.cache is None or request.row is None:
+        if self.cache is None or request.row is None or request.is_stale:
             return
         known = min(request.fed, request.num_known)
         full = known // self.page_size
@@ -193,6 +193,26 @@ class Scheduler:
         """Gives up all cached pages that no row uses."""
         if self.cache is not None:
             self._evict(self.cache.num_idle)
+
+    def renew(self, salt: str, *, recompute: bool) -> None:
+        """The model has other weights: what pages hold is no longer what it would compute.
+
+        Args:
+          salt: of the cache from now on.
+          recompute: whether running requests compute K and V anew; else they go on with theirs,
+            which the cache does not get.
+        """
+        for request in list(self.running):
+            if recompute:
+                self._preempt(request, swaps=False)
+            request.is_stale = not recompute
+        for request in (*self.running, *self.waiting):
+            request.digests = []
+        for request in self.waiting:
+            self._drop_swapped(request)
+        self.clear_cache()
+        if self.cache is not None:
+            self.cache.salt = salt
 
     def _drafts(self, request: Request, draft: Draft, most: int) -> tuple[list[int], list[int]]:
         """Guesses, in pages that are free after every running request has got one."""
@@ -291,8 +311,8 @@ class Scheduler:
             self._preempt(victim)
         return not lacks()
 
-    def _preempt(self, request: Request) -> None:
-        need = self._swap_need(request.fed)
+    def _preempt(self, request: Request, *, swaps: bool = True) -> None:
+        need = self._swap_need(request.fed) if swaps and not request.is_stale else 0
         if 0 < need <= self.num_free_swap and request.row is not None:
             self.num_free_swap -= need
             request.swapped = request.fed
@@ -314,6 +334,7 @@ class Scheduler:
         if self.cache is not None:
             self.cache.release([entry for entry in request.columns if entry >= 0])
         request.row, request.columns, request.fed, request.num_offered = None, [], 0, 0
+        request.is_stale = False
 
     def _swap_need(self, tokens: int) -> int:
         """Pages of host memory for so many tokens: whole chunks."""

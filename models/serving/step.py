@@ -10,7 +10,7 @@ so instead of a token.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,14 +162,31 @@ class StepPlan:
         )
 
 
+class LogProbabilities(NamedTuple):
+    """Of the new tokens of a step, in the order in which each row gets them."""
+
+    model: jax.Array  # f32[max_seqs, max_drafts + 1], under the model's own distribution
+    drawn: jax.Array  # the same, under the distribution that was drawn from
+    top_tokens: jax.Array  # i32[max_seqs, max_drafts + 1, count], the likeliest in their place
+    top: jax.Array  # f32, the same, under the model's own distribution
+
+
+class Drawn(NamedTuple):
+    """What the host reads back of a step."""
+
+    tokens: jax.Array  # i32[max_seqs, max_drafts + 1]: the new ones of each row, then -1
+    logprobs: LogProbabilities | None
+
+
 @functools.partial(
-    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule", "branches"),
+    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule", "branches", "logprobs"),
     donate_argnames="device",
 )  # fmt: skip
 def step(
     graph: Graph, params: Any, device: EngineState, plan: StepPlan, drafter_params: Any = None, *,
     max_drafts: int, drafter: Graph = None, rule: str = "same_noise", branches: int = 1,
-) -> tuple[EngineState, jax.Array]:  # fmt: skip
+    logprobs: int | None = None,
+) -> tuple[EngineState, Drawn]:  # fmt: skip
     """Feeds the tokens of a plan to the model and draws the next ones.
 
     A row with drafts draws at the token before them and at each of them. With "same_noise" it keeps
@@ -182,10 +199,11 @@ def step(
         only) and is fed all that the model is fed; None = the drafts are in the plan.
       branches: with more than 1, drafts are the nodes of trees, of which the row's last token is
         the root, and a way through the tree is kept.
+      logprobs: how many likeliest tokens to tell beside the log-probabilities of the new ones;
+        None = no log-probabilities.
 
     Returns:
-      (device, tokens i32[max_seqs, max_drafts + 1]): the new tokens of each row, then -1; all
-      FAILED if the host's plan did not hold.
+      (device, what was drawn); its tokens are all FAILED if the host's plan did not hold.
     """
     state, trees = device.state, branches > 1
     num_rows, size = device.last.shape[0], plan.tokens.shape[0]
@@ -248,6 +266,13 @@ def step(
         table, _, status = state.table.truncate(jnp.where(wrong > 0, rows, -1), wrong)
         statuses.append(status)
         state = state.replace(table=table)
+    told = None
+    if logprobs is not None:
+        places = jnp.broadcast_to(column, number.shape)
+        if trees:
+            parents = jnp.asarray(plan.parents)[number]
+            places = _way_to(leaf, jnp.clip(parents, 0, max_drafts), depth)
+        told = _log_probabilities(logits, samplers, places, drawn, logprobs)
     failed = device.failed | jnp.any(jnp.stack(statuses) != 0) | ~jnp.all(as_planned) | refused
     new = jnp.where((column <= kept[:, None]) & plan.draws[:, None], drawn, -1)
     newest = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
@@ -258,4 +283,33 @@ def step(
         failed=failed,
         drafter=None if pool is None else pool.replace(table=None),
     )
-    return device, jnp.where(failed, jnp.int32(FAILED), new)
+    return device, Drawn(jnp.where(failed, jnp.int32(FAILED), new), told)
+
+
+def _way_to(leaf: jax.Array, parents: jax.Array, depth: jax.Array) -> jax.Array:
+    """i32[rows, nodes]: the nodes on the way from node 0 to the leaf, then the leaf again."""
+    rows = jnp.arange(leaf.shape[0], dtype=jnp.int32)
+    way, node = jnp.broadcast_to(leaf[:, None], parents.shape), leaf
+    for _ in range(parents.shape[1]):
+        way = way.at[rows, depth[rows, node]].set(node, mode="drop")
+        node = parents[rows, node]
+    return way
+
+
+def _log_probabilities(
+    logits: jax.Array, samplers: RowSamplers, places: jax.Array, new: jax.Array, count: int
+) -> LogProbabilities:
+    """Those of tokens new[row, i], which stand behind the logits of places[row, i]."""
+    rows, columns = new.shape
+    own = (jnp.arange(rows, dtype=jnp.int32)[:, None] * columns + places).ravel()
+    logits = logits[own]
+    of_rows = jax.tree.map(lambda x: jnp.asarray(x)[own], samplers)
+    tokens = jnp.maximum(new.ravel(), 0)[:, None]
+    drawn = jnp.log(jnp.take_along_axis(of_rows.probabilities(logits), tokens, axis=-1))
+    every = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    model = jnp.take_along_axis(every, tokens, axis=-1)
+    top, top_tokens = jax.lax.top_k(every, count)
+    return LogProbabilities(
+        model.reshape(new.shape), drawn.reshape(new.shape),
+        top_tokens.astype(jnp.int32).reshape(*new.shape, count), top.reshape(*new.shape, count),
+    )  # fmt: skip

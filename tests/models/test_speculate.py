@@ -72,8 +72,10 @@ def one_step(model):
                 plan.draws[row], plan.made[row] = True, made
                 plan.samplers.seed[row] = seed
                 plan.samplers.temperature[row] = temperature
-            device, tokens = step(graph, params, EngineState.create(state), plan, max_drafts=most)
-            out += [[t for t in new if t >= 0] for new in np.asarray(tokens)[: len(some)].tolist()]
+            device, drawn = step(graph, params, EngineState.create(state), plan, max_drafts=most)
+            out += [
+                [t for t in new if t >= 0] for new in np.asarray(drawn.tokens)[: len(some)].tolist()
+            ]
             lens += np.asarray(device.state.table.seq_lens)[: len(some)].tolist()
             assert not bool(device.failed)
         return out, lens
