@@ -30,16 +30,19 @@ def _attention(row: Row, seed: int, implementation: Any) -> float:
     if row["out_dtype"] is not None:
         more |= {"out_dtype": row["out_dtype"], "out_scale": jnp.float32(0.02 + seed % 7)}
     result = attend(batch, options | more, implementation=implementation)
-    return _compare(result, dense_oracle(real, **options), batch, more)
+    return _compare(result, dense_oracle(real, **options), batch, options | more)
 
 
-def _compare(result, expected, batch: Batch, more: Mapping[str, Any]) -> float:
+def _compare(result, expected, batch: Batch, options: Mapping[str, Any]) -> float:
     out, lse = result
-    if more.get("out_dtype") is None:
-        logit_size = max(1.0, abs(batch.sm_scale) * batch.q.shape[-1] ** 0.5)
-        few = _roundings(out)
-        return assert_attention_close(out, lse, *expected, logit_size=logit_size, roundings=few)
-    dtype, scale = jnp.dtype(more["out_dtype"]), float(more["out_scale"])
+    logit_size = max(1.0, abs(batch.sm_scale) * batch.q.shape[-1] ** 0.5)
+    is_turned = options.get("rope") is not None
+    if options.get("out_dtype") is None:
+        return assert_attention_close(
+            out, lse, *expected, logit_size=logit_size, roundings=_roundings(out),
+            is_turned=is_turned,
+        )  # fmt: skip
+    dtype, scale = jnp.dtype(options["out_dtype"]), float(options["out_scale"])
     info = jnp.finfo(dtype)
     exact = np.clip(expected[0] / scale, -float(info.max), float(info.max))
     got = np.asarray(out).astype(np.float64)
@@ -53,7 +56,8 @@ def _compare(result, expected, batch: Batch, more: Mapping[str, Any]) -> float:
     share = float(np.max(error / np.where(allowed > 0, allowed, 1), initial=0))
     assert not np.isnan(got).any(), "an 8-bit output is NaN"
     assert share <= 1, f"8-bit output: the error is {share:.3g} times what is allowed"
-    assert_attention_close(np.zeros_like(expected[0], "f4"), lse, 0 * expected[0], expected[1])
+    nothing = np.zeros(expected[0].shape, batch.q.dtype)  # out was compared above
+    assert_attention_close(nothing, lse, 0 * expected[0], expected[1], is_turned=is_turned)
     return share
 
 
@@ -106,7 +110,7 @@ def _wild_attention(row: Row, seed: int, implementation: Any) -> float:
     if is_wild("window"):
         options["sliding_window"] = wild(np.full(len(batch.seq_lens), 9), 0.7)
     result = attend(batch, options, implementation=implementation)
-    return _compare(result, dense_oracle(batch, **options), batch, {})
+    return _compare(result, dense_oracle(batch, **options), batch, options)
 
 
 MLA = {
