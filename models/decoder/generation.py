@@ -63,6 +63,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
@@ -88,6 +89,8 @@ def generate(
       temperature: 0 = greedy, the first of the largest logits; else logits are divided by it.
       top_k: draw from the k largest logits; None = all.
       top_p: of those, draw from the fewest tokens whose probability reaches top_p; None = all.
+      min_p: before top_k and top_p, drop tokens less than min_p times as likely as the likeliest
+        one; None = none.
       seed: of the draws, in [0, 2**32). Each prompt has draws of its own, by its place in
         `prompts`.
       stop_tokens: ids that end a row.
@@ -115,7 +118,9 @@ def generate(
     """
     if state is not None:
         expect(kv_dtype == "auto", "kv_dtype", "'auto' with a state, which has its own", kv_dtype)
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+    }  # fmt: skip
     run = _begin(model, prompts, max_new_tokens, options, stop_tokens, state, kv_dtype, chunk)
     run.searches = as_searches(run.texts, stop_strings, decode)
     try:

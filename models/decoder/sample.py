@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the next token: greedy, or drawn after temperature, top-k and top-p."""
+"""Choosing the next token: greedy, or drawn after temperature, min-p, top-k and top-p."""
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +23,11 @@ class Sampler:
     key: jax.Array  # typed PRNG key, a scalar
     temperature: Any  # f32[], > 0 (unused when greedy)
     top_p: Any  # f32[], in (0, 1]
+    min_p: Any  # f32[], in [0, 1]
     greedy: bool = dataclasses.field(metadata={"static": True})
     top_k: int | None = dataclasses.field(metadata={"static": True})
     nucleus: bool = dataclasses.field(metadata={"static": True})  # whether top_p cuts anything off
+    floored: bool = dataclasses.field(metadata={"static": True})  # whether min_p does
 
     @staticmethod
     def create(
@@ -34,6 +35,7 @@ class Sampler:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int = 0,
     ) -> "Sampler":
         """Checks the options and builds a sampler.
@@ -43,19 +45,22 @@ class Sampler:
           top_k: keep the k largest logits (the first ones of equals); None = all.
           top_p: of what top_k left, keep the fewest tokens whose probability reaches top_p, at
             least one; None or 1 = all.
+          min_p: before these, drop tokens less than min_p times as likely as the likeliest one;
+            None or 0 = none.
           seed: an integer in [0, 2**32).
 
         Raises:
           ValueError: an option is out of range.
         """
-        temperature = _number("temperature", temperature, "a finite number >= 0")
-        expect(0 <= temperature < math.inf, "temperature", "a finite number >= 0", temperature)
+        finite = float(np.finfo(np.float32).max)
+        temperature = as_number("temperature", temperature, "a finite number >= 0", 0, finite)
         if top_k is not None:
             top_k = _integer("top_k", top_k)
             expect(top_k >= 1, "top_k", "None or an integer >= 1", top_k)
         if top_p is not None:
-            top_p = _number("top_p", top_p, "None or a number in (0, 1]")
-            expect(0 < top_p <= 1, "top_p", "None or a number in (0, 1]", top_p)
+            top_p = as_number("top_p", top_p, "None or a number in (0, 1]", 5e-324, 1)
+        if min_p is not None:
+            min_p = as_number("min_p", min_p, "None or a number in [0, 1]", 0, 1)
         seed = _integer("seed", seed)
         expect(0 <= seed < 2**32, "seed", "an integer in [0, 2**32)", seed)
         greedy = temperature == 0
@@ -64,9 +69,11 @@ class Sampler:
             # Not below the smallest normal number: a subnormal divisor counts as 0.
             temperature=np.float32(max(temperature, float(jnp.finfo(jnp.float32).tiny))),
             top_p=np.float32(1.0 if top_p is None else top_p),
+            min_p=np.float32(min_p or 0),
             greedy=greedy,
             top_k=None if greedy else top_k,
             nucleus=not greedy and top_p is not None and top_p < 1,
+            floored=not greedy and bool(min_p),
         )
 
     def __call__(
@@ -100,6 +107,8 @@ class Sampler:
         """
         logits = logits.astype(jnp.float32)
         logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.temperature
+        if self.floored:
+            logits = jnp.where(logits < jnp.log(self.min_p), -jnp.inf, logits)
         if self.top_k is None and not self.nucleus:
             return logits, None
         count = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
@@ -127,6 +136,19 @@ class RowSamplers:
     temperature: Any  # f32[rows], 0 = greedy
     top_k: Any  # i32[rows], 0 = all
     top_p: Any  # f32[rows], in (0, 1]
+    min_p: Any  # f32[rows], in [0, 1]
+
+    @staticmethod
+    def create(rows: int) -> "RowSamplers":
+        """Greedy ones, as numpy arrays to fill."""
+        return RowSamplers(
+            seed=np.zeros(rows, np.uint32),
+            draw_index=np.zeros(rows, np.int32),
+            temperature=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+        )
 
     def __call__(
         self, logits: Float[Array, "rows vocab_size"], positions: Int[Array, "rows"]
@@ -177,7 +199,8 @@ class RowSamplers:
     def _scaled(self, logits: jax.Array) -> jax.Array:
         tiny = jnp.finfo(jnp.float32).tiny
         logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-        return logits / jnp.maximum(self.temperature, tiny)[:, None]
+        logits = logits / jnp.maximum(self.temperature, tiny)[:, None]
+        return jnp.where(logits < jnp.log(self.min_p)[:, None], -jnp.inf, logits)
 
     def _is_cut(self) -> jax.Array:
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
@@ -223,11 +246,14 @@ def _fold(key: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, row), position)
 
 
-def _number(name: str, value: Any, expected: str) -> float:
+def as_number(name: str, value: Any, expected: str, least: float, most: float) -> float:
+    """A number in [least, most]; `expected` says so to whom it concerns."""
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name}: expected {expected}, got {value!r}") from None
+    expect(least <= number <= most, name, expected, number)
+    return number
 
 
 def _integer(name: str, value: Any) -> int:

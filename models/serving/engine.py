@@ -15,11 +15,12 @@ the device works. docs/serving.md tells what is guaranteed.
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_paged._start.interrupt import uninterrupted
@@ -32,13 +33,25 @@ from ..decoder.protocol import Model, split_model
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..progress import progress_bar
+from .logit_edits import EditOptions, everything, memory_of
 from .plan import as_page_orders, fill_plan, step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
 from .renew import checked_weights, copied, copied_into
 from .request import LogProbability, OnTokens, Request, Sampling
 from .scheduler import Feed, Scheduler
 from .speculate import RULES, draft_tree, look_up, look_up_tree
-from .step import FAILED, Drawn, EngineState, PageOrders, StepPlan, keep, step
+from .step import (
+    FAILED,
+    Drawn,
+    EngineState,
+    LogProbabilities,
+    PageOrders,
+    StepPlan,
+    keep,
+    remember,
+    step,
+)
+from .structured import Constraint
 from .swap import Swapper, chunk_pages
 
 __all__ = ["Engine", "Request"]
@@ -79,6 +92,8 @@ class Engine:
         attention sinks of StreamingLLM, Xiao et al., 2023); below the window.
       logprobs: how many of the likeliest tokens to tell beside the log-probabilities of each new
         one, in `Request.logprobs`; 0 = those of the new token alone; None = no log-probabilities.
+      prompt_logprobs: whether requests may ask for the log-probabilities of their prompts. Steps
+        that tell them compute the logits of max_tokens tokens, by a program of their own.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -106,6 +121,7 @@ class Engine:
         window: int | None = None,
         num_pinned: int = 0,
         logprobs: int | None = None,
+        prompt_logprobs: bool = False,
         progress: bool = True,
     ):
         self._graph, self._params = split_model(model)
@@ -146,7 +162,7 @@ class Engine:
             check_count("logprobs", logprobs, 0)
             few = logprobs <= model.config.vocab_size
             expect(few, "logprobs", f"at most vocab_size={model.config.vocab_size}", logprobs)
-        self.logprobs = logprobs
+        self.logprobs, self.prompt_logprobs = logprobs, bool(prompt_logprobs)
         self._window = None if window is None else (int(window), int(num_pinned))
         if pages_per_seq is None:
             pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
@@ -165,7 +181,8 @@ class Engine:
             if draft_branches > 1:
                 _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         table = state.table
-        self._device = EngineState.create(state, drafter)
+        self._device = EngineState.create(state, model.config.vocab_size, drafter)
+        self._all_tokens = jnp.asarray(everything(max_seqs, model.config.vocab_size))
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
         self.weight_version = 0  # how often `update_weights` was called
@@ -197,11 +214,19 @@ class Engine:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int = 0,
         draw_index: int = 0,
+        logit_bias: Mapping[int, float] | None = None,
+        banned_tokens: Sequence[int] = (),
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        constraint: Constraint | None = None,
         stop_tokens: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         decode: Decode | None = None,
+        prompt_logprobs: bool = False,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> Request:
@@ -209,8 +234,20 @@ class Engine:
 
         Args:
           prompt: token ids, at least one.
-          max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, stop_strings, decode: as
-            for `generate`, which gives the same tokens to its prompt number `draw_index`.
+          max_new_tokens, temperature, top_k, top_p, min_p, seed, stop_tokens, stop_strings, decode:
+            as for `generate`, which gives the same tokens to its prompt number `draw_index`.
+          logit_bias: what is added to the logits of these tokens; −inf bans one.
+          banned_tokens: tokens that never come.
+          repetition_penalty: r in [0.01, 100]. Logits of tokens that prompt or new tokens hold are
+            divided by r where they are positive, else multiplied; None or 1 = none.
+          presence_penalty, frequency_penalty: subtracted from the logit of a token once if it is
+            among the new tokens, and for each time that it is; None or 0 = none.
+          constraint: what form the new text must have (`json_schema`, `regex`). The text ends with
+            "complete" where nothing can follow it, or with the tokenizer's token for the end. A
+            request with one has no drafts, and while it runs the engine waits for each step.
+          prompt_logprobs: tells the log-probabilities of the prompt's own tokens, too, in
+            `Request.prompt_logprobs`; max_new_tokens may be 0. The prompt is then computed whole,
+            whatever the prefix cache has.
           priority: higher goes first, and may preempt lower.
           on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
             a reason (None before) at the end.
@@ -225,16 +262,31 @@ class Engine:
         vocab_size = self.config.vocab_size
         text = as_tokens("prompt", prompt, vocab_size)
         check_count("max_new_tokens", max_new_tokens, 0)
-        Sampler.create(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        sampling = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        Sampler.create(temperature=temperature, seed=seed, **sampling)
         check_count("draw_index", draw_index, 0)
+        edits = EditOptions.create(
+            vocab_size, logit_bias=logit_bias, banned_tokens=banned_tokens,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+        )  # fmt: skip
+        can = self.prompt_logprobs or not prompt_logprobs
+        expect(can, "prompt_logprobs", "False, or an engine with prompt_logprobs=True", True)
+        matcher = None if constraint is None else constraint.start(vocab_size)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
         (search,) = as_searches([text.tolist()], stop_strings, decode)
         request = Request(
             prompt=text,
             limit=min(max_new_tokens, max(self.config.context_length - len(text), 0)),
-            stop_tokens=frozenset(ids.tolist()),
+            stop_tokens=frozenset(ids.tolist()) | (matcher.eos_tokens if matcher else frozenset()),
             search=search,
-            sampling=Sampling(float(temperature), top_k, top_p, int(seed), int(draw_index)),
+            sampling=Sampling(
+                float(temperature), **sampling, seed=int(seed), draw_index=draw_index
+            ),
+            edits=edits,
+            matcher=matcher,
+            tells_prompt=bool(prompt_logprobs),
+            prompt_logprobs=[None] * len(text) if prompt_logprobs else [],
             priority=int(priority),
             number=self._num_requests,
             on_tokens=on_tokens,
@@ -248,7 +300,7 @@ class Engine:
         elif need > most:
             what = f"{len(text)} prompt and {request.limit} new tokens need {need} pages"
             self._end(request, "refused", f"{what}, a request can have {most}")
-        elif request.limit == 0:
+        elif request.limit == 0 and not request.tells_prompt:
             self._end(request, "length")
         else:
             self._scheduler.add(request)
@@ -335,12 +387,18 @@ class Engine:
             self._keep()
             if feeds:
                 self._dispatch(feeds)
-            due = len(self._flying) - (self.ahead if feeds else 0)
+            due = len(self._flying) - (self._ahead if feeds else 0)
             for _ in range(due):
                 self._read_back()
         while self._untold:
             self._untold.popleft().tell()
         return bool(feeds) or due > 0 or not self.is_idle
+
+    @property
+    def _ahead(self) -> int:
+        """Steps that may be on their way: none where what may come depends on what has come."""
+        waits = any(request.matcher is not None for request in self._scheduler.running)
+        return 0 if waits else self.ahead
 
     def run(self) -> None:
         """Steps until every request is done."""
@@ -464,19 +522,27 @@ class Engine:
     def _compile(self, max_seqs: int, progress: bool, swaps: bool) -> None:
         start, table = time.perf_counter(), self._device.state.table
         self._steps = {}
-        count = len(self._sizes) + 1 + swaps
+        count = len(self._sizes) + 2 + swaps + self.prompt_logprobs
+        vocab = self.config.vocab_size
         with progress_bar(count, "compiling", "programs", shown=progress) as update:
             self._keep_program = compiled(keep, self._device, self._nothing, window=self._window)
+            update()
+            self._remember = compiled(
+                remember, self._device, np.int32(0), np.zeros(vocab, np.int32),
+                np.zeros(vocab, np.float32),
+            )  # fmt: skip
             update()
             if swaps:
                 self._swapper = Swapper(self._device, table.pages_per_seq)
                 update()
-            for size in self._sizes:
-                self._steps[size] = compiled(
+            programs = [(size, False) for size in self._sizes]
+            programs += [(self._sizes[-1], True)] if self.prompt_logprobs else []
+            for size, scores in programs:
+                self._steps[size, scores] = compiled(
                     step, self._graph, self._params, self._device,
-                    StepPlan.create(max_seqs, size), self._drafter_params,
+                    StepPlan.create(max_seqs, size, self._all_tokens), self._drafter_params,
                     max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
-                    branches=self._branches, logprobs=self.logprobs,
+                    branches=self._branches, logprobs=self.logprobs, scores=scores,
                 )  # fmt: skip
                 update()
         self.compile_seconds = time.perf_counter() - start
@@ -507,6 +573,12 @@ class Engine:
             holds, releases, evictions = [], [], evictions[size:]
         if holds or releases or evictions or adoptions:
             self._send_orders(as_page_orders(self._nothing, holds, releases, evictions, adoptions))
+        for request in orders.starts:
+            if request.edits.is_active:
+                seen, bias = memory_of(
+                    request.edits, self.config.vocab_size, request.prompt, request.tokens
+                )
+                self._device = self._remember(self._device, np.int32(request.row), seen, bias)
         for row, begin, chunks in orders.swap_ins:
             assert self._swapper is not None
             self._device = self._swapper.back(self._device, row, begin, chunks)
@@ -517,9 +589,12 @@ class Engine:
     def _dispatch(self, feeds: list[Feed]) -> None:
         feeds.sort(key=lambda feed: feed.row)
         num_tokens = sum(feed.num_tokens for feed in feeds)
-        size = next(size for size in self._sizes if size >= num_tokens)
-        plan = fill_plan(feeds, self._nothing.release_rows.shape[0], size)
-        self._device, out = self._steps[size](
+        scores = any(feed.request.is_told_of_prompt for feed in feeds)
+        least = self._sizes[-1] if scores else num_tokens
+        size = next(size for size in self._sizes if size >= least)
+        max_seqs = self._nothing.release_rows.shape[0]
+        plan = fill_plan(feeds, max_seqs, size, self._all_tokens)
+        self._device, out = self._steps[size, scores](
             self._params, self._device, plan, self._drafter_params
         )
         self._scheduler.dispatched(feeds)
@@ -534,9 +609,22 @@ class Engine:
         tokens = drawn.tokens
         if (tokens == FAILED).any():
             raise RuntimeError("engine: a page operation failed that the host had planned")
+        if drawn.prompt is not None:
+            self._take_prompts(feeds, drawn.prompt)
         for feed in feeds:
             if feed.draws:
                 self._take(feed, drawn)
+
+    def _take_prompts(self, feeds: list[Feed], told: LogProbabilities) -> None:
+        """Takes the log-probabilities of prompts that a step has fed."""
+        end = 0
+        for feed in feeds:
+            request, start, end = feed.request, end, end + feed.num_tokens
+            if request.tells_prompt:
+                count = min(feed.count, len(request.prompt) - 1 - feed.begin)
+                for i in range(max(count, 0)):
+                    known = _log_probability(told, start + i)
+                    request.prompt_logprobs[feed.begin + i + 1] = known
 
     def _take(self, feed: Feed, drawn: Drawn) -> None:
         request = feed.request
@@ -552,11 +640,15 @@ class Engine:
                 self._scheduler.cut(request, wrong)
         told = []
         if drawn.logprobs is not None:
-            of_row = jax.tree.map(lambda x: x[feed.row].tolist(), drawn.logprobs)
-            for model, own, ids, values in zip(*of_row, strict=True):
-                told.append(LogProbability(model, own, tuple(zip(ids, values, strict=True))))
+            told = [_log_probability(drawn.logprobs, (feed.row, i)) for i in range(len(new))]
         request.take(new, told)
         self._untold.append(request)
         self._scheduler.offer(request)
         if request.is_done:
             self._scheduler.remove(request)
+
+
+def _log_probability(told: LogProbabilities, at: Any) -> LogProbability:
+    """What was told of the token in one place."""
+    model, drawn, ids, values = (x[at].tolist() for x in told)
+    return LogProbability(model, drawn, tuple(zip(ids, values, strict=True)))

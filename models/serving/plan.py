@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from ..decoder.steps import chunk_size
+from .logit_edits import ALL
 from .scheduler import Feed
 from .step import PageOrders, StepPlan
 
@@ -33,10 +34,17 @@ def as_page_orders(nothing: PageOrders, holds, releases, evictions, adoptions) -
     return filled
 
 
-def fill_plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
-    """The feeds, in the order of their rows, as a step of `size` tokens takes them."""
-    plan = StepPlan.create(max_seqs, size)
-    samplers, end = plan.samplers, 0
+def fill_plan(feeds: list[Feed], max_seqs: int, size: int, all_tokens: jax.Array) -> StepPlan:
+    """The feeds, in the order of their rows, as a step of `size` tokens takes them.
+
+    Args:
+      all_tokens: the mask of a step in which no row has a constraint.
+    """
+    mask = all_tokens
+    if any(feed.draws and feed.request.matcher is not None for feed in feeds):
+        mask = np.full(all_tokens.shape, ALL, np.uint32)
+    plan = StepPlan.create(max_seqs, size, mask)
+    samplers, edits, end = plan.samplers, plan.edits, 0
     for feed in feeds:
         request, row = feed.request, feed.row
         known = request.known(request.fed, min(request.fed + feed.count, request.num_known))
@@ -46,6 +54,9 @@ def fill_plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
         if feed.parents:  # node 0 is the token that exists
             nodes = [-1, *(parent + 1 for parent in feed.parents)]
             plan.parents[end : end + len(ids)] = nodes
+        if request.is_told_of_prompt:
+            behind = request.prompt[request.fed + 1 : request.fed + feed.count + 1]
+            plan.targets[end : end + len(behind)] = behind
         end += len(ids)
         plan.q_lens[row], plan.num_drafts[row] = len(ids), len(feed.drafts)
         plan.lengths[row], plan.draws[row] = request.fed, feed.draws
@@ -55,4 +66,12 @@ def fill_plan(feeds: list[Feed], max_seqs: int, size: int) -> StepPlan:
         samplers.temperature[row] = sampling.temperature
         samplers.top_k[row] = sampling.top_k or 0
         samplers.top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
+        samplers.min_p[row] = sampling.min_p or 0
+        if feed.draws and (request.edits.is_active or request.matcher is not None):
+            edits.active[row] = True
+            edits.repetition[row] = request.edits.repetition
+            edits.presence[row] = request.edits.presence
+            edits.frequency[row] = request.edits.frequency
+            if request.matcher is not None:
+                request.matcher.allow(mask[row])
     return plan

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..decoder.stream import TextStream
+from .logit_edits import EditOptions
+from .structured import Matcher
 
 OnTokens = Callable[[list[int], str | None], None]
 
@@ -22,6 +24,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int = 0
     draw_index: int = 0
 
@@ -30,8 +33,8 @@ class LogProbability(NamedTuple):
     """Natural logarithms of the probabilities of one new token.
 
     model: under the model's own distribution, the softmax of its logits.
-    drawn: under the one that it was drawn from: after temperature and what else the request asked
-      for. 0 for a greedy token.
+    drawn: under the one that it was drawn from: after biases, penalties, a constraint, temperature
+      and what else the request asked for. 0 for a greedy token.
     top: the likeliest tokens in its place, with their `model` ones; the likeliest first.
     """
 
@@ -46,9 +49,13 @@ class Request:
 
     tokens: the new ids so far, without the stop token.
     logprobs: of each of them, where the engine tells log-probabilities.
+    prompt_logprobs: of each token of the prompt, where the request asks for them: None for the
+      first one, behind which there is nothing, and for those that are not computed yet.
     reason: None while it goes on, else "stop_token", "stop_string" (the last tokens hold it),
-      "length" (max_new_tokens reached, or the model's context used up), "cancelled" or "refused".
-    detail: why it was refused.
+      "complete" (the constraint is met, and nothing can follow), "length" (max_new_tokens reached,
+      or the model's context used up), "no_token" (every token is banned or not allowed by the
+      constraint), "cancelled" or "refused".
+    detail: why it was refused, or why there is no token.
     """
 
     prompt: np.ndarray  # i32[n]
@@ -59,6 +66,10 @@ class Request:
     priority: int
     number: int  # in the order of arrival
     on_tokens: OnTokens | None = None
+    edits: EditOptions = dataclasses.field(default_factory=EditOptions)
+    matcher: Matcher | None = None  # of a constraint
+    tells_prompt: bool = False  # whether log-probabilities of the prompt are asked for
+    prompt_logprobs: list[LogProbability | None] = dataclasses.field(default_factory=list)
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[LogProbability] = dataclasses.field(default_factory=list)
     reason: str | None = None
@@ -103,8 +114,13 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Draws that may still be asked for."""
-        return self.limit - len(self.tokens) - self.in_flight
+        """Draws that may still be asked for; one that only asks of its prompt drops its draw."""
+        return max(self.limit, int(self.tells_prompt)) - len(self.tokens) - self.in_flight
+
+    @property
+    def is_told_of_prompt(self) -> bool:
+        """Whether what it feeds next tells of tokens of its prompt."""
+        return self.tells_prompt and self.fed < len(self.prompt) - 1
 
     def known(self, begin: int, end: int) -> list[int]:
         """Known tokens begin … end − 1."""
@@ -116,16 +132,28 @@ class Request:
         """Appends drawn tokens and what is known of them, up to the end of the request."""
         kept = []
         for token in new:
+            if self.limit == 0:
+                self.reason = "length"
+                break
             if token in self.stop_tokens:
                 self.reason = "stop_token"
                 break
             kept.append(token)
+            if self.matcher is not None:
+                self.matcher.advance(token)
             if self.search is not None and self.search.is_stopped_by(token):
                 self.reason = "stop_string"
+                break
+            if self.matcher is not None and self.matcher.is_complete:
+                self.reason = "complete"
                 break
             if len(self.tokens) + len(kept) == self.limit:
                 self.reason = "length"
                 break
+        if not new:
+            self.reason, self.detail = "no_token", "no token is left to draw from"
+            if self.matcher is not None and self.matcher.error:
+                self.detail = f"constraint: {self.matcher.error}"
         self.tokens.extend(kept)
         self.logprobs.extend(logprobs[: len(kept)])
 

@@ -40,6 +40,7 @@ class Feed:
     drafts: list[int]
     draws: bool  # whether a token is drawn behind them
     parents: list[int] = dataclasses.field(default_factory=list)  # of guesses that make a tree
+    begin: int = 0  # the place of its first token in the request's text, once it is dispatched
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +56,7 @@ class Orders:
     evictions: list[int] = dataclasses.field(default_factory=list)
     # row, cache entries, tokens to reserve room for behind them, tokens of those to swap in
     adoptions: list[tuple[int, list[int], int, int]] = dataclasses.field(default_factory=list)
+    starts: list[Request] = dataclasses.field(default_factory=list)  # those of the adoptions
     swap_outs: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # and its row
     # row, its first column that is not the cache's, its chunks
     swap_ins: list[tuple[int, int, list[Any]]] = dataclasses.field(default_factory=list)
@@ -141,7 +143,7 @@ class Scheduler:
             if not self._grow(request, request.fed + 1):
                 continue
             drafts, parents = [], []
-            if draft is not None and request.in_flight == 0:
+            if draft is not None and request.in_flight == 0 and request.matcher is None:
                 most = min(max_drafts, request.num_left - 1)
                 drafts, parents = self._drafts(request, draft, most)
             feeds.append(Feed(request, row, 1, drafts, True, parents))
@@ -161,6 +163,7 @@ class Scheduler:
     def dispatched(self, feeds: list[Feed]) -> None:
         """A step with these feeds has gone to the device."""
         for feed in feeds:
+            feed.begin = feed.request.fed
             feed.request.fed += feed.num_tokens
             feed.request.in_flight += feed.draws
             self.offer(feed.request)
@@ -274,6 +277,7 @@ class Scheduler:
         # With a window a chunk gets its pages in its own step, where others become free.
         rest = request.num_known - cached if self._window_pages is None else 0
         self.orders.adoptions.append((request.row, list(entries), rest, swapped))
+        self.orders.starts.append(request)
         if swapped:
             self.orders.swap_ins.append((request.row, len(entries), request.chunks))
             self.num_swapped_in += 1
@@ -285,8 +289,11 @@ class Scheduler:
         return True
 
     def _match(self, request: Request) -> list[int]:
-        """The cache entries that the request can start with: at least one token is left to feed."""
-        if self.cache is None:
+        """The cache entries that the request can start with: at least one token is left to feed.
+
+        Pages of the cache cannot tell what the model thinks of the tokens in them.
+        """
+        if self.cache is None or request.tells_prompt:
             return []
         tokens = request.known(0, request.num_known)
         request.digests = self.cache.digests(tokens, request.digests)

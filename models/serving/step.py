@@ -22,6 +22,7 @@ from jax_paged.cache.trees import NO_TREE
 
 from ..decoder.protocol import Graph, run_model
 from ..decoder.sample import RowSamplers
+from .logit_edits import LogitEdits, TokenMemory, ways
 from .speculate import propose, reject, walk_tree
 
 FAILED = -2  # in place of a token: a verb refused what the host had planned
@@ -36,10 +37,11 @@ class EngineState:
     last: jax.Array  # i32[max_seqs], the token that each row drew last
     entry_pages: jax.Array  # i32[num_pages], the page of each cache entry
     failed: jax.Array  # bool[]
+    memory: TokenMemory
     drafter: KVState | None = None  # a draft model's pages, under the page ids of the same table
 
     @staticmethod
-    def create(state: KVState, drafter: KVState | None = None) -> "EngineState":
+    def create(state: KVState, vocab_size: int, drafter: KVState | None = None) -> "EngineState":
         """Takes empty states over; of the draft model's only the pages."""
         if drafter is not None:
             drafter = drafter.replace(table=None)
@@ -49,6 +51,7 @@ class EngineState:
             last=jnp.zeros(state.table.max_seqs, jnp.int32),
             entry_pages=jnp.full(state.table.num_pages, -1, jnp.int32),
             failed=jnp.zeros((), jnp.bool_),
+            memory=TokenMemory.create(state.table.max_seqs, vocab_size),
         )
 
 
@@ -124,6 +127,12 @@ def keep(
     )
 
 
+@functools.partial(jax.jit, donate_argnames="device")
+def remember(device: EngineState, row: jax.Array, seen: jax.Array, bias: jax.Array) -> EngineState:
+    """A request that edits logits starts in a row (`TokenMemory.begin`)."""
+    return dataclasses.replace(device, memory=device.memory.begin(row, seen, bias))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
@@ -137,11 +146,13 @@ class StepPlan:
     num_drafts: np.ndarray  # i32[max_seqs], how many of its tokens are guesses, at its end
     parents: np.ndarray  # i32[T], of the nodes of draft trees (`step`), else NO_TREE
     made: np.ndarray  # i32[max_seqs], new tokens so far: the position of the draw
+    targets: np.ndarray  # i32[T], the token behind each whose probability is asked for, else -1
     samplers: RowSamplers
+    edits: LogitEdits
 
     @staticmethod
-    def create(max_seqs: int, num_tokens: int) -> "StepPlan":
-        """One that feeds nothing, for up to T = num_tokens tokens."""
+    def create(max_seqs: int, num_tokens: int, mask: Any) -> "StepPlan":
+        """One that feeds nothing, for up to T = num_tokens tokens; mask: of `LogitEdits`."""
         zeros = np.zeros(max_seqs, np.int32)
         return StepPlan(
             tokens=np.zeros(num_tokens, np.int32),
@@ -152,13 +163,9 @@ class StepPlan:
             num_drafts=zeros.copy(),
             parents=np.full(num_tokens, NO_TREE, np.int32),
             made=zeros.copy(),
-            samplers=RowSamplers(
-                seed=np.zeros(max_seqs, np.uint32),
-                draw_index=zeros.copy(),
-                temperature=np.zeros(max_seqs, np.float32),
-                top_k=zeros.copy(),
-                top_p=np.ones(max_seqs, np.float32),
-            ),
+            targets=np.full(num_tokens, -1, np.int32),
+            samplers=RowSamplers.create(max_seqs),
+            edits=LogitEdits.create(max_seqs, mask),
         )
 
 
@@ -176,16 +183,17 @@ class Drawn(NamedTuple):
 
     tokens: jax.Array  # i32[max_seqs, max_drafts + 1]: the new ones of each row, then -1
     logprobs: LogProbabilities | None
+    prompt: LogProbabilities | None  # of StepPlan.targets: [T] in place of [max_seqs, …]
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "max_drafts", "drafter", "rule", "branches", "logprobs"),
-    donate_argnames="device",
+    jax.jit, donate_argnames="device",
+    static_argnames=("graph", "max_drafts", "drafter", "rule", "branches", "logprobs", "scores"),
 )  # fmt: skip
 def step(
     graph: Graph, params: Any, device: EngineState, plan: StepPlan, drafter_params: Any = None, *,
     max_drafts: int, drafter: Graph = None, rule: str = "same_noise", branches: int = 1,
-    logprobs: int | None = None,
+    logprobs: int | None = None, scores: bool = False,
 ) -> tuple[EngineState, Drawn]:  # fmt: skip
     """Feeds the tokens of a plan to the model and draws the next ones.
 
@@ -201,6 +209,8 @@ def step(
         the root, and a way through the tree is kept.
       logprobs: how many likeliest tokens to tell beside the log-probabilities of the new ones;
         None = no log-probabilities.
+      scores: whether the log-probabilities of the plan's targets are told, too: this program then
+        computes the logits of all tokens.
 
     Returns:
       (device, what was drawn); its tokens are all FAILED if the host's plan did not hold.
@@ -234,7 +244,16 @@ def step(
         nothing = jnp.zeros(1, jnp.int32)
         _, pool = run_model(drafter, drafter_params, tokens, batch, pool, logit_rows=nothing)
 
-    logits, state = run_model(graph, params, tokens, batch, state, logit_rows=number.ravel())
+    wanted = jnp.arange(size, dtype=jnp.int32) if scores else number.ravel()
+    logits, state = run_model(graph, params, tokens, batch, state, logit_rows=wanted)
+    of_prompt = None
+    if scores:
+        of_prompt = _scores(logits, jnp.asarray(plan.targets), logprobs or 0)
+        logits = logits[number.ravel()]
+    own_logits = logits
+    nodes = jnp.where(column <= plan.num_drafts[:, None], tokens[number], -1)
+    tree = jnp.asarray(plan.parents)[number] if trees else None
+    logits, stuck = plan.edits(logits, device.memory, ways(nodes, tree))
     samplers = jax.tree.map(lambda x: jnp.repeat(x, max_drafts + 1), plan.samplers)
     depth = batch.positions[number] - batch.positions[number[:, :1]] if trees else column
     drawn = samplers(logits, (made[:, None] + depth).ravel()).reshape(number.shape)
@@ -272,18 +291,21 @@ def step(
         if trees:
             parents = jnp.asarray(plan.parents)[number]
             places = _way_to(leaf, jnp.clip(parents, 0, max_drafts), depth)
-        told = _log_probabilities(logits, samplers, places, drawn, logprobs)
+        told = _log_probabilities(own_logits, logits, samplers, places, drawn, logprobs)
     failed = device.failed | jnp.any(jnp.stack(statuses) != 0) | ~jnp.all(as_planned) | refused
-    new = jnp.where((column <= kept[:, None]) & plan.draws[:, None], drawn, -1)
+    draws = plan.draws & ~stuck.reshape(number.shape)[:, 0]
+    new = jnp.where((column <= kept[:, None]) & draws[:, None], drawn, -1)
+    counts = plan.edits.active & draws
     newest = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
     device = dataclasses.replace(
         device,
         state=state,
         last=jnp.where(plan.draws, newest, device.last),
         failed=failed,
+        memory=device.memory.add(new, counts),
         drafter=None if pool is None else pool.replace(table=None),
     )
-    return device, Drawn(jnp.where(failed, jnp.int32(FAILED), new), told)
+    return device, Drawn(jnp.where(failed, jnp.int32(FAILED), new), told, of_prompt)
 
 
 def _way_to(leaf: jax.Array, parents: jax.Array, depth: jax.Array) -> jax.Array:
@@ -297,19 +319,27 @@ def _way_to(leaf: jax.Array, parents: jax.Array, depth: jax.Array) -> jax.Array:
 
 
 def _log_probabilities(
-    logits: jax.Array, samplers: RowSamplers, places: jax.Array, new: jax.Array, count: int
-) -> LogProbabilities:
-    """Those of tokens new[row, i], which stand behind the logits of places[row, i]."""
+    own_logits: jax.Array, logits: jax.Array, samplers: RowSamplers, places: jax.Array,
+    new: jax.Array, count: int,
+) -> LogProbabilities:  # fmt: skip
+    """Those of tokens new[row, i], which stand behind the logits of places[row, i].
+
+    Args:
+      own_logits, logits: of the model, and as the requests have edited them.
+    """
     rows, columns = new.shape
     own = (jnp.arange(rows, dtype=jnp.int32)[:, None] * columns + places).ravel()
-    logits = logits[own]
     of_rows = jax.tree.map(lambda x: jnp.asarray(x)[own], samplers)
-    tokens = jnp.maximum(new.ravel(), 0)[:, None]
-    drawn = jnp.log(jnp.take_along_axis(of_rows.probabilities(logits), tokens, axis=-1))
+    tokens = jnp.maximum(new.ravel(), 0)
+    drawn = of_rows.probabilities(logits[own])
+    drawn = jnp.log(jnp.take_along_axis(drawn, tokens[:, None], axis=-1)[:, 0])
+    scores = _scores(own_logits[own], tokens, count)._replace(drawn=drawn)
+    return LogProbabilities(*(x.reshape(*new.shape, *x.shape[1:]) for x in scores))
+
+
+def _scores(logits: jax.Array, tokens: jax.Array, count: int) -> LogProbabilities:
+    """Of tokens[i] under logits[i], and of the likeliest in its place."""
     every = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    model = jnp.take_along_axis(every, tokens, axis=-1)
+    model = jnp.take_along_axis(every, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     top, top_tokens = jax.lax.top_k(every, count)
-    return LogProbabilities(
-        model.reshape(new.shape), drawn.reshape(new.shape),
-        top_tokens.astype(jnp.int32).reshape(*new.shape, count), top.reshape(*new.shape, count),
-    )  # fmt: skip
+    return LogProbabilities(model, model, top_tokens.astype(jnp.int32), top)

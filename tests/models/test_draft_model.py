@@ -50,6 +50,7 @@ def samplers(rows, **changes):
         "seed": np.arange(rows, dtype=np.uint32), "draw_index": np.zeros(rows, np.int32),
         "temperature": np.ones(rows, np.float32), "top_k": np.zeros(rows, np.int32),
         "top_p": np.ones(rows, np.float32),
+        "min_p": np.zeros(rows, np.float32),
     }  # fmt: skip
     return RowSamplers(**options | changes)
 

@@ -129,6 +129,7 @@ def test_rejection_in_trees_gives_the_models_distribution():
         seed=np.arange(rows, dtype=np.uint32), draw_index=np.zeros(rows, np.int32),
         temperature=np.ones(rows, np.float32), top_k=np.zeros(rows, np.int32),
         top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
     )  # fmt: skip
     leaf, new, kept = jax.device_get(
         jax.jit(reject, static_argnames="branches")(
@@ -173,6 +174,7 @@ def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter, rule):
         seed=np.arange(4, dtype=np.uint32), draw_index=np.zeros(4, np.int32),
         temperature=np.array([0, 1, 1.5, 1], np.float32), top_k=np.array([0, 0, 6, 0], np.int32),
         top_p=np.ones(4, np.float32),
+        min_p=np.zeros(4, np.float32),
     )  # fmt: skip
     graph, params = nnx.split(drafter)
     state = create_state(

@@ -15,7 +15,7 @@ def device_and_orders():
         num_layers=1, num_pages=6, page_size=4, num_kv_heads=1, head_dim=8, max_seqs=3,
         pages_per_seq=3, dtype="float32", windows=True,
     )  # fmt: skip
-    return EngineState.create(state), PageOrders.create(state.table, 4)
+    return EngineState.create(state, 5), PageOrders.create(state.table, 4)
 
 
 def test_orders_that_fit_are_carried_out():

@@ -41,6 +41,7 @@ def expected_of(model, request):
     samplers = RowSamplers(
         seed=np.uint32([0]), draw_index=np.int32([0]), temperature=np.float32([of.temperature]),
         top_k=np.int32([of.top_k or 0]), top_p=np.float32([1.0 if of.top_p is None else of.top_p]),
+        min_p=np.float32([0]),
     )  # fmt: skip
     each = np.arange(len(logits)), np.asarray(request.tokens)
     every = np.asarray(jax.nn.log_softmax(logits, axis=-1))

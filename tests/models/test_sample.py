@@ -165,6 +165,7 @@ def test_ranked_draws_are_the_draws_without_those_before_them():
         seed=np.arange(rows, dtype=np.uint32), draw_index=np.zeros(rows, np.int32),
         temperature=np.array([0, 1, 0.7] * (rows // 3), np.float32),
         top_k=np.array([0, 0, 5] * (rows // 3), np.int32), top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
     )  # fmt: skip
     positions = np.arange(rows, dtype=np.int32)
     draw = jax.jit(RowSamplers.ranked, static_argnums=3)

@@ -12,6 +12,7 @@ from jax_paged.models import Decoder, generate, score
 from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
+from jax_paged.models.serving.logit_edits import everything
 from jax_paged.models.serving.speculate import look_up, look_up_tree, walk_tree
 from jax_paged.models.serving.step import EngineState, StepPlan, step
 from jax_paged.models.testing import small_config
@@ -64,7 +65,8 @@ def one_step(model):
         for start in range(0, len(seeds), rows):
             some = seeds[start : start + rows]
             state = create_state(model, num_pages=32, max_seqs=rows, pages_per_seq=8, page_size=4)
-            plan = StepPlan.create(rows, 32)
+            size = model.config.vocab_size
+            plan = StepPlan.create(rows, 32, everything(rows, size))
             fed = [*prompt, *drafts]
             for row, seed in enumerate(some):
                 plan.tokens[row * len(fed) : (row + 1) * len(fed)] = fed
@@ -72,7 +74,8 @@ def one_step(model):
                 plan.draws[row], plan.made[row] = True, made
                 plan.samplers.seed[row] = seed
                 plan.samplers.temperature[row] = temperature
-            device, drawn = step(graph, params, EngineState.create(state), plan, max_drafts=most)
+            device = EngineState.create(state, size)
+            device, drawn = step(graph, params, device, plan, max_drafts=most)
             out += [
                 [t for t in new if t >= 0] for new in np.asarray(drawn.tokens)[: len(some)].tolist()
             ]
