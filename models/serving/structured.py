@@ -121,7 +121,7 @@ def regex(pattern: str, tokenizer: Tokenizer, *, limits: Any = None) -> Constrai
 
 def _checked(name: str, constraint: Constraint) -> Constraint:
     llguidance = needed("llguidance", extra="structured")
-    tokenizer = _ll_tokenizer(constraint.tokenizer, constraint.tokenizer.vocab_size)
+    tokenizer = _ll_tokenizer(constraint.tokenizer)
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
         constraint.grammar, tokenizer, limits=constraint.limits
     )
@@ -129,10 +129,15 @@ def _checked(name: str, constraint: Constraint) -> Constraint:
     return constraint
 
 
-def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Any:
-    """llguidance's view of a tokenizer; making one takes up to a second, so it is kept."""
+def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int | None = None) -> Any:
+    """llguidance's view of a tokenizer; making one takes up to a second, so it is kept.
+
+    Args:
+      vocab_size: of the model; None = as many as there are tokens.
+    """
     expect(isinstance(tokenizer, Tokenizer), "tokenizer", "a Tokenizer", type(tokenizer).__name__)
     size = tokenizer.vocab_size
+    vocab_size = size if vocab_size is None else vocab_size
     expect(size <= vocab_size, "tokenizer", f"at most vocab_size={vocab_size} tokens", size)
     expect(len(tokenizer.eos_ids) > 0, "tokenizer", "one with a token that ends a text", "none")
     made = _LL_TOKENIZERS.setdefault(tokenizer, {})
