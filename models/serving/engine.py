@@ -513,6 +513,11 @@ class Engine:
         return self._device.state.table.num_pages
 
     @property
+    def params(self) -> Any:
+        """The weights, as `split_model` gives them."""
+        return self._params
+
+    @property
     def state(self) -> KVState:
         """The pages and their table after the steps so far; good until the next step takes it."""
         return self._device.state

@@ -21,6 +21,8 @@ from jax_paged.checks import expect
 from .._packages import needed
 from ..checkpoint.tokenizer import Tokenizer
 
+__all__ = ["json_object", "json_schema", "regex"]
+
 _LL_TOKENIZERS: Any = weakref.WeakKeyDictionary()  # of each Tokenizer, by the model's vocab_size
 
 

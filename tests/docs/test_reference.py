@@ -28,6 +28,7 @@ PACKAGES = {  # where a user finds the names: the module that lists them
     "jax_paged": "jax_paged._start.public",
     "jax_paged.models": "jax_paged.models",
     "jax_paged.testing": "jax_paged.testing",
+    "jax_paged.models.structured": "jax_paged.models.serving.structured",
     "jax_paged.transfer": "jax_paged.cache.transfer",
 }
 

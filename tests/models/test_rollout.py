@@ -2,6 +2,7 @@
 """What rollouts need of the engine: log-probabilities, samples of a prompt, new weights."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -217,3 +218,29 @@ def test_a_wrong_option_leaves_nothing_behind(model):
     assert engine.is_idle
     engine.clear_cache()
     assert engine.num_free_pages == engine.num_pages
+
+
+def test_new_weights_compile_nothing_after_the_first_two(model):
+    """The first are copied, the second into those copies: both programs are there then."""
+    engine = Engine(model, **SIZES)
+    for seed in (2, 3):
+        engine.update_weights(changed(model, seed))
+        engine.generate(PROMPTS, max_new_tokens=3)
+    compiled = []
+
+    def listen(name, *_, **__):
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        others = [changed(model, seed) for seed in (4, 5)]
+        compiled.clear()  # what made them
+        for other in others:
+            engine.update_weights(other)
+            engine.generate(PROMPTS, max_new_tokens=3)
+        assert compiled == []
+        jax.jit(lambda x: x + 3)(jnp.ones(3)).block_until_ready()
+        assert compiled, "the listener hears of a program"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
