@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jax_paged.models.checkpoint import hf_config
 from jax_paged.models.checkpoint.hf_config import config_from_hf
+from jax_paged.models.checkpoint.hf_keys import FAMILIES, HARMLESS, HONOURED, NEUTRAL
 from jax_paged.models.decoder.config import RopeConfig
 from jax_paged.models.testing import small_config, small_hf_config
 
@@ -92,11 +92,11 @@ def test_released_dense_configurations_are_read(name):
 
 
 def test_no_key_stands_in_two_tables():
-    for model_type, own in hf_config._HONOURED_BY_TYPE.items():
-        honoured = hf_config._HONOURED | own
-        assert not honoured.keys() & set(hf_config._HARMLESS), model_type
-    assert not hf_config._HONOURED.keys() & set(hf_config._NEUTRAL)
-    assert not set(hf_config._HARMLESS) & set(hf_config._NEUTRAL)
+    for model_type, family in FAMILIES.items():
+        honoured = HONOURED.keys() | family.keys.keys()
+        assert not honoured & set(HARMLESS), model_type
+    assert not HONOURED.keys() & set(NEUTRAL)
+    assert not set(HARMLESS) & set(NEUTRAL)
 
 
 def test_old_and_new_key_names_mean_the_same():
@@ -212,7 +212,11 @@ def test_head_dim_defaults_as_published():
         ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1"),
         ("llama", {"num_local_experts": 8}, "key 'num_local_experts' must be 0 or None, got 8"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type 'dynamic'"),
-        ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope"}},
+            "needs a list for 'short_factor', got No",
+        ),
         ("llama", {"rope_scaling": {"type": "linear"}}, "needs a number for 'factor', got None"),
         (
             "llama",
