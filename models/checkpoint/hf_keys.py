@@ -156,6 +156,7 @@ HARMLESS = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
     "partial_rotary_factor": (1, 1.0, None),
     "quantization_config": (None,),
     "auto_map": (None, {}),
