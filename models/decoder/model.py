@@ -107,6 +107,7 @@ class Layer(nnx.Module):
             step.cos,
             step.sin,
             layer=index,
+            positions=jnp.arange(x.shape[0], dtype=jnp.int32),
             plan=step.plan,
             implementation=step.implementation,
         )

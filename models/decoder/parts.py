@@ -157,10 +157,11 @@ class Attention(Projections):
         x: Float[Array, "tokens hidden"],
         state: KVState,
         batch: StepBatch,
-        cos: Float[Array, "tokens half"],
-        sin: Float[Array, "tokens half"],
+        cos: Float[Array, "max_positions half"],
+        sin: Float[Array, "max_positions half"],
         *,
         layer: Int[Array, ""] | int,
+        positions: Int[Array, "tokens"] | None = None,
         plan: AttentionPlan | None = None,
         implementation: Implementation = None,
         **options,
@@ -169,9 +170,9 @@ class Attention(Projections):
 
         Args:
           x: [tokens, hidden], the step's tokens.
-          state, batch, layer: as for `write_qkv`.
-          cos, sin: a row per token, `rope_tables(batch.positions, …)`. They may be of less than
-            head_dim: the other dimensions stay. Frequencies of 0 turn nothing.
+          state, batch, layer, positions: as for `write_qkv`.
+          cos, sin: as for `write_qkv`, a row per position. Where their rotary_dim is below
+            head_dim, the other dimensions stay. Frequencies of 0 turn nothing.
           plan, implementation, options: as for `attend`, `soft_cap` or `sinks` for one.
 
         Returns:
@@ -189,7 +190,7 @@ class Attention(Projections):
             batch,
             cos,
             sin,
-            positions=jnp.arange(tokens, dtype=jnp.int32),
+            positions=positions,
             q_norm=self.q_norm[...] if hasattr(self, "q_norm") else None,
             k_norm=self.k_norm[...] if hasattr(self, "k_norm") else None,
             eps=self.eps,
