@@ -244,7 +244,8 @@ class GGUFFile:
             out_bias="blk.0.attn_output.bias" in self.shapes,
             mlp_bias="blk.0.ffn_up.bias" in self.shapes,
             fused_projections=self.architecture == "phi3",
-            layer_windows=(window,) * num_layers if window else (),
+            # One as long as the longest row hides nothing.
+            layer_windows=(window,) * num_layers if 0 < window < value("context_length") else (),
             bos_token_id=self.metadata.get(_BOS),
             eos_token_ids=tuple(
                 dict.fromkeys(self.metadata[key] for key in _ENDS if key in self.metadata)

@@ -44,7 +44,10 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
 def _layer_windows(
     raw: Mapping[str, Any], model_type: str, num_layers: int, where: str
 ) -> tuple[int, ...]:
-    """The window of each layer as transformers has it, 0 = none; () where no layer has one."""
+    """The window of each layer as transformers has it, 0 = none; () where no layer has one.
+
+    A window as long as the longest row hides nothing: it counts as none.
+    """
     family, first = FAMILIES[model_type], 0
     flag, window = raw.get("use_sliding_window"), raw.get("sliding_window", family.sliding_window)
     if family.windows == "none":
@@ -82,7 +85,7 @@ def _layer_windows(
                 f"{where}: key 'layer_types' must hold {names} here, got {short(kind)}"
             )
     windows = tuple((window or 0) * (kind == "sliding_attention") for kind in given)
-    return windows if any(windows) else ()
+    return windows if 0 < max(windows) < raw["max_position_embeddings"] else ()
 
 
 def config_from_hf(

@@ -161,6 +161,7 @@ def test_released_configurations_of_newer_families_are_read():
     assert phi3.layer_windows == (2047,) * 32
     assert (phi3.fused_projections, phi3.rope) == (True, RopeConfig())
     assert (phi4.head_dim, phi4.rope.rotary_dim, phi4.context_length) == (128, 96, 4096)
+    assert phi4.layer_windows == ()
     assert phi4.rope.frequency_divisors == (1.0,) * 48
     assert phi4.rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)  # log 32 / log 4096
 
@@ -234,6 +235,8 @@ def test_sparse_steps_and_dense_layers_choose_the_moe_layers():
         ("mistral", {"use_sliding_window": None, "sliding_window": None}, ()),
         ("phi3", {}, (64,) * 4),
         ("phi3", {"use_sliding_window": None, "sliding_window": None}, ()),
+        ("phi3", {"max_position_embeddings": 65}, (64,) * 4),
+        ("phi3", {"max_position_embeddings": 64}, ()),  # it hides nothing
     ],
 )
 def test_layers_have_the_windows_that_transformers_gives_them(model_type, changes, windows):
@@ -243,9 +246,10 @@ def test_layers_have_the_windows_that_transformers_gives_them(model_type, change
 
 
 def test_a_window_that_is_not_given_has_the_published_size():
-    assert small_config("qwen3_moe", use_sliding_window=True).layer_windows == (4096, 4096)
+    config = small_config("qwen3_moe", use_sliding_window=True, max_position_embeddings=8192)
+    assert config.layer_windows == (4096, 4096)
     for model_type, windows in (("mistral", (4096, 4096)), ("phi3", ())):
-        raw = small_hf_config(model_type)
+        raw = small_hf_config(model_type, max_position_embeddings=8192)
         raw.pop("sliding_window", None)
         assert config_from_hf(raw).layer_windows == windows
 
