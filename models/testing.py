@@ -55,7 +55,7 @@ def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
     elif model_type == "mistral":
         raw["sliding_window"] = 7
     elif model_type == "phi3":
-        raw["partial_rotary_factor"] = 0.75
+        raw |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
     return raw | changes
 
 

@@ -92,6 +92,9 @@ def read_rope(
         if key not in values:
             what = "a list" if kind == "longrope" else "a number"
             raise ValueError(f"{where}: rope_type {kind!r} needs {what} for {key!r}, got None")
+    if kind == "longrope" and model_type == "phi3" and outer_context is None:
+        # transformers would take 4096, whatever stands among the rope parameters.
+        raise ValueError(f"{where}: key 'original_max_position_embeddings' is missing")
     longest = raw["max_position_embeddings"]
     original = values.get("original_max_position_embeddings", longest)
     if kind == "longrope":

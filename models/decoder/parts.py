@@ -74,7 +74,8 @@ class Projections(nnx.Module):
     def _shape(self, name: str) -> tuple[int, ...]:
         """Also in a model of shapes, whose arrays `[...]` would not give."""
         param = getattr(self, name)
-        return (param.get_value() if hasattr(param, "get_value") else param.value).shape
+        has_getter = hasattr(type(param), "get_value")  # not in flax 0.12.0
+        return (param.get_value() if has_getter else param.value).shape
 
     def _project(self, name: str, x: jax.Array, **options) -> jax.Array:
         return linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)

@@ -414,6 +414,14 @@ def test_head_dim_defaults_as_published():
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "supported: default, longrope"),
         (
             "phi3",
+            {
+                "rope_scaling": {"type": "su", "short_factor": [1] * 6, "long_factor": [1] * 6},
+                "original_max_position_embeddings": None,
+            },
+            "key 'original_max_position_embeddings' is missing",
+        ),
+        (
+            "phi3",
             {"rope_scaling": {"type": "su", "short_factor": [1] * 6, "long_factor": [1] * 8}},
             "key 'long_factor' must have 6 entries, one per frequency, got 8",
         ),
