@@ -131,7 +131,8 @@ class Attention(Projections):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
         self.num_q_heads = check_size("num_q_heads", num_q_heads)
         self.window = None if window is None else check_size("window", window)
-        self.eps, self.style = eps, style
+        self.eps = eps
+        self.style: RopeStyle = style
         qkv = [prefix + "qkv_proj"] if fused else [f"{prefix}{name}_proj" for name in "qkv"]
         self._load("qkv", weight_dtype, source, *(name + ".weight" for name in qkv))
         self._load("out", weight_dtype, source, prefix + "o_proj.weight")

@@ -253,7 +253,7 @@ MISFITS = {  # what is built → message
         "window: expected an integer of at least 1, got 0",
     ),
     "weight_dtype": (
-        lambda source: DenseMLP(source, "blocks.0.mlp.", weight_dtype="int4"),  # type: ignore
+        lambda source: DenseMLP(source, "blocks.0.mlp.", weight_dtype="int4"),
         "weight_dtype: expected None or ",
     ),
     "experts": (
@@ -396,7 +396,7 @@ def test_flax_modules_take_the_state_as_an_argument_and_return_it():
         nnx_net.norms[layer].scale[...] = params[f"RMSNorm_{layer}"]["scale"]
         attention = nnx_net.attentions[layer]
         attention.qkv.kernel[...] = found["qkv"]["kernel"]
-        attention.qkv.bias[...] = found["qkv"]["bias"]  # type: ignore[index]
+        attention.qkv.bias[...] = found["qkv"]["bias"]
         attention.out.kernel[...] = found["out"]["kernel"]
     calls = {"linen": (linen_net.apply, variables)}
     for name, net in (("nnx", nnx_net), ("parts", parts)):
