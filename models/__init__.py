@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models over paged KV: Qwen3-MoE, dense Qwen3 and Llama, from published checkpoints to text."""
+"""Models over paged KV, from published checkpoints to text, and parts for models of your own."""
 
 # ruff: noqa: E402
 from ._packages import check_installed as _check_installed
@@ -17,6 +17,10 @@ from .decoder.generation import create_state as create_state
 from .decoder.generation import generate as generate
 from .decoder.model import Decoder as Decoder
 from .decoder.parameters import TensorSource as TensorSource
+from .decoder.parts import Attention as Attention
+from .decoder.parts import DenseMLP as DenseMLP
+from .decoder.parts import ExpertsMLP as ExpertsMLP
+from .decoder.parts import rms_norm as rms_norm
 from .decoder.protocol import Model as Model
 from .decoder.protocol import ModelConfig as ModelConfig
 from .decoder.protocol import merge_model as merge_model

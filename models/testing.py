@@ -26,7 +26,11 @@ def small_config(model_type: str = "qwen3_moe", **changes) -> DecoderConfig:
 
 
 def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
-    """The config.json of a small model: 2 layers, 4 query heads over 2 KV heads, 6 experts."""
+    """The config.json of a small model: 2 layers, 4 query heads over 2 KV heads.
+
+    A "qwen3_moe" has 6 experts, a "mistral" a window of 7 tokens; of each head of a "phi3" 12 of 16
+    dimensions turn.
+    """
     raw = {
         "model_type": model_type,
         "vocab_size": 97,
@@ -48,6 +52,10 @@ def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
         }
+    elif model_type == "mistral":
+        raw["sliding_window"] = 7
+    elif model_type == "phi3":
+        raw |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
     return raw | changes
 
 

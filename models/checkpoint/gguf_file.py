@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads GGUF files (architectures llama, qwen3, qwen3moe): configuration, tensors, tokenizer.
+"""Reads GGUF files of the architectures in `MODEL_TYPES`: configuration, tensors, tokenizer.
 
 Tensors are dequantized. Every metadata key that can alter a logit is honoured or refused by name;
 keys of the `general.` space and of tools that made the file only describe it.
@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,18 @@ from ..decoder.parameters import Fill, Shape, check_tensors, each_expected_tenso
 from .gguf_quants import KINDS, QUANTIZATIONS, dequantize, kind_name
 from .gguf_reader import read_gguf
 from .gguf_vocab import tokenizer_from_gguf
+from .hf_config import check_context
 from .outside import check_keys, reading
 from .tokenizer import MissingTokenizer, Tokenizer
 
-# GGUF architecture → the model_type of `DecoderConfig`.
-_MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+# GGUF architecture → the model_type of `DecoderConfig`. Mistral is a llama there.
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "phi3": "phi3",
+}
 
 # Keys behind "<architecture>." that are read.
 _HONOURED: dict[str, Domain] = {
@@ -48,6 +56,13 @@ _HONOURED: dict[str, Domain] = {
     "expert_used_count": DOMAINS["experts_per_token"],
     "expert_feed_forward_length": DOMAINS["moe_intermediate_size"],
     "expert_weights_norm": either(FLAG, integer(0, 1)),
+}
+# The same, of one architecture only.
+_HONOURED_BY_TYPE: dict[str, dict[str, Domain]] = {
+    "phi3": {
+        "attention.sliding_window": integer(0),
+        "rope.scaling.attn_factor": ROPE_DOMAINS["attention_factor"],
+    },
 }
 # Keys of any architecture that are read.
 _GENERAL: dict[str, Domain] = {
@@ -88,6 +103,7 @@ _DESCRIPTIVE = ("general.", "tokenizer.", "GGUF.", "quantize.", "mradermacher.")
 
 _TENSOR_NAMES = {
     "input_layernorm": "attn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -96,6 +112,7 @@ _TENSOR_NAMES = {
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -109,6 +126,8 @@ _TOP_NAMES = {
     "lm_head.weight": "output.weight",
 }
 _ROPE_FREQS = "rope_freqs.weight"
+# LongRoPE's divisors for rows within the original context, and for longer ones.
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 
 
 def gguf_name(name: str) -> str:
@@ -151,30 +170,35 @@ class GGUFFile:
         if (kind := self.metadata.get("general.type", "model")) != "model":
             raise ValueError(f"{path}: key 'general.type' must be 'model', got {short(kind)}")
         self.architecture = str(self.metadata.get("general.architecture"))
-        if self.architecture not in _MODEL_TYPES:
+        if self.architecture not in MODEL_TYPES:
             raise ValueError(
                 f"{path}: architecture {short(self.architecture)} is not supported; supported: "
-                f"{', '.join(_MODEL_TYPES)}"
+                f"{', '.join(MODEL_TYPES)}"
             )
 
-    def config(self) -> DecoderConfig:
+    def config(self, *, context_length: int | None = None) -> DecoderConfig:
         """The configuration that the metadata describes.
+
+        Args:
+          context_length: as for `config_from_hf`.
 
         Raises:
           ValueError: a key is missing, or not supported, or has a value that is not.
         """
         self._check_keys()
         with reading(self.path):
-            return self._config()
+            return self._config(context_length)
 
-    def _config(self) -> DecoderConfig:
+    def _config(self, context_length: int | None) -> DecoderConfig:
         value = self._value
         num_layers = value("block_count")
         num_q_heads = value("attention.head_count")
         hidden = value("embedding_length")
         head_dim = value("attention.key_length", hidden // num_q_heads)
+        rotary_dim = value("rope.dimension_count", head_dim)
         for key in ("attention.value_length", "rope.dimension_count"):
-            if value(key, head_dim) != head_dim:
+            is_free = self.architecture == "phi3" and key == "rope.dimension_count"
+            if value(key, head_dim) != head_dim and not is_free:
                 raise ValueError(
                     f"{self.path}: key '{self.architecture}.{key}' must be the head_dim, "
                     f"{head_dim}, got {value(key)}"
@@ -200,8 +224,10 @@ class GGUFFile:
                 f"{self.path}: tensor 'token_embd.weight' must have "
                 f"{value('vocab_size')} rows, got {vocab_size}"
             )
+        rope, context_length = self._rope(rotary_dim, context_length)
+        window = value("attention.sliding_window", 0)
         return DecoderConfig(
-            model_type=_MODEL_TYPES[self.architecture],
+            model_type=MODEL_TYPES[self.architecture],
             vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=value("feed_forward_length", 0 if is_moe else None),
@@ -209,13 +235,17 @@ class GGUFFile:
             num_q_heads=num_q_heads,
             num_kv_heads=value("attention.head_count_kv", num_q_heads),
             head_dim=head_dim,
-            context_length=value("context_length"),
+            context_length=context_length,
             rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
-            rope=self._rope(head_dim),
+            rope=rope if rotary_dim == head_dim else replace(rope, rotary_dim=rotary_dim),
             tie_embeddings="output.weight" not in self.shapes,
-            qk_norm=self.architecture != "llama",
-            attention_bias="blk.0.attn_q.bias" in self.shapes,
+            qk_norm=self.architecture in ("qwen3", "qwen3moe"),
+            qkv_bias=self.architecture == "qwen2" or "blk.0.attn_q.bias" in self.shapes,
+            out_bias="blk.0.attn_output.bias" in self.shapes,
             mlp_bias="blk.0.ffn_up.bias" in self.shapes,
+            fused_projections=self.architecture == "phi3",
+            # One as long as the longest row hides nothing.
+            layer_windows=(window,) * num_layers if 0 < window < value("context_length") else (),
             bos_token_id=self.metadata.get(_BOS),
             eos_token_ids=tuple(
                 dict.fromkeys(self.metadata[key] for key in _ENDS if key in self.metadata)
@@ -234,7 +264,9 @@ class GGUFFile:
           config: from `config`. fill takes the names of `expected_tensors`.
         """
         weights = ((gguf_name(name), shape) for name, shape in each_expected_tensor(config))
-        divisors = [(_ROPE_FREQS, (config.head_dim // 2,))] if _ROPE_FREQS in self.shapes else []
+        half = (config.rope.rotary_dim or config.head_dim) // 2
+        names = (_SHORT, _LONG) if self.architecture == "phi3" else (_ROPE_FREQS,)
+        divisors = [(name, (half,)) for name in names if name in self.shapes]
         check_tensors(self.path, itertools.chain(divisors, weights), self.shapes)
         self._check_kinds(self.shapes)
         heads = {}
@@ -265,7 +297,8 @@ class GGUFFile:
                 )
 
     def _check_keys(self) -> None:
-        own = {f"{self.architecture}.{key}": domain for key, domain in _HONOURED.items()}
+        honoured = _HONOURED | _HONOURED_BY_TYPE.get(self.architecture, {})
+        own = {f"{self.architecture}.{key}": domain for key, domain in honoured.items()}
         check_keys(self.path, self.metadata, own | dict.fromkeys([_BOS, *_ENDS], integer()))
         for name, value in self.metadata.items():
             space, _, key = name.partition(".")
@@ -277,13 +310,15 @@ class GGUFFile:
                         f"{self.path}: key {short(name)} = {short(value)} is not known; it might "
                         "alter the logits, so it is not ignored"
                     )
+            elif key in honoured or key in _HARMLESS:
+                continue
             elif key in _NEUTRAL:
                 if value not in _NEUTRAL[key]:
                     neutral = " or ".join(repr(v) for v in _NEUTRAL[key])
                     raise ValueError(
                         f"{self.path}: key {name!r} must be {neutral}, got {short(value)}"
                     )
-            elif key not in _HONOURED and key not in _HARMLESS:
+            else:
                 raise ValueError(
                     f"{self.path}: key {short(name)} = {short(value)} is not known; it might alter "
                     "the logits, so it is not ignored"
@@ -296,35 +331,53 @@ class GGUFFile:
             raise ValueError(f"{self.path}: key {name!r} is missing")
         return value
 
-    def _rope(self, head_dim: int) -> RopeConfig:
+    def _rope(self, rotary_dim: int, context_length: int | None) -> tuple[RopeConfig, int]:
+        """The rotary embedding, and the context it is for."""
+        longest = self._value("context_length")
+        check_context(context_length, longest)
+        kinds = ("none", "longrope") if self.architecture == "phi3" else ("none", "linear")
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
-        if kind not in ("none", "linear"):
+        if kind not in kinds:
             raise ValueError(
-                f"{self.path}: key '{self.architecture}.rope.scaling.type' must be 'none' or "
-                f"'linear', got {short(kind)}"
+                f"{self.path}: key '{self.architecture}.rope.scaling.type' must be "
+                f"{' or '.join(map(repr, kinds))}, got {short(kind)}"
             )
         theta = float(self._value("rope.freq_base", 10000.0))
+        if self.architecture == "phi3":
+            if not {_SHORT, _LONG} & self.shapes.keys() and kind == "none":
+                factor = float(self._value("rope.scaling.attn_factor", 1.0))
+                return RopeConfig(theta=theta, attention_factor=factor), context_length or longest
+            original = self._value("rope.scaling.original_context_length")
+            context = context_length or min(original, longest)
+            return RopeConfig(
+                theta=theta,
+                attention_factor=float(self._value("rope.scaling.attn_factor")),
+                frequency_divisors=self._divisors(
+                    _LONG if context > original else _SHORT, rotary_dim
+                ),
+            ), context
         divisors = None
         if _ROPE_FREQS in self.shapes:
-            if self.shapes[_ROPE_FREQS] != (head_dim // 2,):
-                raise ValueError(
-                    f"{self.path}: tensor {_ROPE_FREQS!r} must have shape {(head_dim // 2,)}, got "
-                    f"{self.shapes[_ROPE_FREQS]}"
-                )
-            self._check_kinds([_ROPE_FREQS])
-            values = np.empty(head_dim // 2, np.float32)
-            self._dequantize(_ROPE_FREQS, values)
-            divisors = tuple(values.tolist())
-            if not (domain := ROPE_DOMAINS["frequency_divisors"]).has(divisors):
-                raise ValueError(
-                    f"{self.path}: tensor {_ROPE_FREQS!r} must be {domain.text}, got "
-                    f"{short(divisors)}"
-                )
-        if kind == "none":
-            return RopeConfig(theta=theta, frequency_divisors=divisors)
-        return RopeConfig(
-            theta=theta,
-            kind=kind,
-            factor=float(self._value("rope.scaling.factor")),
-            frequency_divisors=divisors,
-        )
+            divisors = self._divisors(_ROPE_FREQS, rotary_dim)
+        rope = RopeConfig(theta=theta, frequency_divisors=divisors)
+        if kind == "linear":
+            factor = float(self._value("rope.scaling.factor"))
+            rope = replace(rope, kind=kind, factor=factor)
+        return rope, context_length or longest
+
+    def _divisors(self, name: str, rotary_dim: int) -> tuple[float, ...]:
+        shape = rotary_dim // 2
+        if self.shapes.get(name) != (shape,):
+            raise ValueError(
+                f"{self.path}: tensor {name!r} must have shape {(shape,)}, got "
+                f"{self.shapes.get(name, 'none')}"
+            )
+        self._check_kinds([name])
+        values = np.empty(shape, np.float32)
+        self._dequantize(name, values)
+        divisors = tuple(values.tolist())
+        if not (domain := ROPE_DOMAINS["frequency_divisors"]).has(divisors):
+            raise ValueError(
+                f"{self.path}: tensor {name!r} must be {domain.text}, got {short(divisors)}"
+            )
+        return divisors

@@ -77,6 +77,7 @@ def load_checkpoint(
     dtype: DTypeLike | None = None,
     *,
     weight_dtype: WeightDtype = None,
+    context_length: int | None = None,
     progress: bool = True,
     implementation: Implementation = None,
 ) -> tuple[Decoder, DecoderConfig, Tokenizer | MissingTokenizer]:
@@ -88,6 +89,8 @@ def load_checkpoint(
       weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
         f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantized one by
         one as they are read; see `Decoder`.
+      context_length: most tokens of a row; None = as the checkpoint says. A LongRoPE model takes
+        its original context then; see `config_from_hf`.
       progress: whether to show a bar on stderr, if that is a terminal.
       implementation: of the attention ops, see `Decoder`.
 
@@ -100,7 +103,8 @@ def load_checkpoint(
         unknown architecture, key or quantization, a value out of range, missing, extra or misshaped
         tensors, weights that are NaN or infinite, a LoRA adapter; or with an option.
     """
-    with open_checkpoint(path, dtype, weight_dtype=weight_dtype) as checkpoint:
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "context_length": context_length}
+    with open_checkpoint(path, dtype, **options) as checkpoint:
         model = checkpoint.load(progress=progress, implementation=implementation)
     return model, checkpoint.config, checkpoint.tokenizer
 
@@ -111,6 +115,7 @@ def open_checkpoint(
     dtype: DTypeLike | None = None,
     *,
     weight_dtype: WeightDtype = None,
+    context_length: int | None = None,
 ) -> Iterator["Checkpoint"]:
     """Opens and checks what `load_checkpoint` loads; the weights are read by `Checkpoint.load`."""
     path = default_checkpoint() if path is None else Path(path)
@@ -120,7 +125,7 @@ def open_checkpoint(
     check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
     with ExitStack() as stack:
         with reading(path):
-            opened = _open(path, stack)
+            opened = _open(path, stack, context_length)
         yield Checkpoint(path, *opened, dtype, weight_dtype)
 
 
@@ -254,13 +259,15 @@ class _Published:
         return stored
 
 
-def _open(path: Path, stack: ExitStack) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill]:
+def _open(
+    path: Path, stack: ExitStack, context_length: int | None
+) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill]:
     if path.is_dir():
-        config = read_config(path)
+        config = read_config(path, context_length)
         return config, tokenizer_from_folder(path), open_folder(path, config, stack)
     if path.suffix == ".gguf":
         file = gguf_file.GGUFFile(path)
-        config = file.config()
+        config = file.config(context_length=context_length)
         return config, file.tokenizer(), file.open_tensors(config)
     what = "got a file of another kind" if path.exists() else "there is nothing"
     raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
@@ -348,8 +355,8 @@ class Checkpoint:
                 sys.setswitchinterval(interval)
 
 
-def read_config(folder: Path) -> DecoderConfig:
-    """The configuration of a Hugging Face folder."""
+def read_config(folder: Path, context_length: int | None = None) -> DecoderConfig:
+    """The configuration of a Hugging Face folder; `context_length` as for `config_from_hf`."""
     if (adapter := folder / "adapter_config.json").exists():
         raise ValueError(
             f"{adapter}: LoRA adapters are not merged here, and without this one the model would "
@@ -359,6 +366,7 @@ def read_config(folder: Path) -> DecoderConfig:
     return config_from_hf(
         read_json(folder / "config.json"),
         read_json(generation) if generation.exists() else None,
+        context_length=context_length,
         where=str(folder / "config.json"),
     )
 

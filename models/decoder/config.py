@@ -38,6 +38,7 @@ ROPE_DOMAINS: dict[str, Domain] = {
     "truncate": FLAG,
     "attention_factor": number(1e-3, 1e3),
     "frequency_divisors": either(NOTHING, list_of(number(1e-6, 1e6))),
+    "rotary_dim": either(NOTHING, integer(2, 2**16)),
 }
 DOMAINS: dict[str, Domain] = {
     "model_type": TEXT,
@@ -52,8 +53,10 @@ DOMAINS: dict[str, Domain] = {
     "rms_norm_eps": number(1e-30, 1),
     "tie_embeddings": FLAG,
     "qk_norm": FLAG,
-    "attention_bias": FLAG,
+    "qkv_bias": FLAG,
+    "out_bias": FLAG,
     "mlp_bias": FLAG,
+    "fused_projections": FLAG,
     "num_experts": integer(0),
     "experts_per_token": integer(0),
     "moe_intermediate_size": integer(0),
@@ -76,7 +79,9 @@ def _check_domains(config: Any, domains: Mapping[str, Domain]) -> None:
 class RopeConfig:
     """Rotary embedding: `kind` is default, linear, llama3 or yarn; the rest as in its paper.
 
-    frequency_divisors: one divisor per frequency (GGUF's rope_freqs tensor), after the scaling.
+    frequency_divisors: one divisor per frequency (GGUF's rope_freqs tensor, LongRoPE), after the
+    scaling.
+    rotary_dim: how many dimensions of a head turn, from the first on; None = all.
     """
 
     theta: float = 10000.0
@@ -90,9 +95,12 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     frequency_divisors: tuple[float, ...] | None = None
+    rotary_dim: int | None = None
 
     def __post_init__(self):
         _check_domains(self, ROPE_DOMAINS)
+        if self.rotary_dim is not None and self.rotary_dim % 2:
+            raise ValueError(f"config: rotary_dim must be even, got {self.rotary_dim}")
         if self.kind in ("llama3", "yarn") and self.original_context < 1:
             raise ValueError(
                 f"config: original_context must be positive with rope kind {self.kind!r}, got 0"
@@ -108,8 +116,8 @@ class RopeConfig:
             )
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """f32[head_dim / 2] radians per position."""
-        result = rope.inverse_frequencies(head_dim, self.theta)
+        """f32[rotary_dim / 2] radians per position; rotary_dim is head_dim where all turn."""
+        result = rope.inverse_frequencies(self.rotary_dim or head_dim, self.theta)
         if self.kind == "linear":
             result = result / self.factor
         elif self.kind == "llama3":
@@ -143,7 +151,10 @@ class DecoderConfig:
     experts_per_token and moe_intermediate_size count) or dense (intermediate_size).
     layer_windows: for each layer how many tokens a query sees, itself included; 0 = all. () = all
     of every layer.
-    context_length: the positions the checkpoint was trained for; nothing enforces it.
+    fused_projections: the checkpoint has q, k and v as one tensor, `qkv_proj`, and gate and up as
+    one, `gate_up_proj`.
+    context_length: the positions the checkpoint was trained for; nothing enforces it. The
+    frequencies of a LongRoPE model are those of rows of up to so many tokens.
     """
 
     model_type: str
@@ -159,8 +170,10 @@ class DecoderConfig:
     rope: RopeConfig
     tie_embeddings: bool
     qk_norm: bool
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
     mlp_bias: bool = False
+    fused_projections: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
@@ -185,6 +198,17 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"config: head_dim must be even for RoPE, got {self.head_dim}")
+        if (self.rope.rotary_dim or 0) > self.head_dim:
+            raise ValueError(
+                f"config: rotary_dim must be at most head_dim={self.head_dim}, got "
+                f"{self.rope.rotary_dim}"
+            )
+        half, divisors = (self.rope.rotary_dim or self.head_dim) // 2, self.rope.frequency_divisors
+        if divisors is not None and len(divisors) != half:
+            raise ValueError(
+                f"config: frequency_divisors must have {half} entries, one per frequency, got "
+                f"{len(divisors)}"
+            )
         if len(self.moe_layers) != self.num_layers:
             raise ValueError(
                 f"config: moe_layers must have num_layers={self.num_layers} entries, got "

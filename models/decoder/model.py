@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder: by configuration Qwen3-MoE, dense Qwen3 or Llama, over a paged KV state.
+"""The decoder: by configuration Qwen3-MoE, Qwen3, Qwen2, Llama, Mistral or Phi-3, on paged KV.
 
     model = Decoder(config, source)                      # a TensorSource: checkpoint or random
     logits, state = model(tokens, batch, state)          # f32[tokens, vocab_size]
@@ -20,42 +20,28 @@ longer see. A state with some of the layers only serves a pipeline stage:
 
 import dataclasses
 import functools
-from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_paged import (
-    AttentionPlan,
-    KVState,
-    StepBatch,
-    attend,
-    attend_plan,
-    kv_dtype,
-    linear,
-    moe_experts,
-    quantize_weight,
-    write_qkv,
-)
+from jax_paged import AttentionPlan, KVState, StepBatch, attend_plan
 from jax_paged.checks import Implementation, check_choice, expect, is_eight_bit
 from jax_paged.ops.rope import rope_tables
 
 from .config import DecoderConfig
-from .moe import gated_mlp, route
 from .parameters import TensorSource
-
-WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
-WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean(x²) + eps) · weight over the last axis; the mean and root are f32."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + jnp.float32(eps))
-    return normed.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+from .parts import (
+    WEIGHT_DTYPES,
+    Attention,
+    DenseMLP,
+    ExpertsMLP,
+    Projections,
+    WeightDtype,
+    own_window,
+    rms_norm,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -71,161 +57,6 @@ class _Step:
     implementation: Implementation = dataclasses.field(metadata={"static": True})
 
 
-class _Projections(nnx.Module):
-    """A module with projections: each is a leaf, `name`, and an 8-bit one also `name`_scale."""
-
-    def _load(
-        self, name: str, weight_dtype: WeightDtype, source: TensorSource, *tensors: str, axis=0
-    ) -> None:
-        """Sets a projection, quantized from f32 so that it is rounded once."""
-        if weight_dtype is None:
-            setattr(self, name, nnx.Param(source(*tensors, axis=axis)))
-        else:
-            self._quantize(name, weight_dtype, source(*tensors, axis=axis, dtype=jnp.float32))
-
-    def _quantize(self, name: str, weight_dtype: str, weight: jax.Array) -> None:
-        quantize = functools.partial(quantize_weight, dtype=kv_dtype(weight_dtype))
-        if isinstance(weight, jax.ShapeDtypeStruct):  # of an `abstract_source`
-            quantize = functools.partial(jax.eval_shape, quantize)
-        codes, scale = quantize(weight)
-        setattr(self, name, nnx.Param(codes))
-        setattr(self, name + "_scale", nnx.Param(scale))
-
-    def _scale(self, name: str) -> jax.Array | None:
-        return getattr(self, name + "_scale")[...] if hasattr(self, name + "_scale") else None
-
-    def _project(self, name: str, x: jax.Array, **options) -> jax.Array:
-        return linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
-
-
-def _own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
-    """The window that a layer gives to `attend`: none where pages slide away with it."""
-    return jnp.int32(window) if window and batch.sliding_window is None else None
-
-
-class Attention(_Projections):
-    """Self-attention of one layer: projections, RoPE, the paged cache."""
-
-    def __init__(
-        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
-    ):
-        self.config, self.window = config, config.window(layer)
-        prefix = f"model.layers.{layer}.self_attn."
-        qkv = [f"{prefix}{name}_proj" for name in "qkv"]
-        self._load("qkv", weight_dtype, source, *(name + ".weight" for name in qkv))
-        self._load("out", weight_dtype, source, prefix + "o_proj.weight")
-        if config.attention_bias:
-            self.qkv_bias = nnx.Param(source(*(name + ".bias" for name in qkv)))
-            self.out_bias = nnx.Param(source(prefix + "o_proj.bias"))
-        if config.qk_norm:
-            self.q_norm = nnx.Param(source(prefix + "q_norm.weight"))
-            self.k_norm = nnx.Param(source(prefix + "k_norm.weight"))
-
-    def __call__(self, x, step: _Step, state: KVState, index: jax.Array):
-        config, tokens = self.config, x.shape[0]
-        qkv = self._project("qkv", x, implementation=step.implementation)
-        if config.attention_bias:
-            qkv = qkv + self.qkv_bias[...][None, :]
-        if not is_eight_bit(state.k_pages):  # bf16 pages under f32 weights: ops take equal dtypes
-            qkv = qkv.astype(state.k_pages.dtype)
-        q, state = write_qkv(
-            qkv,
-            state,
-            step.batch,
-            step.cos,
-            step.sin,
-            positions=jnp.arange(tokens, dtype=jnp.int32),
-            q_norm=self.q_norm[...] if config.qk_norm else None,
-            k_norm=self.k_norm[...] if config.qk_norm else None,
-            eps=config.rms_norm_eps,
-            num_q_heads=config.num_q_heads,
-            layer=index,
-            implementation=step.implementation,
-        )
-        window = _own_window(self.window, step.batch)
-        attended = attend(
-            q,
-            state,
-            step.batch,
-            layer=index,
-            sliding_window=window,
-            plan=step.plan,
-            implementation=step.implementation,
-        )
-        attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
-        out = self._project("out", attended, implementation=step.implementation)
-        if config.attention_bias:
-            out = out + self.out_bias[...][None, :]
-        return out, state
-
-
-class DenseMLP(_Projections):
-    """The gated MLP of a dense layer."""
-
-    gate_up: nnx.Param
-    down: nnx.Param
-
-    def __init__(
-        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
-    ):
-        self.has_bias = config.mlp_bias
-        prefix = f"model.layers.{layer}.mlp."
-        gate_up = (prefix + "gate_proj", prefix + "up_proj")
-        self._load("gate_up", weight_dtype, source, *(name + ".weight" for name in gate_up))
-        self._load("down", weight_dtype, source, prefix + "down_proj.weight")
-        if config.mlp_bias:
-            self.gate_up_bias = nnx.Param(source(*(name + ".bias" for name in gate_up)))
-            self.down_bias = nnx.Param(source(prefix + "down_proj.bias"))
-
-    def __call__(self, x, step: _Step):
-        biases = (self.gate_up_bias[...], self.down_bias[...]) if self.has_bias else ()
-        weights = (self.gate_up[...], self.down[...], *biases)
-        return gated_mlp(
-            x,
-            *weights,
-            gate_up_scale=self._scale("gate_up"),
-            down_scale=self._scale("down"),
-            implementation=step.implementation,
-        )
-
-
-class ExpertsMLP(_Projections):
-    """The mixture of experts of a layer: router and stacked experts."""
-
-    gate_up: nnx.Param
-    down: nnx.Param
-
-    def __init__(
-        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
-    ):
-        self.config = config
-        prefix = f"model.layers.{layer}.mlp."
-        experts = prefix + "experts."
-        self.router = nnx.Param(source(prefix + "gate.weight"))
-        gate_up = (experts + "gate_proj.weight", experts + "up_proj.weight")
-        self._load("gate_up", weight_dtype, source, *gate_up, axis=1)
-        self._load("down", weight_dtype, source, experts + "down_proj.weight")
-
-    def __call__(self, x, step: _Step):
-        implementation = step.implementation
-        router = self.router[...]
-        logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
-        experts, weights = route(
-            logits, self.config.experts_per_token, renormalize=self.config.norm_topk_prob
-        )
-        return moe_experts(
-            x,
-            self.gate_up[...],
-            self.down[...],
-            experts,
-            weights,
-            gate_up_scale=self._scale("gate_up"),
-            down_scale=self._scale("down"),
-            live=step.live,
-            implementation=implementation,
-        )
-
-
 class Layer(nnx.Module):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -235,16 +66,55 @@ class Layer(nnx.Module):
         self.eps = config.rms_norm_eps
         prefix = f"model.layers.{layer}."
         self.attention_norm = nnx.Param(source(prefix + "input_layernorm.weight"))
-        self.attention = Attention(config, layer, source, weight_dtype)
+        self.attention = Attention(
+            source,
+            prefix + "self_attn.",
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm=config.qk_norm,
+            eps=config.rms_norm_eps,
+            fused=config.fused_projections,
+            window=config.window(layer) or None,
+            weight_dtype=weight_dtype,
+        )
         self.mlp_norm = nnx.Param(source(prefix + "post_attention_layernorm.weight"))
-        mlp = ExpertsMLP if config.moe_layers[layer] else DenseMLP
-        self.mlp = mlp(config, layer, source, weight_dtype)
+        self.is_mixture = config.moe_layers[layer]
+        if self.is_mixture:
+            self.mlp = ExpertsMLP(
+                source,
+                prefix + "mlp.",
+                experts_per_token=config.experts_per_token,
+                renormalize=config.norm_topk_prob,
+                weight_dtype=weight_dtype,
+            )
+        else:
+            self.mlp = DenseMLP(
+                source,
+                prefix + "mlp.",
+                bias=config.mlp_bias,
+                fused=config.fused_projections,
+                weight_dtype=weight_dtype,
+            )
 
     def __call__(self, x, step: _Step, state: KVState, index: jax.Array):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
-        out, state = self.attention(normed, step, state, index)
+        out, state = self.attention(
+            normed,
+            state,
+            step.batch,
+            step.cos,
+            step.sin,
+            layer=index,
+            positions=jnp.arange(x.shape[0], dtype=jnp.int32),
+            plan=step.plan,
+            implementation=step.implementation,
+        )
         x = x + out
-        x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step)
+        live = {"live": step.live} if self.is_mixture else {}
+        normed = rms_norm(x, self.mlp_norm[...], self.eps)
+        x = x + self.mlp(normed, implementation=step.implementation, **live)
         return x, state
 
 
@@ -254,7 +124,7 @@ def _run_layer(graph, weights, x, step: _Step, state: KVState, index: jax.Array)
     return nnx.merge(graph, weights)(x, step, state, index)
 
 
-class Decoder(_Projections):
+class Decoder(Projections):
     """The whole model.
 
     Weights are per-layer leaves under an unrolled loop (a scan over stacked weights copies each
@@ -379,7 +249,7 @@ class Decoder(_Projections):
             state,
             batch,
             layer=0,
-            sliding_window=_own_window(window, batch),
+            sliding_window=own_window(window, batch),
             implementation=self.implementation,
         )
 

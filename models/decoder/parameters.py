@@ -57,15 +57,16 @@ def each_expected_tensor(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
         yield layer + "input_layernorm.weight", (hidden,)
-        for name, rows, columns in (
-            ("q_proj", q_out, hidden),
-            ("k_proj", kv_out, hidden),
-            ("v_proj", kv_out, hidden),
-            ("o_proj", hidden, q_out),
-        ):
-            yield f"{layer}self_attn.{name}.weight", (rows, columns)
-            if config.attention_bias:
+        qkv = (("q_proj", q_out), ("k_proj", kv_out), ("v_proj", kv_out))
+        if config.fused_projections:
+            qkv = (("qkv_proj", q_out + 2 * kv_out),)
+        for name, rows in qkv:
+            yield f"{layer}self_attn.{name}.weight", (rows, hidden)
+            if config.qkv_bias:
                 yield f"{layer}self_attn.{name}.bias", (rows,)
+        yield layer + "self_attn.o_proj.weight", (hidden, q_out)
+        if config.out_bias:
+            yield layer + "self_attn.o_proj.bias", (hidden,)
         if config.qk_norm:
             yield layer + "self_attn.q_norm.weight", (config.head_dim,)
             yield layer + "self_attn.k_norm.weight", (config.head_dim,)
@@ -75,11 +76,10 @@ def each_expected_tensor(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
             yield layer + "mlp.gate.weight", (config.num_experts, hidden)
             experts, inner, bias = (config.num_experts,), config.moe_intermediate_size, False
             mlp += "experts."
-        for name, rows, columns in (
-            ("gate_proj", inner, hidden),
-            ("up_proj", inner, hidden),
-            ("down_proj", hidden, inner),
-        ):
+        gate_up = (("gate_proj", inner, hidden), ("up_proj", inner, hidden))
+        if config.fused_projections and not experts:
+            gate_up = (("gate_up_proj", 2 * inner, hidden),)
+        for name, rows, columns in (*gate_up, ("down_proj", hidden, inner)):
             yield f"{mlp}{name}.weight", (*experts, rows, columns)
             if bias:
                 yield f"{mlp}{name}.bias", (rows,)

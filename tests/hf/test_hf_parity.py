@@ -35,6 +35,14 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": np.linspace(1, 1.5, 24).tolist(),
+    "long_factor": np.linspace(1, 12, 24).tolist(),
+    "original_max_position_embeddings": 48,
+    "partial_rotary_factor": 0.75,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +88,18 @@ CASES = [
     Case("Llama", (8, 2), 128, {"attention_bias": True, "mlp_bias": True}),
     Case("Llama", (9, 3), 64, {"rope_parameters": LLAMA3}),
     Case("Llama", (4, 1), 64, {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
-]
+    Case("Qwen2", (7, 1), 64, {"tie_word_embeddings": True}),
+    Case("Qwen2", (4, 2), 64, {"rope_parameters": YARN}),
+    Case("Qwen2", (4, 2), 64, windows(9, max_window_layers=1)),
+    Case("Mistral", (4, 2), 128, {"sliding_window": None}),
+    Case("Mistral", (8, 2), 64, {"sliding_window": 9, "num_hidden_layers": 3}),
+    Case("Phi3", (4, 4), 64, {"sliding_window": 9}),
+    Case("Phi3", (6, 2), 64, {"tie_word_embeddings": True, "partial_rotary_factor": 0.5}),
+    LONGROPE_CASE := Case(
+        "Phi3", (3, 1), 64,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48, "sliding_window": 99},
+    ),
+]  # fmt: skip
 
 
 def make_model(transformers, case):
@@ -100,7 +119,11 @@ def make_model(transformers, case):
         "bos_token_id": None,
         "eos_token_id": [5, 7],
     } | case.options
-    if case.heads[0] * 16 != 48 and case.family == "Llama":
+    if case.family == "Phi3":  # whose check of rope takes head_dim from here
+        settings["hidden_size"] = case.head_dim * case.heads[0]
+        settings["pad_token_id"] = None  # the default is beyond this vocabulary
+        del settings["head_dim"]
+    elif case.heads[0] * 16 != 48 and case.family == "Llama":
         settings["hidden_size"] = 16 * case.heads[0]
     config = getattr(transformers, f"{case.family}Config")(**settings)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config).float().eval()
@@ -151,6 +174,20 @@ def test_logits_match_transformers(transformers, tmp_path, case):
         got[0].append(stepper.step({0: [token]})[0])
     for row, parts in got.items():
         np.testing.assert_allclose(np.concatenate(parts), expected[row], atol=ATOL)
+
+
+@pytest.mark.parametrize(("context_length", "length"), [(None, 48), (256, 49), (256, 120)])
+def test_longrope_beyond_its_original_context_matches_transformers(
+    transformers, tmp_path, context_length, length
+):
+    reference = make_model(transformers, LONGROPE_CASE)
+    reference.save_pretrained(tmp_path)
+    model, config, _ = load_checkpoint(tmp_path, jnp.float32, context_length=context_length)
+    assert config.context_length == (context_length or 48)
+    tokens = ids(length, 8)
+    stepper = Stepper(model, max_seqs=1, pages_per_seq=16)
+    logits = [stepper.step({0: tokens[:-1]})[0], stepper.step({0: tokens[-1:]})[0]]
+    np.testing.assert_allclose(np.concatenate(logits), hf_logits(reference, tokens), atol=ATOL)
 
 
 def test_a_sharded_bf16_checkpoint_matches_transformers(transformers, tmp_path):

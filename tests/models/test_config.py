@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jax_paged.models.checkpoint import hf_config
 from jax_paged.models.checkpoint.hf_config import config_from_hf
+from jax_paged.models.checkpoint.hf_keys import FAMILIES, HARMLESS, HONOURED, NEUTRAL
 from jax_paged.models.decoder.config import RopeConfig
 from jax_paged.models.testing import small_config, small_hf_config
 
@@ -66,6 +66,62 @@ RELEASED = {
         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
         "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
     },
+    "Qwen2.5-7B": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584,
+        "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 131072,
+        "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+        "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Phi-3-mini-4k": {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        },
+        "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu",
+        "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+        "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+        "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+    },
+    "Phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+            "AutoTokenizer": "Xenova/gpt-4o",
+        },
+        "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1,
+        "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+        "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3",
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "pad_token_id": 199999,
+        "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": True,
+        "vocab_size": 200064,
+    },
 }  # fmt: skip
 
 
@@ -91,12 +147,54 @@ def test_released_dense_configurations_are_read(name):
     assert config.rope.kind == ("llama3" if name == "Llama-3.2-1B" else "default")
 
 
+def test_released_configurations_of_newer_families_are_read():
+    qwen2, mistral, phi3, phi4 = map(
+        config_from_hf,
+        (
+            RELEASED[name]
+            for name in ("Qwen2.5-7B", "Mistral-7B-v0.1", "Phi-3-mini-4k", "Phi-4-mini")
+        ),
+    )
+    assert (qwen2.qkv_bias, qwen2.out_bias, qwen2.qk_norm) == (True, False, False)
+    assert qwen2.layer_windows == ()
+    assert mistral.layer_windows == (4096,) * 32
+    assert phi3.layer_windows == (2047,) * 32
+    assert (phi3.fused_projections, phi3.rope) == (True, RopeConfig())
+    assert (phi4.head_dim, phi4.rope.rotary_dim, phi4.context_length) == (128, 96, 4096)
+    assert phi4.layer_windows == ()
+    assert phi4.rope.frequency_divisors == (1.0,) * 48
+    assert phi4.rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)  # log 32 / log 4096
+
+
+@pytest.mark.parametrize(("context_length", "is_long"), [(4096, False), (4097, True)])
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])  # as Phi-3 called it, too
+def test_longrope_takes_the_factors_of_the_wanted_context(context_length, is_long, kind):
+    raw = RELEASED["Phi-4-mini"]
+    raw = raw | {"rope_scaling": raw["rope_scaling"] | {"type": kind}}
+    config = config_from_hf(raw, context_length=context_length)
+    assert config.context_length == context_length
+    divisors = raw["rope_scaling"]["long_factor" if is_long else "short_factor"]
+    assert config.rope.frequency_divisors == tuple(divisors)
+    plain = dataclasses.replace(config.rope, frequency_divisors=None).frequencies(128)
+    assert plain.shape == (48,)
+    np.testing.assert_allclose(config.rope.frequencies(128), plain / divisors, rtol=1e-6)
+
+
+def test_a_context_may_be_shorter_than_the_model_s_but_not_longer():
+    raw = small_hf_config("llama", max_position_embeddings=64)
+    assert config_from_hf(raw).context_length == 64
+    assert config_from_hf(raw, context_length=5).context_length == 5
+    for wrong, text in ((65, "at most the 64 tokens of the model, got 65"), (0, "at least 1, got")):
+        with pytest.raises(ValueError, match=f"context_length: expected .*{text}"):
+            config_from_hf(raw, context_length=wrong)
+
+
 def test_no_key_stands_in_two_tables():
-    for model_type, own in hf_config._HONOURED_BY_TYPE.items():
-        honoured = hf_config._HONOURED | own
-        assert not honoured.keys() & set(hf_config._HARMLESS), model_type
-    assert not hf_config._HONOURED.keys() & set(hf_config._NEUTRAL)
-    assert not set(hf_config._HARMLESS) & set(hf_config._NEUTRAL)
+    for model_type, family in FAMILIES.items():
+        honoured = HONOURED.keys() | family.keys.keys()
+        assert not honoured & set(HARMLESS), model_type
+    assert not HONOURED.keys() & set(NEUTRAL)
+    assert not set(HARMLESS) & set(NEUTRAL)
 
 
 def test_old_and_new_key_names_mean_the_same():
@@ -131,6 +229,14 @@ def test_sparse_steps_and_dense_layers_choose_the_moe_layers():
         ("qwen3", {"max_window_layers": 0, "use_sliding_window": False}, ()),
         ("qwen3_moe", {"max_window_layers": 2}, (64,) * 4),  # which transformers does not read
         ("qwen3_moe", {"use_sliding_window": False}, ()),
+        ("qwen2", {"max_window_layers": 2}, (0, 0, 64, 64)),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 64) * 2),
+        ("mistral", {"use_sliding_window": None}, (64,) * 4),
+        ("mistral", {"use_sliding_window": None, "sliding_window": None}, ()),
+        ("phi3", {}, (64,) * 4),
+        ("phi3", {"use_sliding_window": None, "sliding_window": None}, ()),
+        ("phi3", {"max_position_embeddings": 65}, (64,) * 4),
+        ("phi3", {"max_position_embeddings": 64}, ()),  # it hides nothing
     ],
 )
 def test_layers_have_the_windows_that_transformers_gives_them(model_type, changes, windows):
@@ -140,7 +246,12 @@ def test_layers_have_the_windows_that_transformers_gives_them(model_type, change
 
 
 def test_a_window_that_is_not_given_has_the_published_size():
-    assert small_config("qwen3_moe", use_sliding_window=True).layer_windows == (4096, 4096)
+    config = small_config("qwen3_moe", use_sliding_window=True, max_position_embeddings=8192)
+    assert config.layer_windows == (4096, 4096)
+    for model_type, windows in (("mistral", (4096, 4096)), ("phi3", ())):
+        raw = small_hf_config(model_type, max_position_embeddings=8192)
+        raw.pop("sliding_window", None)
+        assert config_from_hf(raw).layer_windows == windows
 
 
 @pytest.mark.parametrize("windows", [(4,), (4, -1)])
@@ -150,7 +261,7 @@ def test_a_configuration_checks_its_windows(windows):
 
 
 def test_head_dim_defaults_as_published():
-    for model_type, expected in (("qwen3", 128), ("llama", 8), ("qwen3_moe", 8)):
+    for model_type, expected in (("qwen3", 128), ("llama", 8), ("qwen3_moe", 8), ("phi3", 8)):
         raw = small_hf_config(model_type)
         del raw["head_dim"]
         assert config_from_hf(raw).head_dim == expected
@@ -212,7 +323,11 @@ def test_head_dim_defaults_as_published():
         ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1"),
         ("llama", {"num_local_experts": 8}, "key 'num_local_experts' must be 0 or None, got 8"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type 'dynamic'"),
-        ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope"}},
+            "needs a list for 'short_factor', got No",
+        ),
         ("llama", {"rope_scaling": {"type": "linear"}}, "needs a number for 'factor', got None"),
         (
             "llama",
@@ -270,6 +385,46 @@ def test_head_dim_defaults_as_published():
             "'decoder_sparse_step' must be an integer from 1",
         ),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "must be 0 or None, got 64"),
+        ("qwen2_moe", {}, "model_type 'qwen2_moe' is not supported; supported: qwen3_moe, qwen3"),
+        ("qwen2", {"attention_bias": True}, "key 'attention_bias' must be False or None, got True"),
+        ("qwen2", {"use_mrope": True}, "key 'use_mrope' must be False or None, got True"),
+        ("mistral", {"sliding_window": 0}, "key 'sliding_window' must be an integer from 1"),
+        (
+            "mistral",
+            {"use_sliding_window": False},
+            "must be None for model_type 'mistral' with sliding_window = 7, got False",
+        ),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "key 'layer_types' must hold 'sliding_attention' here, got 'full_attention'",
+        ),
+        ("mistral", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing"),
+        ("phi3", {"auto_map": {"AutoConfig": "mine.Phi3Config"}}, "'auto_map' must be an object"),
+        ("phi3", {"lm_head_bias": True}, "key 'lm_head_bias' must be False or None, got True"),
+        ("phi3", {"full_attn_mod": 2}, "key 'full_attn_mod' must be 1 or None, got 2"),
+        ("phi3", {"partial_rotary_factor": 0.05}, "must leave 2 of 16 dimensions, got 0.05"),
+        ("phi3", {"partial_rotary_factor": 0.2}, "rotary_dim must be even, got 3"),
+        ("phi3", {"partial_rotary_factor": 2}, "must be a number from 0.001 to 1, got 2"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.75, but 0.5 in the rope parameters",
+        ),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "supported: default, longrope"),
+        (
+            "phi3",
+            {
+                "rope_scaling": {"type": "su", "short_factor": [1] * 6, "long_factor": [1] * 6},
+                "original_max_position_embeddings": None,
+            },
+            "key 'original_max_position_embeddings' is missing",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1] * 6, "long_factor": [1] * 8}},
+            "key 'long_factor' must have 6 entries, one per frequency, got 8",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_type, changes, message):

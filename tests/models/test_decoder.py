@@ -19,6 +19,7 @@ from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import pool_sized_ops
 
 TYPES = ["qwen3_moe", "qwen3", "llama"]
+MORE_TYPES = ["qwen2", "mistral", "phi3"]
 # Layers with and without a window, in turn.
 WINDOWED = {
     "num_hidden_layers": 4,
@@ -37,19 +38,25 @@ def dense_logits(config, source, tokens):
     def norm(x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * get(name)
 
-    def gated(x, gate, up, down):
-        hidden = x @ gate.T
-        return (hidden / (1 + np.exp(-hidden)) * (x @ up.T)) @ down.T
+    shapes = expected_tensors(config)
+
+    def project(x, name):
+        out = x @ get(name + ".weight").T
+        return out + get(name + ".bias") if name + ".bias" in shapes else out
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
 
     def turn(x):
-        half = config.head_dim // 2
-        theta = config.rope.theta ** (-2 * np.arange(half) / config.head_dim)
+        half = (config.rope.rotary_dim or config.head_dim) // 2
+        theta = config.rope.theta ** (-np.arange(half) / half)
         angle = np.arange(len(tokens))[:, None, None] * theta
-        first, second = x[..., :half], x[..., half:]
+        first, second = x[..., :half], x[..., half : 2 * half]
         return np.concatenate(
             [
                 first * np.cos(angle) - second * np.sin(angle),
                 second * np.cos(angle) + first * np.sin(angle),
+                x[..., 2 * half :],
             ],
             -1,
         )
@@ -59,10 +66,15 @@ def dense_logits(config, source, tokens):
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
         h = norm(x, layer + "input_layernorm.weight")
-        q, k, v = (
-            (h @ get(f"{layer}self_attn.{n}_proj.weight").T).reshape(count, -1, config.head_dim)
-            for n in "qkv"
-        )
+        if config.fused_projections:
+            heads = project(h, layer + "self_attn.qkv_proj").reshape(count, -1, config.head_dim)
+            begins = [config.num_q_heads, config.num_q_heads + config.num_kv_heads]
+            q, k, v = np.split(heads, begins, axis=1)
+        else:
+            q, k, v = (
+                project(h, f"{layer}self_attn.{n}_proj").reshape(count, -1, config.head_dim)
+                for n in "qkv"
+            )
         if config.qk_norm:
             q = norm(q, layer + "self_attn.q_norm.weight")
             k = norm(k, layer + "self_attn.k_norm.weight")
@@ -76,24 +88,28 @@ def dense_logits(config, source, tokens):
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)
         out = np.einsum("hqk,khd->qhd", scores, v).reshape(count, -1)
-        x = x + out @ get(layer + "self_attn.o_proj.weight").T
+        x = x + project(out, layer + "self_attn.o_proj")
         h = norm(x, layer + "post_attention_layernorm.weight")
-        names = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+        names = [f"{part}_proj" for part in ("gate", "up", "down")]
         if config.moe_layers[i]:
             router = h @ get(layer + "mlp.gate.weight").T
             p = np.exp(router - router.max(-1, keepdims=True))
             p /= p.sum(-1, keepdims=True)
-            weights = [get(f"{layer}mlp.experts.{n}") for n in names]
+            gate, up, down = (get(f"{layer}mlp.experts.{n}.weight") for n in names)
             out = np.zeros_like(x)
             for t in range(count):
                 top = np.argsort(-p[t])[: config.experts_per_token]
                 scale = p[t, top] / (p[t, top].sum() if config.norm_topk_prob else 1)
                 out[t] = sum(
-                    s * gated(h[t], *(w[e] for w in weights))
+                    s * (silu(h[t] @ gate[e].T) * (h[t] @ up[e].T)) @ down[e].T
                     for e, s in zip(top, scale, strict=True)
                 )
         else:
-            out = gated(h, *(get(f"{layer}mlp.{n}") for n in names))
+            if config.fused_projections:
+                gate, up = np.split(project(h, layer + "mlp.gate_up_proj"), 2, axis=-1)
+            else:
+                gate, up = (project(h, f"{layer}mlp.{n}") for n in names[:2])
+            out = project(silu(gate) * up, layer + "mlp.down_proj")
         x = x + out
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     return norm(x, "model.norm.weight") @ get(head).T
@@ -102,7 +118,8 @@ def dense_logits(config, source, tokens):
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        *((model_type, {}) for model_type in TYPES),
+        *((model_type, {}) for model_type in TYPES + MORE_TYPES),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3_moe", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
         (
@@ -153,7 +170,7 @@ def test_chunked_prefill_equals_full_prefill(model_type):
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", TYPES + MORE_TYPES)
 def test_a_mixed_batch_equals_its_rows_alone(model_type):
     prompts = {row: ids(count, row) for row, count in enumerate([13, 1, 8])}
     stepper = make_stepper(model_type)
@@ -322,8 +339,13 @@ def test_the_attention_biases_and_mlp_biases_take_part():
         assert np.abs(Stepper(model).step({0: tokens})[0] - full).max() > 1e-3, part
 
 
-def test_the_decoder_reads_each_expected_tensor_once():
-    config = small_config(tie_word_embeddings=True, attention_bias=True)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("qwen3_moe", {"tie_word_embeddings": True, "attention_bias": True}), ("qwen2", {}),
+     ("phi3", {})],
+)  # fmt: skip
+def test_the_decoder_reads_each_expected_tensor_once(model_type, changes):
+    config = small_config(model_type, **changes)
     source, read = random_source(config), []
 
     def spy(*names, axis=0):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files: quantized tensors, metadata, tokenizer, and how broken ones are refused."""
 
+import dataclasses
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +23,9 @@ from jax_paged.models.decoder.parameters import expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config
 
 NAN, INF = float("nan"), float("inf")
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "phi3": "phi3",
+}  # fmt: skip
 
 
 def metadata_of(architecture, config, **changes):
@@ -38,6 +41,13 @@ def metadata_of(architecture, config, **changes):
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": config.rope.theta,
     }
+    if architecture == "phi3":  # whose writer leaves the head_dim out
+        del values["attention.key_length"], values["attention.value_length"]
+        values |= {
+            "attention.sliding_window": config.window(0),
+            "rope.dimension_count": config.rope.rotary_dim,
+            "rope.scaling.original_context_length": 64,
+        }
     if architecture == "llama":
         values |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
     if architecture == "qwen3moe":
@@ -102,6 +112,8 @@ def write(path, architecture, metadata, tensors, kinds=None):
 
 
 def make(architecture, **changes):
+    if architecture == "phi3":
+        changes = {"hidden_size": 64, "sliding_window": 9} | changes
     config = config_from_hf(
         small_hf_config(ARCHITECTURES[architecture], rms_norm_eps=2**-20, eos_token_id=3, **changes)
     )
@@ -137,6 +149,32 @@ def test_biases_of_a_llama_file_are_read_and_unpermuted(tmp_path):
     assert file.config() == config
     name = "model.layers.1.self_attn.k_proj.bias"
     np.testing.assert_array_equal(tensor(file, config, name), random_source(config, 7)(name))
+
+
+def test_a_mistral_file_is_a_llama(tmp_path):
+    config = config_from_hf(
+        small_hf_config("mistral", sliding_window=None, rms_norm_eps=2**-20, eos_token_id=3)
+    )
+    path = tmp_path / "model.gguf"
+    write(path, "llama", metadata_of("llama", config), tensors_of("llama", config))
+    file = GGUFFile(path)
+    assert dataclasses.replace(file.config(), model_type="mistral") == config
+    name = "model.layers.1.self_attn.q_proj.weight"
+    np.testing.assert_array_equal(tensor(file, config, name), random_source(config, 7)(name))
+
+
+@pytest.mark.parametrize("context_length", [None, 64, 65])
+def test_longrope_takes_the_divisors_of_the_wanted_context(tmp_path, context_length):
+    _, metadata, tensors = make("phi3")
+    short, long = np.linspace(1, 1.5, 6).astype(np.float32), np.arange(6, 12).astype(np.float32)
+    tensors |= {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    metadata["phi3.rope.scaling.attn_factor"] = 1.25
+    write(tmp_path / "model.gguf", "phi3", metadata, tensors)
+    _, config, _ = load_checkpoint(tmp_path / "model.gguf", context_length=context_length)
+    divisors = long if context_length == 65 else short
+    assert config.context_length == (context_length or 64)
+    assert config.rope.frequency_divisors == tuple(divisors.tolist())
+    assert (config.rope.attention_factor, config.rope.rotary_dim) == (1.25, 12)
 
 
 def test_rope_frequency_divisors_are_honoured(tmp_path):
@@ -328,7 +366,7 @@ def test_other_quantizations_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gemma", {}, "architecture 'gemma' is not supported; supported: llama, qwen3, qwen3moe"),
+        ("gemma", {}, "'gemma' is not supported; supported: llama, qwen2, qwen3, qwen3moe, phi3"),
         ("llama", {"llama.flux": 3}, "key 'llama.flux' = 3 is not known"),
         ("llama", {"adapter.type": "lora"}, "key 'adapter.type' = 'lora' is not known"),
         ("llama", {"general.type": "adapter"}, "key 'general.type' must be 'model'"),
@@ -336,6 +374,15 @@ def test_other_quantizations_are_refused_by_name(tmp_path):
         ("llama", {"llama.expert_count": 8}, "key 'llama.expert_count' must be 0, got 8"),
         ("llama", {"llama.attention.sliding_window": 64}, "must be 0, got 64"),
         ("llama", {"llama.rope.dimension_count": 8}, "must be the head_dim, 16, got 8"),
+        ("phi3", {"phi3.rope.scaling.type": "linear"}, "must be 'none' or 'longrope', got 'line"),
+        ("phi3", {"phi3.rope.scaling.type": "longrope"}, "scaling.attn_factor' is missing"),
+        (
+            "phi3",
+            {"phi3.rope.scaling.type": "longrope", "phi3.rope.scaling.attn_factor": 1.0},
+            "tensor 'rope_factors_short.weight' must have shape (6,), got none",
+        ),
+        ("phi3", {"phi3.rope.dimension_count": 18}, "rotary_dim must be at most head_dim=16"),
+        ("qwen2", {"qwen2.rope.dimension_count": 8}, "must be the head_dim, 16, got 8"),
         ("llama", {"llama.rope.scaling.type": "yarn"}, "must be 'none' or 'linear', got 'yarn'"),
         ("llama", {"llama.vocab_size": 98}, "'token_embd.weight' must have 98 rows, got 97"),
         ("llama", {"llama.attention.head_count": [4, 4]}, "2147483647, got [4, 4]"),

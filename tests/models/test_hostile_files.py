@@ -44,7 +44,7 @@ def test_mutations_are_refused_clearly_or_read(kind, begin, end):
     assert len(report["texts"]) >= 5
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3"])
 def test_what_is_mutated_is_valid(tmp_path, model_type):
     hostile.read("folder", hostile.folder_files(model_type), tmp_path / "folder")
     file, _ = hostile.gguf_bytes(*hostile.gguf_parts(model_type.replace("_", "")))

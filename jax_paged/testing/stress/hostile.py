@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jax_paged import Status, transfer
 from jax_paged.cache.state import KVState
 from jax_paged.cache.transfer import Inbox, Message, Sender, Ticket
-from jax_paged.models.checkpoint.gguf_file import gguf_name
+from jax_paged.models.checkpoint.gguf_file import MODEL_TYPES, gguf_name
 from jax_paged.models.checkpoint.hf_config import config_from_hf
 from jax_paged.models.checkpoint.weights import open_checkpoint
 from jax_paged.models.decoder.parameters import expected_tensors, random_source
@@ -166,6 +166,8 @@ _ROPES: tuple[dict[str, Any] | None, ...] = (
      "original_max_position_embeddings": 64},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0,
      "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True},
+    {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
+     "original_max_position_embeddings": 64},
 )  # fmt: skip
 
 
@@ -209,7 +211,7 @@ _TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 
 def hostile_folder(rng: np.random.Generator) -> Files:
     """A folder with one or two of its text files mutated, or gone, or with a stranger."""
-    files = dict(folder_files(_pick(rng, ("llama", "qwen3", "qwen3_moe"))))
+    files = dict(folder_files(_pick(rng, ("llama", "qwen2", "qwen3", "qwen3_moe", "phi3"))))
     content = json.loads(files["config.json"] or b"")
     files["config.json"] = json.dumps(content | {"rope_scaling": _pick(rng, _ROPES)}).encode()
     for _ in range(int(rng.integers(1, 3))):
@@ -309,7 +311,7 @@ def _gguf_text(text: str) -> bytes:
 @functools.cache
 def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[int], int, bytes]]]:
     """The metadata and the tensors (shape, type, data) of a valid file."""
-    model_type = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}[architecture]
+    model_type = MODEL_TYPES[architecture]
     config = config_from_hf(_raw(model_type))
     tokens, merges = _vocabulary()
     own: dict[str, Any] = {
@@ -323,14 +325,21 @@ def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": config.rope.rotary_dim or config.head_dim,
         "rope.freq_base": config.rope.theta,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 2.0,
         "expert_count": config.num_experts,
         "expert_used_count": config.experts_per_token,
         "expert_feed_forward_length": config.moe_intermediate_size,
     }
+    if architecture == "phi3":
+        own |= {
+            "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": 1.25,
+            "attention.sliding_window": 7,
+        }
+    else:
+        own |= {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
     metadata = {
         "general.architecture": architecture,
         "general.alignment": 32,
@@ -352,7 +361,11 @@ def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[
             codes[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
             kind, data = _Q8_0, codes.tobytes()
         tensors[gguf_name(name)] = (list(value.shape), kind, data)
-    tensors["rope_freqs.weight"] = ([config.head_dim // 2], _F32, np.ones(8, np.float32).tobytes())
+    divisors, half = ["rope_freqs"], (config.rope.rotary_dim or config.head_dim) // 2
+    if architecture == "phi3":
+        divisors = ["rope_factors_short", "rope_factors_long"]
+    for name in divisors:
+        tensors[name + ".weight"] = ([half], _F32, np.ones(half, np.float32).tobytes())
     return metadata, tensors
 
 
@@ -376,7 +389,7 @@ def gguf_bytes(
 
 def hostile_gguf(rng: np.random.Generator) -> Files:
     """A file with its metadata, its tensors' places, its bytes or a weight mutated."""
-    metadata, tensors = gguf_parts(_pick(rng, ("llama", "qwen3", "qwen3moe")))
+    metadata, tensors = gguf_parts(_pick(rng, tuple(MODEL_TYPES)))
     metadata, tensors = dict(metadata), dict(tensors)
     what = int(rng.integers(8))
     if what < 3:

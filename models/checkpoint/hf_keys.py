@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of the config.json of a Hugging Face checkpoint, and the model types that have them.
+
+Every key, under its old or its new name, stands in one of the tables below: honoured, with the
+values that it may have, harmless (it cannot alter a logit at inference; the reason is given), or
+accepted with its neutral value only. A key in none of them is refused too: what we do not know
+might matter.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jax_paged.checks.fields import (
+    ANYTHING,
+    FLAG,
+    OBJECT,
+    TEXT,
+    Domain,
+    integer,
+    list_of,
+    number,
+    short,
+)
+
+from ..decoder.config import DOMAINS, ROPE_DOMAINS, TOKEN_IDS
+
+CONTEXT = integer(1, 2**40)
+# Keys that the reader looks at, for every model type.
+HONOURED: dict[str, Domain] = {
+    "architectures": list_of(TEXT),
+    "model_type": TEXT,
+    "vocab_size": DOMAINS["vocab_size"],
+    "hidden_size": DOMAINS["hidden_size"],
+    "intermediate_size": DOMAINS["intermediate_size"],
+    "num_hidden_layers": DOMAINS["num_layers"],
+    "num_attention_heads": DOMAINS["num_q_heads"],
+    "num_key_value_heads": DOMAINS["num_kv_heads"],
+    "head_dim": DOMAINS["head_dim"],
+    "max_position_embeddings": DOMAINS["context_length"],
+    "rms_norm_eps": DOMAINS["rms_norm_eps"],
+    "tie_word_embeddings": FLAG,
+    "rope_theta": ROPE_DOMAINS["theta"],
+    "rope_scaling": OBJECT,
+    "rope_parameters": OBJECT,
+    "original_max_position_embeddings": CONTEXT,
+    "use_sliding_window": FLAG,
+    "sliding_window": ANYTHING,  # where it is used it is checked
+    "max_window_layers": integer(0),
+    "layer_types": list_of(TEXT),
+    "bos_token_id": DOMAINS["bos_token_id"],
+    "eos_token_id": TOKEN_IDS,
+    "hidden_act": TEXT,
+}
+
+# The code that released Phi-3 checkpoints name is that of transformers.
+_PHI3_CODE = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
+
+
+def _is_phi3_code(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        str(value.get(key, code)).rpartition("--")[2] == code for key, code in _PHI3_CODE.items()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What sets a model type apart.
+
+    keys: honoured for this type only.
+    windows: which layers have one. "none"; "all", if there is a `sliding_window`; "flagged", all if
+      `use_sliding_window`; "chosen", if `use_sliding_window` those that `layer_types` or
+      `max_window_layers` choose.
+    sliding_window: where the file has no such key.
+    qkv_bias: whether q, k and v have one, whatever the file says.
+    """
+
+    architecture: str
+    keys: Mapping[str, Domain]
+    windows: Literal["none", "all", "flagged", "chosen"]
+    sliding_window: int | None = 4096
+    rms_norm_eps: float = 1e-6
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    fused_projections: bool = False
+
+
+FAMILIES = {
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "attention_bias": FLAG,
+            "num_experts": DOMAINS["num_experts"],
+            "num_local_experts": DOMAINS["num_experts"],
+            "num_experts_per_tok": DOMAINS["experts_per_token"],
+            "moe_intermediate_size": DOMAINS["moe_intermediate_size"],
+            "norm_topk_prob": FLAG,
+            "decoder_sparse_step": integer(1),
+            "mlp_only_layers": list_of(integer(0)),
+        },
+        windows="flagged",
+        qk_norm=True,
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", {"attention_bias": FLAG}, windows="chosen", qk_norm=True),
+    "qwen2": Family("Qwen2ForCausalLM", {}, windows="chosen", qkv_bias=True),
+    "llama": Family("LlamaForCausalLM", {"attention_bias": FLAG, "mlp_bias": FLAG}, windows="none"),
+    "mistral": Family("MistralForCausalLM", {}, windows="all"),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {
+            "partial_rotary_factor": number(1e-3, 1),
+            "auto_map": Domain(f"an object with {_PHI3_CODE}", _is_phi3_code),
+        },
+        windows="all",
+        sliding_window=None,
+        rms_norm_eps=1e-5,
+        fused_projections=True,
+    ),
+}
+
+# Keys that cannot alter a logit at inference, with the reason.
+HARMLESS = {
+    **dict.fromkeys(
+        ["_name_or_path", "transformers_version", "tokenizer_class", "is_llama_config",
+         "transformers.js_config", "unsloth_fixed", "unsloth_version", "_commit_hash"],
+        "says where the checkpoint comes from or which tool may read it",
+    ),
+    **dict.fromkeys(
+        ["dtype", "torch_dtype", "use_bfloat16"],
+        "the caller chooses the dtype; tensors carry their own",
+    ),
+    **dict.fromkeys(
+        ["initializer_range", "router_aux_loss_coef", "attention_dropout", "hidden_dropout",
+         "resid_pdrop", "embd_pdrop", "classifier_dropout", "problem_type", "id2label", "label2id"],
+        "training or classification only",
+    ),
+    **dict.fromkeys(
+        ["use_cache", "output_router_logits", "output_attentions", "output_hidden_states",
+         "return_dict", "torchscript", "_attn_implementation", "_attn_implementation_autoset",
+         "_experts_implementation"],
+        "what a forward pass of transformers returns or runs on",
+    ),
+    "chunk_size_feed_forward": "cuts the work, not the result",
+    "pad_token_id": "rows are ragged here: nothing is padded with a token",
+    **dict.fromkeys(
+        ["do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "max_length",
+         "min_length", "max_new_tokens"],
+        "sampling is chosen by the caller",
+    ),
+}  # fmt: skip
+
+# Keys that would alter logits in ways that are not built: accepted with these values only.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "pretraining_tp": (1, None),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+    "auto_map": (None, {}),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "lm_head_bias": (False, None),
+    "qkv_bias": (False, None),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+    "num_experts_per_tok": (0, None),
+    "moe_intermediate_size": (0, None),
+    "norm_topk_prob": (False, None),
+    "decoder_sparse_step": (None,),
+    "mlp_only_layers": ([], None),
+    "shared_expert_intermediate_size": (0, None),
+    "n_shared_experts": (0, None),
+    "num_nextn_predict_layers": (0, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "logit_scale": (1, 1.0, None),
+    "full_attn_mod": (1, None),
+    "interpolate_factor": (1, None),
+    "prefix": (None,),
+    "task_specific_params": (None,),
+}
+
+
+def check_known(raw: Mapping[str, Any], model_type: str, where: str) -> None:
+    """Raises a ValueError that names the first key that is not known, or not neutral."""
+    honoured = HONOURED | {**FAMILIES[model_type].keys}
+    for key, value in raw.items():
+        if key in honoured or key in HARMLESS:
+            continue
+        if key not in NEUTRAL:
+            raise ValueError(
+                f"{where}: key {short(key)} = {short(value)} is not known for model_type "
+                f"{model_type!r}; it might alter the logits, so it is not ignored"
+            )
+        if value not in NEUTRAL[key]:
+            neutral = " or ".join(repr(v) for v in NEUTRAL[key])
+            raise ValueError(f"{where}: key {key!r} must be {neutral}, got {short(value)}")

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decoders are made of: attention over pages, MLPs, and projections that may have 8 bits.
+
+`Decoder` is made of them, and so may be a model of your own. They take their weights from a
+`TensorSource` by the names of Hugging Face; a source may rename them.
+"""
+
+import functools
+from typing import Literal, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_paged import (
+    AttentionPlan,
+    KVState,
+    StepBatch,
+    attend,
+    kv_dtype,
+    linear,
+    moe_experts,
+    quantize_weight,
+    write_qkv,
+)
+from jax_paged.checks import (
+    Implementation,
+    RopeStyle,
+    check_choice,
+    check_size,
+    expect,
+    is_eight_bit,
+)
+
+from .moe import gated_mlp, route
+from .parameters import TensorSource
+
+WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
+WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / √(mean(x²) + eps) · weight over the last axis; the mean and root are f32."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + jnp.float32(eps))
+    return normed.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+class Projections(nnx.Module):
+    """A module with projections: each is a leaf, `name`, and an 8-bit one also `name`_scale."""
+
+    def _load(
+        self, name: str, weight_dtype: WeightDtype, source: TensorSource, *tensors: str, axis=0
+    ) -> None:
+        """Sets a projection, quantized from f32 so that it is rounded once."""
+        if weight_dtype is None:
+            setattr(self, name, nnx.Param(source(*tensors, axis=axis)))
+        else:
+            self._quantize(name, weight_dtype, source(*tensors, axis=axis, dtype=jnp.float32))
+
+    def _quantize(self, name: str, weight_dtype: str, weight: jax.Array) -> None:
+        quantize = functools.partial(quantize_weight, dtype=kv_dtype(weight_dtype))
+        if isinstance(weight, jax.ShapeDtypeStruct):  # of an `abstract_source`
+            quantize = functools.partial(jax.eval_shape, quantize)
+        codes, scale = quantize(weight)
+        setattr(self, name, nnx.Param(codes))
+        setattr(self, name + "_scale", nnx.Param(scale))
+
+    def _scale(self, name: str) -> jax.Array | None:
+        return getattr(self, name + "_scale")[...] if hasattr(self, name + "_scale") else None
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Also in a model of shapes, whose arrays `[...]` would not give."""
+        param = getattr(self, name)
+        has_getter = hasattr(type(param), "get_value")  # not in flax 0.12.0
+        return (param.get_value() if has_getter else param.value).shape
+
+    def _project(self, name: str, x: jax.Array, **options) -> jax.Array:
+        return linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+
+
+def own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
+    """The window that a layer gives to `attend`: none where pages slide away with it."""
+    return jnp.int32(window) if window and batch.sliding_window is None else None
+
+
+class Attention(Projections):
+    """Self-attention of one layer: projections, RMSNorm of q and k, RoPE, and the paged cache.
+
+    What stands before it and around it, a norm and a residual, is up to the caller.
+
+    Args:
+      source: where the weights come from. It is asked for `q_proj.weight`, `k_proj.weight`,
+        `v_proj.weight` and `o_proj.weight`, [out, in] each, for their `….bias`, [out], and for
+        `q_norm.weight` and `k_norm.weight`, [head_dim].
+      prefix: what these names begin with, "model.layers.0.self_attn." for one.
+      num_q_heads, num_kv_heads: head_dim follows from the columns of `o_proj.weight`.
+      qkv_bias, out_bias: whether q, k and v have biases, and the output.
+      qk_norm: whether each head of q and k is normalised before RoPE.
+      eps: of these norms.
+      fused: `qkv_proj.weight` and `qkv_proj.bias` stand for those of q, k and v.
+      window: how many tokens a query sees, itself included. None = all.
+      style: of RoPE, as for `write_qkv`.
+      weight_dtype: of the projections, as for `Decoder`.
+
+    Raises:
+      ValueError: the tensors do not fit the heads.
+    """
+
+    qkv: nnx.Param
+    out: nnx.Param
+
+    def __init__(
+        self,
+        source: TensorSource,
+        prefix: str,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
+        fused: bool = False,
+        window: int | None = None,
+        style: RopeStyle = "half",
+        weight_dtype: WeightDtype = None,
+    ):
+        check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+        self.num_q_heads = check_size("num_q_heads", num_q_heads)
+        self.window = None if window is None else check_size("window", window)
+        self.eps = eps
+        self.style: RopeStyle = style
+        qkv = [prefix + "qkv_proj"] if fused else [f"{prefix}{name}_proj" for name in "qkv"]
+        self._load("qkv", weight_dtype, source, *(name + ".weight" for name in qkv))
+        self._load("out", weight_dtype, source, prefix + "o_proj.weight")
+        self._check_heads(prefix, check_size("num_kv_heads", num_kv_heads))
+        if qkv_bias:
+            self.qkv_bias = nnx.Param(source(*(name + ".bias" for name in qkv)))
+        if out_bias:
+            self.out_bias = nnx.Param(source(prefix + "o_proj.bias"))
+        if qk_norm:
+            self.q_norm = nnx.Param(source(prefix + "q_norm.weight"))
+            self.k_norm = nnx.Param(source(prefix + "k_norm.weight"))
+
+    def _check_heads(self, prefix: str, num_kv_heads: int) -> None:
+        rows, columns = self._shape("qkv")[0], self._shape("out")[1]
+        head_dim, rest = divmod(columns, self.num_q_heads)
+        what = f"columns of num_q_heads={self.num_q_heads} heads"
+        expect(rest == 0, prefix + "o_proj.weight", what, columns)
+        wanted = (self.num_q_heads + 2 * num_kv_heads) * head_dim
+        what = f"{wanted} rows for {self.num_q_heads} + 2 · {num_kv_heads} heads of {head_dim}"
+        expect(rows == wanted, prefix + "qkv_proj.weight", what, rows)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        state: KVState,
+        batch: StepBatch,
+        cos: Float[Array, "max_positions half"],
+        sin: Float[Array, "max_positions half"],
+        *,
+        layer: Int[Array, ""] | int,
+        positions: Int[Array, "tokens"] | None = None,
+        plan: AttentionPlan | None = None,
+        implementation: Implementation = None,
+        **options,
+    ) -> tuple[jax.Array, KVState]:
+        """Adds the tokens' K and V to the pages of a layer, and attends.
+
+        Args:
+          x: [tokens, hidden], the step's tokens.
+          state, batch, layer, positions: as for `write_qkv`.
+          cos, sin: as for `write_qkv`, a row per position. Where their rotary_dim is below
+            head_dim, the other dimensions stay. Frequencies of 0 turn nothing.
+          plan, implementation, options: as for `attend`, `soft_cap` or `sinks` for one.
+
+        Returns:
+          ([tokens, hidden] in x's dtype, the state with K and V).
+        """
+        tokens, pages = x.shape[0], state.groups[state.find(layer)[0]].k_pages
+        qkv = self._project("qkv", x, implementation=implementation)
+        if hasattr(self, "qkv_bias"):
+            qkv = qkv + self.qkv_bias[...][None, :]
+        if not is_eight_bit(pages):  # bf16 pages under f32 weights: ops take equal dtypes
+            qkv = qkv.astype(pages.dtype)
+        q, state = write_qkv(
+            qkv,
+            state,
+            batch,
+            cos,
+            sin,
+            positions=positions,
+            q_norm=self.q_norm[...] if hasattr(self, "q_norm") else None,
+            k_norm=self.k_norm[...] if hasattr(self, "k_norm") else None,
+            eps=self.eps,
+            num_q_heads=self.num_q_heads,
+            rotary_dim=2 * cos.shape[1],
+            style=self.style,
+            layer=layer,
+            implementation=implementation,
+        )
+        attended = attend(
+            q,
+            state,
+            batch,
+            layer=layer,
+            sliding_window=own_window(self.window, batch.groups[state.find(layer)[0]]),
+            plan=plan,
+            implementation=implementation,
+            **options,
+        )
+        attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
+        out = self._project("out", attended, implementation=implementation)
+        if hasattr(self, "out_bias"):
+            out = out + self.out_bias[...][None, :]
+        return out, state
+
+
+class DenseMLP(Projections):
+    """The gated MLP of a dense layer: down · (silu(gate · x) ⊙ up · x).
+
+    Args:
+      source, prefix: as for `Attention`. Asked for are `gate_proj.weight`, `up_proj.weight`,
+        `down_proj.weight` and their biases.
+      bias: whether all three have one.
+      fused: `gate_up_proj.weight` and `gate_up_proj.bias` stand for those of gate and up.
+      weight_dtype: of the projections, as for `Decoder`.
+    """
+
+    gate_up: nnx.Param
+    down: nnx.Param
+
+    def __init__(
+        self,
+        source: TensorSource,
+        prefix: str,
+        *,
+        bias: bool = False,
+        fused: bool = False,
+        weight_dtype: WeightDtype = None,
+    ):
+        check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+        parts = ["gate_up"] if fused else ["gate", "up"]
+        names = [f"{prefix}{part}_proj" for part in parts]
+        self._load("gate_up", weight_dtype, source, *(name + ".weight" for name in names))
+        self._load("down", weight_dtype, source, prefix + "down_proj.weight")
+        if bias:
+            self.gate_up_bias = nnx.Param(source(*(name + ".bias" for name in names)))
+            self.down_bias = nnx.Param(source(prefix + "down_proj.bias"))
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        *,
+        implementation: Implementation = None,
+        **options,
+    ) -> jax.Array:
+        """[tokens, hidden] of x, [tokens, hidden]; options: of `gated_mlp`."""
+        has_bias = hasattr(self, "down_bias")
+        biases = (self.gate_up_bias[...], self.down_bias[...]) if has_bias else ()
+        weights = (self.gate_up[...], self.down[...], *biases)
+        return gated_mlp(
+            x,
+            *weights,
+            gate_up_scale=self._scale("gate_up"),
+            down_scale=self._scale("down"),
+            implementation=implementation,
+            **options,
+        )
+
+
+class ExpertsMLP(Projections):
+    """A mixture of experts: a softmax router takes the best experts of each token.
+
+    Args:
+      source, prefix: as for `Attention`. Asked for are the router, `gate.weight` [experts, hidden],
+        and `experts.gate_proj.weight`, `experts.up_proj.weight` [experts, inner, hidden] and
+        `experts.down_proj.weight` [experts, hidden, inner].
+      experts_per_token: at most as many as there are experts.
+      renormalize: whether the weights of a token's experts are scaled to sum to 1.
+      weight_dtype: of the experts, as for `Decoder`.
+    """
+
+    gate_up: nnx.Param
+    down: nnx.Param
+
+    def __init__(
+        self,
+        source: TensorSource,
+        prefix: str,
+        *,
+        experts_per_token: int,
+        renormalize: bool = False,
+        weight_dtype: WeightDtype = None,
+    ):
+        check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+        self.experts_per_token = check_size("experts_per_token", experts_per_token)
+        self.renormalize = renormalize
+        experts = prefix + "experts."
+        self.router = nnx.Param(source(prefix + "gate.weight"))
+        gate_up = (experts + "gate_proj.weight", experts + "up_proj.weight")
+        self._load("gate_up", weight_dtype, source, *gate_up, axis=1)
+        self._load("down", weight_dtype, source, experts + "down_proj.weight")
+        count = self._shape("router")[0]
+        text = f"at most the {count} experts of {prefix}gate.weight"
+        expect(experts_per_token <= count, "experts_per_token", text, experts_per_token)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        *,
+        live: Bool[Array, "tokens"] | None = None,
+        implementation: Implementation = None,
+        **options,
+    ) -> jax.Array:
+        """[tokens, hidden] of x, [tokens, hidden].
+
+        Args:
+          live: as for `moe_experts`: tokens that are padding cost no expert. For the tokens of a
+            step `batch.slot_mapping >= 0`.
+          options: of `moe_experts`.
+        """
+        router = self.router[...]
+        logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
+        experts, weights = route(logits, self.experts_per_token, renormalize=self.renormalize)
+        return moe_experts(
+            x,
+            self.gate_up[...],
+            self.down[...],
+            experts,
+            weights,
+            gate_up_scale=self._scale("gate_up"),
+            down_scale=self._scale("down"),
+            live=live,
+            implementation=implementation,
+            **options,
+        )
