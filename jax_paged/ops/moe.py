@@ -85,7 +85,8 @@ def moe_experts(
       NotImplementedError: the native kernel does not take these sizes (multiples of 8).
       On CUDA the call fails with more than 8192 experts.
 
-    Differentiable by implementation="reference", in biases and limit too. vmap runs one call after another.
+    Differentiable by implementation="reference", in biases and limit too. vmap runs one call after
+    another.
 
     >>> import jax.numpy as jnp
     >>> x, gate_up, down = jnp.ones((1, 8)), jnp.ones((2, 16, 8)), jnp.ones((2, 8, 8))
