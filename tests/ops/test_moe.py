@@ -258,13 +258,13 @@ def test_the_reference_has_gradients_in_every_array(activation):
     gradient = jax.grad(loss)(arrays)
     rng = np.random.default_rng(2)
     for name, x in arrays.items():
-        step = 1e-3 * rng.standard_normal(x.shape)
+        step = 1e-6 * rng.standard_normal(x.shape)  # so short that no clamp begins or ends
         after, before = (
             (oracle(**fixed, **arrays | {name: np.asarray(x, "f8") + s * step}) ** 2).sum()
             for s in (1, -1)
         )
         along = np.sum(np.asarray(gradient[name], "f8") * step)
-        np.testing.assert_allclose(2 * along, after - before, rtol=0.02, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(2 * along, after - before, rtol=0.01, atol=1e-9, err_msg=name)
 
 
 @activations
