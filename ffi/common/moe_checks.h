@@ -6,7 +6,9 @@
 #ifndef JAX_PAGED_COMMON_MOE_CHECKS_H_
 #define JAX_PAGED_COMMON_MOE_CHECKS_H_
 
+#include <initializer_list>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "common/checks.h"
@@ -17,11 +19,24 @@ namespace jax_paged {
 // The operands and the result, in order.
 struct MoeArrays {
   Array x, gate_up, down, experts, weights;
-  Array gate_up_scale, down_scale;  // [0] = none
+  Array gate_up_scale, down_scale;       // [0] = none
+  Array gate_up_bias, down_bias, limit;  // the same
   Array out;
 };
 
-inline std::string ReadMoe(const MoeArrays& in, MoeParams* params) {
+// A bias of x's dtype or f32, or [0]: none.
+inline std::string ReadMoeBias(const char* argument, const Array& in, ArrayType x,
+                               std::initializer_list<int64_t> dims, MoeBias* bias) {
+  *bias = {nullptr, Dtype::kFloat32};
+  if (in.type != x && in.type != TypeOf<float>()) {
+    return Mismatch(kMoeOp, argument, TypeText(x) + " or float32", TypeText(in.type));
+  }
+  if (in.shape.rank == 1) return CheckShape(kMoeOp, argument, in.shape, {0});
+  *bias = {static_cast<const char*>(in.data), static_cast<Dtype>(in.type)};
+  return CheckShape(kMoeOp, argument, in.shape, dims);
+}
+
+inline std::string ReadMoe(const MoeArrays& in, std::string_view activation, MoeParams* params) {
   std::string error;
   const auto failed = [&](std::string text) {
     error = std::move(text);
@@ -35,6 +50,8 @@ inline std::string ReadMoe(const MoeArrays& in, MoeParams* params) {
       failed(CheckType(kMoeOp, "weights", in.weights.type, TypeOf<float>())) ||
       failed(CheckType(kMoeOp, "gate_up_scale", in.gate_up_scale.type, TypeOf<float>())) ||
       failed(CheckType(kMoeOp, "down_scale", in.down_scale.type, TypeOf<float>())) ||
+      failed(CheckType(kMoeOp, "limit", in.limit.type, TypeOf<float>())) ||
+      failed(ReadActivation(kMoeOp, activation, &params->activation)) ||
       failed(CheckRank(kMoeOp, "x", in.x.shape, 2)) ||
       failed(CheckRank(kMoeOp, "down", in.down.shape, 3)) ||
       failed(CheckRank(kMoeOp, "experts", in.experts.shape, 2))) {
@@ -45,6 +62,7 @@ inline std::string ReadMoe(const MoeArrays& in, MoeParams* params) {
   const int64_t num_experts = params->num_experts = in.down.shape[0];
   const int64_t inner = params->inner = in.down.shape[2];
   const int64_t k = params->experts_per_token = in.experts.shape[1];
+  const bool is_clamped = params->activation == Activation::kSwigluOai;
   if (failed(CheckShape(kMoeOp, "down", in.down.shape, {num_experts, hidden, inner})) ||
       failed(CheckShape(kMoeOp, "gate_up", in.gate_up.shape, {num_experts, 2 * inner, hidden})) ||
       failed(CheckShape(kMoeOp, "experts", in.experts.shape, {num_tokens, k})) ||
@@ -53,6 +71,12 @@ inline std::string ReadMoe(const MoeArrays& in, MoeParams* params) {
                               {num_experts, 2 * inner})) ||
       failed(CheckWeightScale(kMoeOp, "down_scale", params->w_dtype, in.down_scale.shape,
                               {num_experts, hidden})) ||
+      failed(ReadMoeBias("gate_up_bias", in.gate_up_bias, in.x.type, {num_experts, 2 * inner},
+                         &params->gate_up_bias)) ||
+      failed(ReadMoeBias("down_bias", in.down_bias, in.x.type, {num_experts, hidden},
+                         &params->down_bias)) ||
+      failed(is_clamped ? CheckShape(kMoeOp, "limit", in.limit.shape, {})
+                        : CheckShape(kMoeOp, "limit", in.limit.shape, {0})) ||
       failed(CheckShape(kMoeOp, "out", in.out.shape, {num_tokens, hidden}))) {
     return error;
   }
@@ -68,6 +92,7 @@ inline std::string ReadMoe(const MoeArrays& in, MoeParams* params) {
   const bool is_scaled = IsEightBit(params->w_dtype);
   params->gate_up_scale = is_scaled ? static_cast<const float*>(in.gate_up_scale.data) : nullptr;
   params->down_scale = is_scaled ? static_cast<const float*>(in.down_scale.data) : nullptr;
+  params->limit = is_clamped ? static_cast<const float*>(in.limit.data) : nullptr;
   params->out = static_cast<char*>(in.out.data);
   return "";
 }

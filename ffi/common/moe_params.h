@@ -7,11 +7,18 @@
 
 #include <cstdint>
 
+#include "common/activations.h"
 #include "common/dtypes.h"
 
 namespace jax_paged {
 
 inline constexpr char kMoeOp[] = "jax_paged.moe_experts";
+
+// What is added to a product: [num_experts, outputs] in x's dtype or f32; null: nothing.
+struct MoeBias {
+  const char* data;
+  Dtype dtype;
+};
 
 struct MoeParams {
   const char* x;               // [num_tokens, hidden], dtype
@@ -21,6 +28,9 @@ struct MoeParams {
   const float* weights;        // the same
   const float* gate_up_scale;  // [num_experts, 2 inner]; null where the experts have x's dtype, and
   const float* down_scale;     // [num_experts, hidden]     so is down_scale
+  MoeBias gate_up_bias;        // [num_experts, 2 inner]
+  MoeBias down_bias;           // [num_experts, hidden]
+  const float* limit;          // scalar, of Activation::kSwigluOai; null with the others
   char* out;                   // [num_tokens, hidden], dtype
   int64_t num_tokens;
   int64_t experts_per_token;
@@ -29,6 +39,7 @@ struct MoeParams {
   int64_t inner;
   Dtype dtype;
   Dtype w_dtype;
+  Activation activation;
 };
 
 }  // namespace jax_paged

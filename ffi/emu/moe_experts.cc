@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "common/moe_checks.h"
@@ -56,10 +57,11 @@ struct RunTurn {
 std::string MoeExperts(Call& in) {
   MoeParams params = {};
   const Array workspace = in.Result("workspace");
-  std::string error = ReadMoe(
-      {in.Find("x"), in.Find("gate_up"), in.Find("down"), in.Find("experts"), in.Find("weights"),
-       in.Find("gate_up_scale"), in.Find("down_scale"), in.Result("out")},
-      &params);
+  std::string error =
+      ReadMoe({in.Find("x"), in.Find("gate_up"), in.Find("down"), in.Find("experts"),
+               in.Find("weights"), in.Find("gate_up_scale"), in.Find("down_scale"),
+               in.Find("gate_up_bias"), in.Find("down_bias"), in.Find("limit"), in.Result("out")},
+              in.Attribute<std::string_view>("activation", ""), &params);
   if (error.empty()) error = cuda::CheckMoeArgs(params, workspace.shape.count());
   const int64_t turn = cuda::MoeTurnTokens(params.num_tokens, params.experts_per_token);
   for (int64_t token = 0; token < params.num_tokens && error.empty(); token += turn) {

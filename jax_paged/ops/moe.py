@@ -6,6 +6,7 @@ for decode and prefill.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jax_paged.checks import (
-    WEIGHT_DTYPES,
     Implementation,
     as_index,
     check_float,
@@ -24,11 +24,13 @@ from jax_paged.checks import (
 )
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import HeadAxes, refuse_split
+from jax_paged.ops.activations import Activation, check_activation, gated_product
 from jax_paged.ops.linear import contract
 
 TARGET = "jax_paged.moe_experts.v1"
 _LARGEST_BLOCK = 64
-_OPERANDS = ("x", "gate_up", "down", "experts", "weights", "gate_up_scale", "down_scale")
+_OPTIONS = ("gate_up_scale", "down_scale", "gate_up_bias", "down_bias", "limit")
+_OPERANDS = ("x", "gate_up", "down", "experts", "weights", *_OPTIONS)
 
 
 def moe_experts(
@@ -40,12 +42,17 @@ def moe_experts(
     *,
     gate_up_scale: Float[Array, "experts two_inner"] | None = None,
     down_scale: Float[Array, "experts hidden"] | None = None,
+    gate_up_bias: Float[Array, "experts two_inner"] | None = None,
+    down_bias: Float[Array, "experts hidden"] | None = None,
+    activation: Activation = "silu",
+    limit: Float[Array, ""] | float | None = None,
     live: Bool[Array, "tokens"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens hidden"]:
     """Adds up each token's experts.
 
-    out[t] = Σ_j weights[t, j] · down[e] · (silu(gate[e] · x[t]) ⊙ up[e] · x[t]), e = experts[t, j]
+    out[t] = Σ_j weights[t, j] · (down[e] · h + down_bias[e]), e = experts[t, j]
+    h = activation(gate) ⊙ up, (gate, up) = gate_up[e] · x[t] + gate_up_bias[e]
 
     Args:
       x: [tokens, hidden], bf16, f16 or f32.
@@ -55,21 +62,31 @@ def moe_experts(
       weights: [tokens, k], cast to f32.
       gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
         8-bit experts are multiplied by, as `quantize_weight` gives them; only of 8-bit experts.
+      gate_up_bias, down_bias: [num_experts, 2 · inner] and [num_experts, hidden], f32 or dtype of
+        x. None = 0.
+      activation: "silu" is g · sigmoid(g). "gelu" is g · Φ(g), by erf. "gelu_tanh" is its
+        approximation by tanh, which Gemma's configurations call gelu_pytorch_tanh. "swiglu_oai" is
+        gpt-oss's clamped SwiGLU: h = g · sigmoid(1.702 · g) · (u + 1), where g is a gate cut to at
+        most limit and u an up cut to [-limit, limit].
+      limit: scalar above 0, of "swiglu_oai", which needs it, and of no other; may be traced.
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
       implementation: None = native on CPU and CUDA, reference elsewhere and in a program over
         several devices, which may split tokens or inner sizes; "native"; "reference".
 
     Returns:
-      [tokens, hidden] in x's dtype. Products are summed in f32, the gated product is rounded to x's
-      dtype, a token's experts are summed in f32 in the order of j.
+      [tokens, hidden] in x's dtype. Products are summed in f32; a scale multiplies the sum, then a
+      bias is added to it. From there h is computed in f32 and rounded to x's dtype once. What down
+      gives stays in f32, and a token's experts are summed in f32 in the order of j.
 
     Raises:
-      ValueError: an argument's shape or dtype is wrong; a program over several devices splits the
-        experts by expert, which XLA would gather whole (this comes inside XLA's own error).
+      ValueError: an argument's shape or dtype is wrong; there is no such activation, or it has no
+        such limit; a program over several devices splits the experts by expert, which XLA would
+        gather whole (this comes inside XLA's own error).
       NotImplementedError: the native kernel does not take these sizes (multiples of 8).
       On CUDA the call fails with more than 8192 experts.
 
-    Differentiable by implementation="reference". vmap runs one call after another.
+    Differentiable by implementation="reference", in biases and limit too. vmap runs one call after
+    another.
 
     >>> import jax.numpy as jnp
     >>> x, gate_up, down = jnp.ones((1, 8)), jnp.ones((2, 16, 8)), jnp.ones((2, 8, 8))
@@ -89,6 +106,15 @@ def moe_experts(
     experts = as_index("experts", experts)
     check_shape("experts", experts, "tokens k", (x.shape[0], None))
     check_shape("weights", weights, "tokens k", tuple(experts.shape))
+    for name, bias, outputs in (
+        ("gate_up_bias", gate_up_bias, 2 * inner), ("down_bias", down_bias, hidden),
+    ):  # fmt: skip
+        if bias is not None:
+            allowed = tuple(dict.fromkeys((x.dtype, jnp.dtype(jnp.float32))))
+            text = "dtype " + " or ".join(dtype.name for dtype in allowed)
+            expect(bias.dtype in allowed, name, text, bias.dtype.name)
+            check_shape(name, bias, "experts outputs", (num_experts, outputs))
+    limit = check_activation(activation, limit)
     if implementation != "reference" and (hidden % 8 or inner % 8):
         raise NotImplementedError(
             f"gate_up: expected hidden and inner sizes that are multiples of 8, got {hidden} and "
@@ -97,28 +123,30 @@ def moe_experts(
     if live is not None:
         expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
         check_shape("live", live, "tokens", (x.shape[0],))
-    scales = (gate_up_scale, down_scale)
-    return _moe_experts(implementation, x, gate_up, down, experts, weights, *scales, live)
+    options = (gate_up_scale, down_scale, gate_up_bias, down_bias, limit)
+    arrays = (x, gate_up, down, experts, weights)
+    return _moe_experts(implementation, activation, *arrays, *options, live)
 
 
-def _results(*operands):
-    return (_reference(*operands),)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _moe_experts(implementation, x, gate_up, down, experts, weights, *rest):
-    *scales, live = rest
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _moe_experts(implementation, activation, x, gate_up, down, experts, weights, *rest):
+    *options, live = rest
     if 0 in experts.shape:
         return jnp.zeros_like(x)
     if live is not None:
         experts = jnp.where(live[:, None], experts, jnp.int32(-1))
-    scales = (jnp.zeros(0, jnp.float32) if scale is None else scale for scale in scales)
-    operands = (x, gate_up, down, experts, weights.astype(jnp.float32), *scales)
-    return _batched(implementation)(*operands)
+    options = (jnp.zeros(0, jnp.float32) if option is None else option for option in options)
+    operands = (x, gate_up, down, experts, weights.astype(jnp.float32), *options)
+    return _batched(implementation, activation)(*operands)
 
 
 @functools.cache
-def _batched(implementation: Implementation):
+def _batched(implementation: Implementation, activation: Activation):
+    reference = functools.partial(_reference, activation=activation)
+
+    def results(*operands):
+        return (reference(*operands),)
+
     @sequential_vmap
     def call(*operands):
         if implementation is None and jax.device_count() > 1:
@@ -127,17 +155,17 @@ def _batched(implementation: Implementation):
         (out,) = ffi_call(
             TARGET,
             operands,
-            {},
+            {"activation": activation},
             heads=HeadAxes(dict.fromkeys(_OPERANDS), results=(None,)),
             cuda_workspace_words=_cuda_workspace_words(
                 *experts.shape, *down.shape, itemsize=x.dtype.itemsize
             ),
             implementation=implementation,
-            reference=_results,
+            reference=results,
         )
         return out
 
-    return _reference if implementation == "reference" else call
+    return reference if implementation == "reference" else call
 
 
 def _cuda_workspace_words(
@@ -171,20 +199,31 @@ def _block_size(num_pairs: int, num_experts: int) -> int:
     return size
 
 
-def _gated_mlp(x, gate_up, down, scales):
-    gate, up = jnp.split(contract(jnp.float32, x, gate_up, scales[0]), 2, axis=-1)
-    return contract(jnp.float32, (jax.nn.silu(gate) * up).astype(x.dtype), down, scales[1])
+def _gated_mlp(x, gate_up, down, options, activation):
+    gate_up_scale, down_scale, gate_up_bias, down_bias, limit = options
+
+    def project(x, weight, scale, bias):
+        out = contract(jnp.float32, x, weight, scale)
+        return out if bias is None else out + bias.astype(jnp.float32)[None, :]
+
+    gate, up = jnp.split(project(x, gate_up, gate_up_scale, gate_up_bias), 2, axis=-1)
+    h = gated_product(gate, up, activation, limit)
+    return project(h.astype(x.dtype), down, down_scale, down_bias)
 
 
 def _reference(
-    x, gate_up, down, experts, weights, gate_up_scale, down_scale, *, block_size: int | None = None
-):
+    x, gate_up, down, experts, weights, *options: Any, activation: Activation = "silu",
+    block_size: int | None = None,
+):  # fmt: skip
     """A loop over blocks of at most block_size pairs (token, expert) of one expert.
 
-    The pairs are sorted by expert; each block slices its expert's weights and runs its MLP.
+    The pairs are sorted by expert; each block slices its expert's weights and runs its MLP. There
+    are as many steps as there can be blocks, so that the loop has a gradient; those that have no
+    block read no expert. The options are those of `_OPTIONS`; one that is not given is [0].
     """
     tokens, hidden = x.shape
-    num_experts, k, scaled = gate_up.shape[0], experts.shape[1], gate_up.dtype in WEIGHT_DTYPES
+    num_experts, k = gate_up.shape[0], experts.shape[1]
+    *by_expert, limit = options
     num_pairs = tokens * k
     size = _block_size(num_pairs, num_experts) if block_size is None else block_size
     is_expert = (experts >= 0) & (experts < num_experts)
@@ -196,21 +235,26 @@ def _reference(
     starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
     blocks = (counts + (size - 1)) // size
     last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
+    first_blocks = last_blocks - blocks
     sorted_tokens = jnp.pad(order // k, (0, size))
 
-    def run_block(block, sorted_out):
+    def run_block(block):
         expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
-        begin = starts[expert] + (block - last_blocks[expert] + blocks[expert]) * size
+        begin = starts[expert] + (block - first_blocks[expert]) * size
         rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
-        scales = (gate_up_scale[expert], down_scale[expert]) if scaled else (None, None)
-        out = _gated_mlp(rows, gate_up[expert], down[expert], scales)
-        # A short block also writes rows beyond its own; the next expert's block overwrites them.
-        return jax.lax.dynamic_update_slice(sorted_out, out, (begin, jnp.int32(0)))
+        own = (option[expert] if option.ndim == 2 else None for option in by_expert)
+        return _gated_mlp(rows, gate_up[expert], down[expert], (*own, limit), activation)
 
-    sorted_out = jax.lax.fori_loop(
-        jnp.int32(0), last_blocks[-1], run_block, jnp.zeros((num_pairs + size, hidden), jnp.float32)
-    )
+    @jax.checkpoint  # else a gradient keeps each block's copy of its expert
+    def step(block):
+        none = jnp.zeros((size, hidden), jnp.float32)
+        return jax.lax.cond(block < last_blocks[-1], run_block, lambda _: none, block)
+
+    most_blocks = (num_pairs + (size - 1) * min(num_pairs, num_experts)) // size
+    block_out = jax.lax.map(step, jnp.arange(most_blocks, dtype=jnp.int32))
     rank = jnp.zeros(num_pairs, jnp.int32).at[order].set(jnp.arange(num_pairs, dtype=jnp.int32))
-    out = sorted_out[rank].reshape(tokens, k, hidden)
+    own = jnp.minimum(flat, jnp.int32(num_experts - 1))
+    row = first_blocks[own] * size + rank - starts[own]  # a short block ends with rows of no pair
+    out = block_out.reshape(-1, hidden)[row].reshape(tokens, k, hidden)
     out = jnp.where(is_expert[:, :, None], out * weights[:, :, None], jnp.float32(0)).sum(axis=1)
     return out.astype(x.dtype)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of `moe_experts`, and what each gives in float64, expert by expert."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,14 +21,54 @@ def make_case(tokens, num_experts, k, hidden=16, inner=24, seed=0, dtype: Any = 
     return [*as_jax, jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32)]
 
 
-def oracle(x, gate_up, down, experts, weights):
+def make_options(case, activation="silu", bias_dtype: Any = None, seed=1):
+    """An activation, and biases where they have a dtype, as `moe_experts` takes them.
+
+    The limit is one that cuts about every second gate and up.
+    """
+    down = case[2]
+    num_experts, hidden, inner = down.shape
+    rng = np.random.default_rng(seed)
+    options = {"activation": activation}
+    if activation == "swiglu_oai":
+        options["limit"] = 0.75
+    if bias_dtype is not None:
+        for name, outputs in (("gate_up_bias", 2 * inner), ("down_bias", hidden)):
+            bias = rng.standard_normal((num_experts, outputs))
+            options[name] = jnp.asarray(bias, bias_dtype)
+    return options
+
+
+def activate(gate, up, activation="silu", limit=None):
+    """What an activation makes of a gate and an up, in float64."""
+    gate, up = np.asarray(gate, np.float64), np.asarray(up, np.float64)
+    with np.errstate(over="ignore"):
+        if activation == "silu":
+            return gate / (1 + np.exp(-gate)) * up
+        if activation == "gelu":
+            return gate * np.vectorize(math.erfc)(-gate / 2**0.5) / 2 * up
+        if activation == "gelu_tanh":
+            z = (8 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+            return gate / (1 + np.exp(-z)) * up
+        gate, up = np.minimum(gate, limit), np.minimum(np.maximum(up, -limit), limit)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+def oracle(
+    x, gate_up, down, experts, weights, *, gate_up_bias: Any = 0, down_bias: Any = 0,
+    activation="silu", limit=None,
+):  # fmt: skip
+    """`moe_experts` in float64, one expert of one token after the other."""
     x, gate_up, down, weights = (np.asarray(a, np.float64) for a in (x, gate_up, down, weights))
     out = np.zeros_like(x)
-    inner = down.shape[2]
+    num_experts, hidden, inner = down.shape
+    gate_up_bias = np.broadcast_to(np.asarray(gate_up_bias, "f8"), (num_experts, 2 * inner))
+    down_bias = np.broadcast_to(np.asarray(down_bias, "f8"), (num_experts, hidden))
     for t in range(len(x)):
         for expert, weight in zip(np.asarray(experts)[t], weights[t], strict=True):
-            gate, up = np.split(gate_up[expert] @ x[t], [inner])
-            out[t] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+            gate, up = np.split(gate_up[expert] @ x[t] + gate_up_bias[expert], [inner])
+            h = activate(gate, up, activation, limit)
+            out[t] += weight * (down[expert] @ h + down_bias[expert])
     return out
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing as the released Qwen3-MoE does it, and the gated MLP of dense layers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged import linear
 from jax_paged.checks import Implementation
+from jax_paged.ops.activations import Activation, check_activation, gated_product
 
 
 def gated_mlp(
@@ -18,18 +21,22 @@ def gated_mlp(
     *,
     gate_up_scale: jax.Array | None = None,
     down_scale: jax.Array | None = None,
+    activation: Activation = "silu",
+    limit: Any = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """down · (silu(gate · x) ⊙ up · x).
+    """down · (activation(gate · x) ⊙ up · x), with the biases that are given.
 
     x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
-    inner]; the scales are those of 8-bit weights.
+    inner]; the scales are those of 8-bit weights. activation and limit are those of `moe_experts`.
+    The projections and the gated product are rounded to x's dtype.
     """
+    limit = check_activation(activation, limit)
     hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias[None, :]
     gate, up = jnp.split(hidden, 2, axis=-1)
-    inner = jax.nn.silu(gate) * up
+    inner = gated_product(gate, up, activation, limit)
     out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
     return out if down_bias is None else out + down_bias[None, :]
 

@@ -15,8 +15,9 @@ import pytest
 from emulation import Device, EmulationError, library, open_library, poisoned
 from planting import sites_of, sparse_memory, survivors
 
-from jax_paged.ops.moe import _cuda_workspace_words
-from jax_paged.testing.experts import make_case, oracle, quantized
+from jax_paged.ops.activations import ACTIVATIONS
+from jax_paged.ops.moe import _OPTIONS, _cuda_workspace_words
+from jax_paged.testing.experts import make_case, make_options, oracle, quantized
 
 # As test_moe.py: two roundings over sums of some 24 terms; f16 has three bits more than bf16.
 TOLERANCES = {"float32": 2e-5, "float16": 0.005, "bfloat16": 0.04}
@@ -28,20 +29,24 @@ class Call:
 
     operands: dict[str, np.ndarray]
     expected: np.ndarray
+    activation: str = "silu"
 
     @classmethod
-    def of(cls, case, *, kind=None):
-        none = np.zeros(0, np.float32)
-        scales, meant = {"gate_up_scale": none, "down_scale": none}, case
+    def of(cls, case, *, kind=None, **options):
+        scales, meant = {}, case
         if kind is not None:
             case, scales, meant = quantized(kind, case)
         names = ("x", "gate_up", "down", "experts", "weights")
-        arrays = dict(zip(names, case, strict=True)) | scales
+        arrays = dict.fromkeys(_OPTIONS, np.zeros(0, np.float32)) | scales | options
+        activation = arrays.pop("activation", "silu")
+        if "limit" in options:
+            arrays["limit"] = np.float32(options["limit"])
+        arrays |= dict(zip(names, case, strict=True))
         x, gate_up, down, experts, weights = map(np.asarray, meant)
         is_expert = (experts >= 0) & (experts < len(down))
         weights = np.where(is_expert, weights, 0)
-        expected = oracle(x, gate_up, down, np.where(is_expert, experts, 0), weights)
-        return cls({name: np.asarray(x) for name, x in arrays.items()}, expected)
+        expected = oracle(x, gate_up, down, np.where(is_expert, experts, 0), weights, **options)
+        return cls({name: np.asarray(x) for name, x in arrays.items()}, expected, activation)
 
 
 def emulate(call, *, seed=1, num_workers=3, loaded=None, touched=None):
@@ -59,7 +64,8 @@ def emulate(call, *, seed=1, num_workers=3, loaded=None, touched=None):
             array = call.operands[name]
             bytes_of[name] = np.zeros((*array.shape, array.itemsize), np.uint8)
     emulation.call(
-        "moe_experts", call.operands, {}, results, loaded=loaded, touched=bytes_of,
+        "moe_experts", call.operands, {"activation": call.activation}, results,
+        loaded=loaded, touched=bytes_of,
         device=Device(num_workers=num_workers, seed=seed),
     )  # fmt: skip
     if touched is not None:
@@ -111,6 +117,43 @@ def test_only_the_experts_that_somebody_chose_are_read(dtype, kind):
     for name, counts in touched.items():
         assert counts[chosen].all(), f"{name}: not all of a chosen expert is read"
         assert not counts[~chosen].any(), f"{name}: an expert that nobody chose is read"
+
+
+@pytest.mark.parametrize("bias_dtype", ["float32", "x"])
+@pytest.mark.parametrize("kind", [None, jnp.int8])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_biases_of_full_tiles_and_of_one_token_more(activation, dtype, kind, bias_dtype):
+    """The last block of rows is a short one, in gate and up as in down."""
+    case = with_experts(make_case(65, 3, 1, 136, 72, dtype=dtype), np.full((65, 1), 2))
+    options = make_options(case, activation, dtype if bias_dtype == "x" else bias_dtype)
+    check(Call.of(case, kind=kind, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("activation", "relu", 'activation expected "silu", "gelu", .*, got "relu"'),
+        ("limit", np.zeros(1, "f4"), r"limit expected shape \[\], got \[1\]"),
+        ("limit", np.zeros(0, "i4"), "limit expected float32, got int32"),
+        ("gate_up_bias", np.zeros((4, 24), "f4"), r"gate_up_bias expected shape \[4, 48\], got"),
+        ("down_bias", np.zeros(16, "f4"), r"down_bias expected shape \[0\], got \[16\]"),
+        (
+            "down_bias",
+            np.zeros((4, 16), "f2"),
+            "down_bias expected bfloat16 or float32, got float16",
+        ),
+    ],
+)
+def test_a_call_that_came_another_way_is_refused_by_name(name, change, message):
+    case = make_case(3, 4, 2, dtype=jnp.bfloat16)
+    call = Call.of(case, **make_options(case, "swiglu_oai", "float32"))
+    if name == "activation":
+        call.activation = change
+    else:
+        call.operands[name] = change
+    with pytest.raises(EmulationError, match=message):
+        emulate(call)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -196,6 +239,28 @@ BUGS = {
     "scale of the other half": (
         "gemm.cuh", "if (IS_GATED && set == 1) row += product.num_rows;", "", DIFFERS,
     ),
+    "biases left out": (
+        "gemm.cuh", "product.bias.data ? LoadMoeBias<T>(product.bias, at) : 0.0f", "0.0f", DIFFERS,
+    ),
+    "biases for scaled experts alone": (
+        "gemm.cuh", "if (product.scale || product.bias.data) {", "if (product.scale) {", DIFFERS,
+    ),
+    "a 16-bit bias read as f32": (
+        "gated_unit.cuh", "if (!bias.is_float) {", "if (false) {", f"out of bounds|{DIFFERS}",
+    ),
+    "up cut on one side alone": (
+        "gated_unit.cuh", "(up < -limit ? -limit : up)", "up", DIFFERS,
+    ),
+    "gate not cut": (
+        "gated_unit.cuh", "gate = gate > limit ? limit : gate;", "", DIFFERS,
+    ),
+    "gelu of the wrong side": (
+        "gated_unit.cuh", "float a = x < 0.0f ? -x : x;", "float a = x;", DIFFERS,
+    ),
+    "gelu_tanh without its cube": (
+        "gated_unit.cuh", "gate * kGeluTanh[1], gate, kGeluTanh[0]", "0.0f, gate, kGeluTanh[0]",
+        DIFFERS,
+    ),
     "bytes in the order of 16-bit weights": (
         "gemm.cuh", "a[step][set][1] = lower.low;\n        a[step][set][2] = upper.high;",
         "a[step][set][2] = lower.low;\n        a[step][set][1] = upper.high;", DIFFERS,
@@ -214,6 +279,9 @@ BUGS = {
     "SIMT: up read as gate": (
         "simt.cuh", "IS_GATED ? product.num_rows + unit : 2 * unit + 1",
         "IS_GATED ? unit : 2 * unit + 1", DIFFERS,
+    ),
+    "SIMT: biases left out": (
+        "simt.cuh", "prim::Fma(sums[0][n], scale[0], bias[0])", "sums[0][n] * scale[0]", DIFFERS,
     ),
     "SIMT: half of the lanes summed": (
         "simt.cuh", "mask = kWarpLanes / 2", "mask = kWarpLanes / 4", DIFFERS,
@@ -267,9 +335,14 @@ def battery():
     """Calls that between them meet every bug, and every barrier and wait."""
     ids = [[-1, 5, 2**31 - 1]] * 3 + [[5, 2, 6]] * 30 + [[2, 2, 1]] * 30
     calls = []
-    for hidden, inner, kind in [(136, 72, None), (80, 144, jnp.int8), (392, 40, jnp.int8)]:
+    sizes = [(136, 72, None), (80, 144, jnp.int8), (392, 40, jnp.int8)]
+    activations = [("silu", None), ("gelu", "float32"), ("gelu", "bfloat16")]
+    activations += [("swiglu_oai", "bfloat16"), ("gelu_tanh", "float32")]
+    for i, (activation, bias_dtype) in enumerate(activations):
+        hidden, inner, kind = sizes[i % 3]
         case = make_case(63, 6, 3, hidden=hidden, inner=inner, dtype=jnp.bfloat16)
-        calls.append(Call.of(with_experts(case, ids), kind=kind))
+        options = make_options(case, activation, bias_dtype)
+        calls.append(Call.of(with_experts(case, ids), kind=kind, **options))
     return calls, far_call()
 
 

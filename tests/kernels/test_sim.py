@@ -23,7 +23,7 @@ from jax_paged import (
     write_kv,
 )
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
-from jax_paged.testing.experts import make_case, quantized
+from jax_paged.testing.experts import make_case, make_options, quantized
 from jax_paged.testing.options import eight_bit
 
 pytestmark = pytest.mark.sim
@@ -201,7 +201,8 @@ def merge_call(seed):
 def experts_call(seed):
     case = make_case(23, 6, 2, hidden=64, inner=48, dtype=jnp.bfloat16)
     case = [case[0] * (1 + seed), *case[1:3], (case[3] + seed) % 6, case[4]]
-    return lambda how: moe_experts(*case, implementation=how)
+    options = make_options(case, "swiglu_oai", "bfloat16", seed)
+    return lambda how: moe_experts(*case, **options, implementation=how)
 
 
 def write_call(seed, tokens=20):

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from jax_paged import moe_experts
-from jax_paged.models.decoder.moe import route
+from jax_paged.models.decoder.moe import gated_mlp, route
+from jax_paged.ops.activations import ACTIVATIONS
 from jax_paged.ops.moe import _reference
-from jax_paged.testing.experts import make_case, oracle, quantized
+from jax_paged.testing.experts import activate, make_case, make_options, oracle, quantized
 
 pytestmark = pytest.mark.cuda
 # Two roundings (product, output) over sums of some 24 terms; f16 has three bits more than bf16.
 TOLERANCES = {"float32": 2e-5, "float16": 0.005, "bfloat16": 0.04}
-NO_SCALES = (jnp.zeros(0, jnp.float32),) * 2
+NO_OPTIONS = (jnp.zeros(0, jnp.float32),) * 5
 kinds = pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
+activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES)
 
 
@@ -26,16 +28,17 @@ def softmax(x):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def check(case, implementation, *, kind=None, rtol=1e-7):
+def check(case, implementation, *, kind=None, rtol=1e-7, **options):
     """Runs a case, with 8-bit experts where a kind is given, and compares it with the oracle."""
     scales, meant = {}, case
     if kind is not None:
         case, scales, meant = quantized(kind, case)
-    out = moe_experts(*case, **scales, implementation=implementation)
+    out = moe_experts(*case, **scales, **options, implementation=implementation)
     assert out.dtype == case[0].dtype
     *arrays, experts, weights = map(np.asarray, meant)
     is_expert = (experts >= 0) & (experts < len(arrays[2]))
-    expected = oracle(*arrays, np.where(is_expert, experts, 0), np.where(is_expert, weights, 0))
+    ids, weights = np.where(is_expert, experts, 0), np.where(is_expert, weights, 0)
+    expected = oracle(*arrays, ids, weights, **options)
     tolerance = TOLERANCES[out.dtype.name]
     np.testing.assert_allclose(np.asarray(out, "f8"), expected, atol=tolerance, rtol=rtol)
     return np.asarray(out)
@@ -138,6 +141,177 @@ def test_bad_scales_are_named(kind):
         moe_experts(*case, down_scale=scales["down_scale"])
 
 
+# ---- biases and activations ----
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 24), (80, 144), (136, 72)])
+@pytest.mark.parametrize("bias_dtype", [None, "float32", "x"])
+@pytest.mark.parametrize("kind", [None, jnp.int8, jnp.float8_e4m3fn])
+@dtypes
+@activations
+def test_activations_and_biases_match_a_float64_loop(
+    activation, dtype, kind, bias_dtype, hidden, inner, implementation
+):
+    case = make_case(30, 5, 3, hidden, inner, dtype=dtype)
+    case = with_experts(case, np.where(np.arange(90).reshape(30, 3) % 11, case[3], -1))
+    options = make_options(case, activation, dtype if bias_dtype == "x" else bias_dtype)
+    check(case, implementation, kind=kind, rtol=1e-5, **options)
+
+
+@pytest.mark.parametrize("name", ["gate_up_bias", "down_bias"])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_one_bias_may_come_without_the_other(tokens, name, implementation):
+    case = make_case(tokens, 4, 2, dtype=jnp.bfloat16)
+    check(case, implementation, **{name: make_options(case, bias_dtype="float32")[name]})
+
+
+@activations
+def test_an_activation_is_right_for_any_gate(activation, implementation):
+    """x is 0, so that gates and ups are the biases; down is the identity."""
+    gate = np.linspace(-12, 12, 264, dtype=np.float32)
+    up = np.resize(np.float32([1, -0.5, 2, -3]), 264)
+    down = jnp.eye(264, dtype=jnp.float32)[None]
+    x, gate_up = jnp.zeros((1, 264), jnp.float32), jnp.zeros((1, 528, 264), jnp.float32)
+    limit = {"limit": 1.5} if activation == "swiglu_oai" else {}
+    out = moe_experts(
+        x, gate_up, down, jnp.zeros((1, 1), int), jnp.ones((1, 1), jnp.float32),
+        gate_up_bias=jnp.concatenate([gate, up])[None], activation=activation,
+        implementation=implementation, **limit,
+    )  # fmt: skip
+    # Of small results the exponent's rounding counts; XLA's tanh cancels where its result is -1.
+    atol = 2e-6 if implementation == "reference" else 1e-30
+    np.testing.assert_allclose(
+        out[0], activate(gate, up, activation, **limit), rtol=2e-5, atol=atol
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+@activations
+def test_a_nan_passes_every_activation_and_stays_with_its_expert(
+    activation, part, dtype, implementation
+):
+    case = with_experts(make_case(20, 3, 1, dtype=dtype), np.repeat([[1], [2]], 10, axis=0))
+    options = make_options(case, activation, "float32")
+    expected = oracle(*case, **options)
+    name, column = {"gate": ("gate_up_bias", 5), "up": ("gate_up_bias", 29)}.get(
+        part, ("down_bias", 5)
+    )
+    for expert in (0, 2):  # nobody's, and one that the last ten tokens chose
+        options[name] = options[name].at[expert, column].set(jnp.nan)
+    out = moe_experts(*case, **options, implementation=implementation)
+    expected[10:, 5 if part == "down" else slice(None)] = np.nan
+    np.testing.assert_allclose(np.asarray(out, "f8"), expected, atol=TOLERANCES[dtype])
+
+
+@activations
+def test_wild_gates_give_what_the_activation_tends_to(activation, implementation):
+    x, *rest = make_case(2, 1, 1, hidden=8, inner=8)
+    case = [0 * x, *rest]
+    options = make_options(case, activation)
+    for gate in (1e4, 1e30, -1e4, -1e30):
+        bias = jnp.concatenate(
+            [jnp.full((1, 8), gate, jnp.float32), jnp.ones((1, 8), jnp.float32)], 1
+        )
+        out = moe_experts(*case, **options, gate_up_bias=bias, implementation=implementation)
+        expected = oracle(*case, **options, gate_up_bias=np.asarray(bias))
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@activations
+def test_a_token_gets_the_same_bits_with_options_whatever_its_batch(activation):
+    case = make_case(40, 6, 3, hidden=264, inner=136, dtype=jnp.bfloat16)
+    options = make_options(case, activation, "bfloat16")
+    together = moe_experts(*case, **options)
+    x, gate_up, down, experts, weights = case
+    alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8], **options)
+    np.testing.assert_array_equal(together[7:8], alone)
+
+
+def test_a_limit_may_be_traced_and_biases_batched(implementation):
+    case = make_case(5, 4, 2)
+    options = make_options(case, "swiglu_oai", "float32")
+    limits = jnp.array([0.5, 0.75], jnp.float32)
+    biases = jnp.stack([options["down_bias"], 2 * options["down_bias"]])
+
+    def run(limit, bias):
+        given = options | {"limit": limit, "down_bias": bias}
+        return moe_experts(*case, **given, implementation=implementation)
+
+    for i, out in enumerate(jax.vmap(run)(limits, biases)):
+        expected = oracle(*case, **options | {"limit": float(limits[i]), "down_bias": biases[i]})
+        np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+@activations
+def test_the_reference_has_gradients_in_every_array(activation):
+    x, gate_up, down, experts, weights = make_case(7, 4, 2, hidden=8, inner=8)
+    options = make_options([x, gate_up, down], activation, "float32")
+    arrays = {"x": x, "gate_up": gate_up, "down": down, "weights": weights}
+    arrays |= {name: x for name, x in options.items() if name != "activation"}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    fixed = {"experts": experts, "activation": activation}
+
+    def loss(arrays):
+        return (moe_experts(**fixed, **arrays, implementation="reference") ** 2).sum()
+
+    gradient = jax.grad(loss)(arrays)
+    rng = np.random.default_rng(2)
+    for name, x in arrays.items():
+        step = 1e-6 * rng.standard_normal(x.shape)  # so short that no clamp begins or ends
+        after, before = (
+            (oracle(**fixed, **arrays | {name: np.asarray(x, "f8") + s * step}) ** 2).sum()
+            for s in (1, -1)
+        )
+        along = np.sum(np.asarray(gradient[name], "f8") * step)
+        np.testing.assert_allclose(2 * along, after - before, rtol=0.01, atol=1e-9, err_msg=name)
+
+
+@activations
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dense_layers_have_the_same_activations(activation, dtype):
+    x, gate_up, down, *_ = make_case(9, 1, 1, hidden=32, inner=48, dtype=dtype)
+    options = make_options([x, gate_up, down], activation, dtype)
+    biases = {name: options.pop(name) for name in ("gate_up_bias", "down_bias")}
+    own = {name: bias[0] for name, bias in biases.items()}
+    out = gated_mlp(x, gate_up[0], down[0], **own, **options)
+    assert out.dtype == x.dtype
+    ones = np.zeros((9, 1), int), np.ones((9, 1))
+    expected = oracle(x, gate_up, down, *ones, **biases, **options)
+    # Beside those of moe_experts, the projections are rounded, before and after each bias.
+    tolerance = {"float32": 2e-5, "bfloat16": 0.08}[dtype]
+    np.testing.assert_allclose(np.asarray(out, "f8"), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "relu"}, "activation: expected 'silu' or 'gelu' or .*, got 'relu'"),
+        ({"activation": "swiglu_oai"}, "limit: expected a scalar beside .*, got None"),
+        (
+            {"activation": "swiglu_oai", "limit": 0.0},
+            "limit: expected a finite number above 0, got",
+        ),
+        (
+            {"activation": "swiglu_oai", "limit": np.ones(2)},
+            r"limit: expected shape \[\], got \[2\]",
+        ),
+        ({"limit": 7.0}, "limit: expected None beside activation='silu', got 7.0"),
+        (
+            {"gate_up_bias": jnp.zeros((4, 24), jnp.float32)},
+            r"gate_up_bias: expected shape \[experts=4, outputs=48\], got \[4, 24\]",
+        ),
+        (
+            {"down_bias": jnp.zeros((4, 16), jnp.float16)},
+            "down_bias: expected dtype bfloat16 or float32, got float16",
+        ),
+    ],
+)
+def test_bad_biases_and_activations_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        moe_experts(*make_case(3, 4, 2, dtype=jnp.bfloat16), **options)
+
+
 @pytest.mark.parametrize("implementation", ["native", "emulated"])
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(8, 8), (1032, 264), (40, 1096), (520, 264), (40, 552), (136, 72)]
@@ -158,7 +332,7 @@ def test_more_pairs_than_one_turn_takes_match_the_reference():
 def test_the_reference_does_not_depend_on_its_block_size(block_size):
     case = make_case(70, 5, 3)
     np.testing.assert_allclose(
-        _reference(*case, *NO_SCALES, block_size=block_size), oracle(*case), atol=2e-5, rtol=1e-5
+        _reference(*case, *NO_OPTIONS, block_size=block_size), oracle(*case), atol=2e-5, rtol=1e-5
     )
 
 
@@ -285,6 +459,16 @@ def test_no_array_of_all_experts_is_copied(implementation):
     copies = [line for line in text.splitlines() if f"= {stack}" in line and " copy(" in line]
     assert stack in text
     assert not copies
+
+
+def test_biases_are_read_as_they_are():
+    case = make_case(2, 32, 2, hidden=64, inner=64, dtype=jnp.bfloat16)
+    options = make_options(case, bias_dtype="bfloat16")
+    run = functools.partial(moe_experts, implementation="native")
+    text = jax.jit(run).lower(*case, **{k: options[k] for k in ("gate_up_bias", "down_bias")})
+    text = text.compile().as_text() or ""
+    assert "bf16[32,128]" in text
+    assert "f32[32,128]" not in text
 
 
 def test_vmap_runs_one_call_after_another():

@@ -45,6 +45,7 @@
   JAX_PAGED_INLINE Vec Fma(Vec a, Vec b, Vec c) { return PREFIX##_fmadd_ps(a, b, c); }      \
   JAX_PAGED_INLINE Vec FmaOnce(Vec a, Vec b, Vec c) { return Fma(a, b, c); }                \
   JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) { return PREFIX##_max_ps(x, so_far); } \
-  JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return PREFIX##_min_ps(limit, x); }
+  JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) { return PREFIX##_min_ps(limit, x); }   \
+  JAX_PAGED_INLINE Vec MaxKeepNan(Vec limit, Vec x) { return PREFIX##_max_ps(limit, x); }
 
 #endif  // JAX_PAGED_CPU_ISA_ISA_H_

@@ -62,6 +62,12 @@ JAX_PAGED_INLINE Vec MinKeepNan(Vec limit, Vec x) {
   for (int i = 0; i < kWidth; ++i) a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
   return FromLanes(a);
 }
+// The larger one; x where it is NaN.
+JAX_PAGED_INLINE Vec MaxKeepNan(Vec limit, Vec x) {
+  Lanes a = ToLanes(limit), b = ToLanes(x);
+  for (int i = 0; i < kWidth; ++i) a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+  return FromLanes(a);
+}
 // The larger one; so_far where x is NaN.
 JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) {
   Lanes a = ToLanes(so_far), b = ToLanes(x);

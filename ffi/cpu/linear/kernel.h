@@ -185,15 +185,58 @@ void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
   }
 }
 
-// gate = silu(gate) * up, silu(x) = x / (1 + e^-x), for `count` sums (a multiple of kWidth).
-inline void GateSums(const float* up, int64_t count, float* gate) {
-  const Vec log2e = Set1(1.44269504f);
+// x / (1 + 2^-z): x sigmoid(z), where z is in units of log2(e).
+JAX_PAGED_INLINE Vec TimesSigmoid(Vec x, Vec z) {
+  // Where 2^126 and more would stand, x over it is 0 as good as.
+  const Vec exponent = MaxSkipNan(Set1(-126.0f), z);
+  return Div(x, Add(Set1(1.0f), Exp2(Mul(exponent, Set1(-1.0f)))));
+}
+
+// x Phi(x) = max(x, 0) - a Phi(-a), a = |x|.
+JAX_PAGED_INLINE Vec Gelu(Vec x) {
+  const Vec a = MinKeepNan(Set1(kGeluLast), MaxSkipNan(x, Mul(x, Set1(-1.0f))));
+  const Vec s = Div(Set1(1.0f), Fma(a, Set1(kGeluShift), Set1(1.0f)));
+  Vec p = Set1(GeluPower(kGeluPowers - 1));
+  JAX_PAGED_UNROLL
+  for (int k = kGeluPowers - 2; k >= 0; --k) p = Fma(p, s, Set1(GeluPower(k)));
+  const Vec tail = Mul(Exp2(Mul(Mul(a, Set1(kGeluSquare)), a)), p);
+  return Fma(Mul(a, Set1(-1.0f)), tail, MaxSkipNan(Zero(), x));
+}
+
+template <Activation ACTIVATION>
+void GateSumsBy(float limit, const float* up, int64_t count, float* gate) {
   for (int64_t i = 0; i < count; i += kWidth) {
-    const Vec x = Load(gate + i);
-    // Where 2^126 and more would stand, x over it is 0 as good as.
-    const Vec exponent = MaxSkipNan(Set1(-126.0f), Mul(x, log2e));
-    const Vec denominator = Add(Set1(1.0f), Exp2(Mul(exponent, Set1(-1.0f))));
-    Store(gate + i, Mul(Div(x, denominator), Load(up + i)));
+    Vec x = Load(gate + i), y = Load(up + i);
+    if constexpr (ACTIVATION == Activation::kSilu) {
+      x = TimesSigmoid(x, Mul(x, Set1(kLog2E)));
+    } else if constexpr (ACTIVATION == Activation::kGelu) {
+      x = Gelu(x);
+    } else if constexpr (ACTIVATION == Activation::kGeluTanh) {
+      const Vec slope = Fma(Mul(x, Set1(kGeluTanh[1])), x, Set1(kGeluTanh[0]));
+      x = TimesSigmoid(x, Mul(x, slope));
+    } else {
+      x = MinKeepNan(Set1(limit), x);
+      x = TimesSigmoid(x, Mul(x, Set1(kSwigluOaiAlpha)));
+      y = MinKeepNan(Set1(limit), y);
+      y = Add(MaxKeepNan(Set1(-limit), y), Set1(1.0f));
+    }
+    Store(gate + i, Mul(x, y));
+  }
+}
+
+// gate = activation(gate) * up, for `count` sums (a multiple of kWidth);
+// jax_paged/ops/activations.py has the formulas.
+inline void GateSums(Activation activation, float limit, const float* up, int64_t count,
+                     float* gate) {
+  switch (activation) {
+    case Activation::kSilu:
+      return GateSumsBy<Activation::kSilu>(limit, up, count, gate);
+    case Activation::kGelu:
+      return GateSumsBy<Activation::kGelu>(limit, up, count, gate);
+    case Activation::kGeluTanh:
+      return GateSumsBy<Activation::kGeluTanh>(limit, up, count, gate);
+    case Activation::kSwigluOai:
+      return GateSumsBy<Activation::kSwigluOai>(limit, up, count, gate);
   }
 }
 

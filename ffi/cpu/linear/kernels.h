@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/activations.h"
 #include "common/dtypes.h"
 #include "common/integers.h"
 #include "cpu/attention/kernels.h"
@@ -66,7 +67,7 @@ struct LinearKernels {
                     float* rows, int64_t x_stride);
   void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
                int64_t count, float* panel, float* sums);
-  void (*gate)(const float* up, int64_t count, float* gate);
+  void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);
 };
 
 // sums *= scale[n], for `count` columns n of num_rows rows.
@@ -79,6 +80,34 @@ inline void ScaleLinearSums(const float* scale, int64_t num_rows, int64_t count,
       for (int r = 0; r < tile; ++r) to[n * tile + r] *= scale[n];
     }
     begin += tile;
+  }
+}
+
+// sums += bias[n], for the same.
+template <typename T>
+void AddLinearBias(const T* bias, int64_t num_rows, int64_t count, float* sums) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t begin = 0; begin < num_rows;) {
+    const int tile = LinearTileRows(num_rows, begin);
+    float* const to = sums + begin * padded;
+    for (int64_t n = 0; n < count; ++n) {
+      const float addend = ToFloat(bias[n]);
+      for (int r = 0; r < tile; ++r) to[n * tile + r] += addend;
+    }
+    begin += tile;
+  }
+}
+inline void AddLinearBias(const void* bias, Dtype dtype, int64_t num_rows, int64_t count,
+                          float* sums) {
+  switch (dtype) {
+    case Dtype::kBFloat16:
+      return AddLinearBias(static_cast<const BFloat16*>(bias), num_rows, count, sums);
+    case Dtype::kFloat16:
+      return AddLinearBias(static_cast<const Float16*>(bias), num_rows, count, sums);
+    case Dtype::kFloat32:
+      return AddLinearBias(static_cast<const float*>(bias), num_rows, count, sums);
+    default:  // 8-bit: not a dtype of biases
+      return;
   }
 }
 

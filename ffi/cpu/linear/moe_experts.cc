@@ -7,8 +7,8 @@
 //           of x lie together and each of its weights is read once for all of them. Experts that
 //           no token chose are never touched
 //   group   the pairs of one expert, padded to whole tiles of rows (linear/kernel.h)
-// Steps, each shared by all workers: gather x; gate and up -> silu(gate) * up; down; then each
-// token adds its experts in the order of j. Bits depend on nothing but the inputs.
+// Steps, each shared by all workers: gather x; gate and up -> activation(gate) * up; down; then
+// each token adds its experts in the order of j. Bits depend on nothing but the inputs.
 //
 // A call of many tokens runs in turns of at most kMaxPairs pairs, which bounds its memory.
 
@@ -17,6 +17,7 @@
 #include <cstring>
 #include <new>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "common/ffi_checks.h"
@@ -128,6 +129,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
     }
   });
 
+  const float limit = call.limit ? *call.limit : 0.0f;
   const int64_t gate_blocks = CeilDiv(call.inner, gate_block);
   ParallelFor(pool, num_groups * gate_blocks, workers, [&](int64_t item, int64_t worker) {
     const Group& group = pairs.groups[static_cast<size_t>(item / gate_blocks)];
@@ -147,7 +149,15 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
       ScaleLinearSums(scale, group.num_rows, count, gate);
       ScaleLinearSums(scale + call.inner, group.num_rows, count, up);
     }
-    kernels.gate(up, PadLinearRows(group.num_rows) * RoundUp(count, kLinearColumns), gate);
+    if (call.gate_up_bias.data) {
+      const MoeBias& bias = call.gate_up_bias;
+      const char* const from = bias.data + first * ByteWidth(bias.dtype);
+      AddLinearBias(from, bias.dtype, group.num_rows, count, gate);
+      AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows, count,
+                    up);
+    }
+    kernels.gate(call.activation, limit, up,
+                 PadLinearRows(group.num_rows) * RoundUp(count, kLinearColumns), gate);
     StoreLinearSums(gate, group.num_rows, count, call.inner, call.dtype,
                     reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
   });
@@ -172,6 +182,11 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
                  call.down + first * call.inner * w_bytes, call.inner, count,
                  sums + worker * sums_floats + own_floats, mine);
     if (call.down_scale) ScaleLinearSums(call.down_scale + first, group.num_rows, count, mine);
+    if (call.down_bias.data) {
+      const MoeBias& bias = call.down_bias;
+      AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows, count,
+                    mine);
+    }
     StoreLinearSums(mine, group.num_rows, count, call.hidden,
                     y + group.first_row * call.hidden + begin);
   });
@@ -198,12 +213,15 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
 ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
                       ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
                       ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> gate_up_scale,
-                      ffi::Buffer<ffi::F32> down_scale, ffi::Result<ffi::AnyBuffer> out) {
+                      ffi::Buffer<ffi::F32> down_scale, ffi::AnyBuffer gate_up_bias,
+                      ffi::AnyBuffer down_bias, ffi::Buffer<ffi::F32> limit,
+                      ffi::Result<ffi::AnyBuffer> out, std::string_view activation) {
   MoeParams call = {};
   const std::string error =
       ReadMoe({ArrayOf(x), ArrayOf(gate_up), ArrayOf(down), ArrayOf(experts), ArrayOf(weights),
-               ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(*out)},
-              &call);
+               ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(gate_up_bias),
+               ArrayOf(down_bias), ArrayOf(limit), ArrayOf(*out)},
+              activation, &call);
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
   try {
@@ -228,6 +246,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeExpertsHandler, MoeExperts,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // weights
                                   .Arg<ffi::Buffer<ffi::F32>>()  // gate_up_scale, [0] = none
                                   .Arg<ffi::Buffer<ffi::F32>>()  // down_scale, [0] = none
-                                  .Ret<ffi::AnyBuffer>());       // out
+                                  .Arg<ffi::AnyBuffer>()         // gate_up_bias, [0] = none
+                                  .Arg<ffi::AnyBuffer>()         // down_bias, [0] = none
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // limit, [0] = none
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Attr<std::string_view>("activation"));
 
 }  // namespace jax_paged::cpu

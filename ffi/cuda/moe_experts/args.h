@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/activations.h"
 #include "common/checks.h"
 #include "common/dtypes.h"
 #include "common/integers.h"
@@ -31,6 +32,12 @@ struct alignas(16) MoeTile {
   int32_t unused;
 };
 
+// What is added to a product: [num_experts, outputs]; null data: nothing.
+struct MoeBiasArgs {
+  Global<const char> data;
+  bool is_float;  // rather than of x's dtype
+};
+
 // One turn of a call.
 struct MoeArgs {
   Global<const char> x;               // [num_tokens, hidden]
@@ -40,7 +47,10 @@ struct MoeArgs {
   Global<const float> weights;        // the same
   Global<const float> gate_up_scale;  // [num_experts, 2 inner]; null: the experts have x's dtype
   Global<const float> down_scale;     // [num_experts, hidden]
+  Global<const float> limit;          // scalar, of Activation::kSwigluOai; null with the others
   Global<char> out;                   // [num_tokens, hidden]
+  MoeBiasArgs gate_up_bias;           // [num_experts, 2 inner]
+  MoeBiasArgs down_bias;              // [num_experts, hidden]
 
   // Workspace. The planner writes the first three.
   Global<int32_t> num_tiles;  // scalar
@@ -56,6 +66,7 @@ struct MoeArgs {
   int32_t hidden;
   int32_t inner;
   int32_t tile_tokens;
+  Activation activation;
 };
 
 // Whether gemm.cuh serves a call: 16-bit x, and rows of the experts in chunks of 16 bytes.
@@ -122,6 +133,11 @@ inline MoeArgs MakeMoeArgs(const MoeParams& in, int32_t* workspace, int64_t firs
   args.weights = Global<const float>(in.weights) + first_token * k;
   args.gate_up_scale = Global<const float>(in.gate_up_scale);
   args.down_scale = Global<const float>(in.down_scale);
+  args.limit = Global<const float>(in.limit);
+  args.gate_up_bias = {Global<const char>(in.gate_up_bias.data),
+                       in.gate_up_bias.dtype == Dtype::kFloat32};
+  args.down_bias = {Global<const char>(in.down_bias.data), in.down_bias.dtype == Dtype::kFloat32};
+  args.activation = in.activation;
   args.out = Global<char>(in.out) + first_token * in.hidden * bytes;
   args.num_tokens = static_cast<int32_t>(left < turn ? left : turn);
   args.experts_per_token = static_cast<int32_t>(k);

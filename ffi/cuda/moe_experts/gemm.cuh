@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The two grouped products of moe_experts on tensor cores (bf16, f16; experts of that dtype or
-// 8-bit): gate and up, with h = silu(gate) * up, and down, with y. Experts' weights [rows, depth]
-// are the A of mma.m16n8k16 (16 rows), tokens its B (8 tokens): with few tokens per expert, as in
-// decode, little of a tile is padding.
+// 8-bit): gate and up, with h = activation(gate) * up, and down, with y. Experts' weights [rows,
+// depth] are the A of mma.m16n8k16 (16 rows), tokens its B (8 tokens): with few tokens per expert,
+// as in decode, little of a tile is padding.
 //
 // Grid: persistent CTAs of 4 warps; CTA c does items c, c + grid, ... An item is a tile of the plan
 // (up to 64 pairs of one expert) and 128 rows of its weights; for gate and up those are 64 of each.
@@ -18,7 +18,7 @@
 //
 // 8-bit weights: the ring holds the bytes; a lane widens what ldmatrix gives it in registers, which
 // are 4 neighbours of the depth where mma wants two pairs 8 apart: x is read with the same change
-// of order. Scales multiply the finished sums.
+// of order. Scales multiply the finished sums; then biases are added.
 //
 // A sum runs through the depth in one order, whatever else is in its tile: a token gets the same
 // bits in any batch.
@@ -35,6 +35,7 @@
 #include "common/integers.h"
 #include "cuda/expand_bytes.cuh"
 #include "cuda/moe_experts/args.h"
+#include "cuda/moe_experts/gated_unit.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {
@@ -77,6 +78,7 @@ struct MoeProduct {
 
   Global<const char> weights;
   Global<const float> scale;
+  MoeBiasArgs bias;
   int32_t num_rows;  // of the result
   int32_t depth;
   int32_t num_blocks;  // of kItemRows rows
@@ -84,6 +86,7 @@ struct MoeProduct {
   JAX_PAGED_HOST_DEVICE explicit MoeProduct(const MoeArgs& args)
       : weights(IS_GATED ? args.gate_up : args.down),
         scale(IS_GATED ? args.gate_up_scale : args.down_scale),
+        bias(IS_GATED ? args.gate_up_bias : args.down_bias),
         num_rows(IS_GATED ? args.inner : args.hidden),
         depth(IS_GATED ? args.hidden : args.inner),
         num_blocks(CeilDiv<int32_t>(num_rows, kItemRows)) {}
@@ -291,11 +294,6 @@ JAX_PAGED_DEVICE void MultiplyMoeStage(Shared<char> stage, int32_t token_blocks,
   }
 }
 
-JAX_PAGED_DEVICE float GatedUnit(float gate, float up) {
-  constexpr float kLog2E = 1.44269504f;
-  return gate / (1.0f + prim::Exp2(-gate * kLog2E)) * up;
-}
-
 // The four sums of a lane (rows r and r + 8 of two tokens) as two rows that are neighbours, of one
 // token, for r of both halves of 8: the lanes of rows 2i and 2i + 1 swap a token. All lanes of the
 // warp take part.
@@ -321,21 +319,26 @@ JAX_PAGED_DEVICE void StoreMoeItem(const MoeArgs& args, const MoeProduct<IS_GATE
                                    const MoeItem& item, MoeSums* sums) {
   const int32_t lane = prim::LaneIndex(), warp = prim::WarpIndex();
   const int32_t warp_row = item.first_row + warp * (IS_GATED ? kMoeSetRows : kMoeWarpRows);
-  if (product.scale) {
+  if (product.scale || product.bias.data) {
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < 4; ++i) {
       const int32_t set = i / 2, half = i % 2;
       int32_t row = warp_row + lane / 4 + half * 8 + (IS_GATED ? 0 : set * kMoeSetRows);
       if (row >= product.num_rows) continue;
       if (IS_GATED && set == 1) row += product.num_rows;
-      const float scale = prim::LoadConst(product.scale + product.WeightRow(item.tile.expert, row));
+      const int64_t at = product.WeightRow(item.tile.expert, row);
+      const float scale = product.scale ? prim::LoadConst(product.scale + at) : 1.0f;
+      const float bias = product.bias.data ? LoadMoeBias<T>(product.bias, at) : 0.0f;
       JAX_PAGED_UNROLL
       for (int32_t n = 0; n < kMoeTokens / 8; ++n) {
-        sums->of[set][n][2 * half] *= scale;
-        sums->of[set][n][2 * half + 1] *= scale;
+        JAX_PAGED_UNROLL
+        for (int32_t i = 2 * half; i < 2 * half + 2; ++i) {
+          sums->of[set][n][i] = prim::Fma(sums->of[set][n][i], scale, bias);
+        }
       }
     }
   }
+  const float limit = IS_GATED ? MoeLimit(args) : 0.0f;
   const int32_t pair_row = lane / 8 * 2;  // the first of the two rows that this lane stores
   JAX_PAGED_UNROLL
   for (int32_t n = 0; n < kMoeTokens / 8; ++n) {
@@ -346,7 +349,9 @@ JAX_PAGED_DEVICE void StoreMoeItem(const MoeArgs& args, const MoeProduct<IS_GATE
     if constexpr (IS_GATED) {
       float h[4];
       JAX_PAGED_UNROLL
-      for (int32_t i = 0; i < 4; ++i) h[i] = GatedUnit(sums->of[0][n][i], sums->of[1][n][i]);
+      for (int32_t i = 0; i < 4; ++i) {
+        h[i] = GatedUnit(args.activation, limit, sums->of[0][n][i], sums->of[1][n][i]);
+      }
       const MoeRowPairs rows(h);
       JAX_PAGED_UNROLL
       for (int32_t half = 0; half < 2; ++half) {

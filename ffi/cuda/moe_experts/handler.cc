@@ -3,6 +3,7 @@
 // XLA FFI handler of jax_paged.moe_experts.v1 on CUDA: checks, reads the device, launches.
 
 #include <string>
+#include <string_view>
 
 #include "common/ffi_checks.h"
 #include "common/moe_checks.h"
@@ -18,13 +19,16 @@ namespace ffi = xla::ffi;
 ffi::Error MoeExperts(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
                       ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
                       ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> gate_up_scale,
-                      ffi::Buffer<ffi::F32> down_scale, ffi::Result<ffi::AnyBuffer> out,
-                      ffi::ResultBuffer<ffi::S32> workspace) {
+                      ffi::Buffer<ffi::F32> down_scale, ffi::AnyBuffer gate_up_bias,
+                      ffi::AnyBuffer down_bias, ffi::Buffer<ffi::F32> limit,
+                      ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::S32> workspace,
+                      std::string_view activation) {
   MoeParams params = {};
   std::string error =
       ReadMoe({ArrayOf(x), ArrayOf(gate_up), ArrayOf(down), ArrayOf(experts), ArrayOf(weights),
-               ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(*out)},
-              &params);
+               ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(gate_up_bias),
+               ArrayOf(down_bias), ArrayOf(limit), ArrayOf(*out)},
+              activation, &params);
   if (error.empty()) {
     error = CheckMoeArgs(params, static_cast<int64_t>(workspace->element_count()));
   }
@@ -44,15 +48,19 @@ ffi::Error MoeExperts(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeExpertsHandler, MoeExperts,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()          // x
-                                  .Arg<ffi::AnyBuffer>()          // gate_up
-                                  .Arg<ffi::AnyBuffer>()          // down
-                                  .Arg<ffi::Buffer<ffi::S32>>()   // experts
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // weights
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // gate_up_scale, [0] = none
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // down_scale, [0] = none
-                                  .Ret<ffi::AnyBuffer>()          // out
-                                  .Ret<ffi::Buffer<ffi::S32>>(),  // workspace
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::AnyBuffer>()         // gate_up
+                                  .Arg<ffi::AnyBuffer>()         // down
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // experts
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // weights
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // gate_up_scale, [0] = none
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // down_scale, [0] = none
+                                  .Arg<ffi::AnyBuffer>()         // gate_up_bias, [0] = none
+                                  .Arg<ffi::AnyBuffer>()         // down_bias, [0] = none
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // limit, [0] = none
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Ret<ffi::Buffer<ffi::S32>>()  // workspace
+                                  .Attr<std::string_view>("activation"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_paged::cuda

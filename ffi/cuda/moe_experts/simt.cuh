@@ -61,6 +61,7 @@ JAX_PAGED_DEVICE void MoeSimtCta(const MoeArgs& args) {
   const int32_t blocks = CeilDiv<int32_t>(row_pairs, kMoeSimtRowPairs);
   const Global<const int32_t> num_tiles = args.num_tiles, pairs = args.pairs;
   const Global<const char> source = IS_GATED ? args.x : Global<const char>(args.h);
+  const float limit = IS_GATED ? MoeLimit(args) : 0.0f;
   const int32_t num_items = prim::LoadConst(num_tiles) * blocks;
   const int32_t warps = kMoeThreads / kWarpLanes, lane = prim::LaneIndex();
   for (int32_t i = prim::BlockIndex() * warps + prim::WarpIndex(); i < num_items;
@@ -99,11 +100,13 @@ JAX_PAGED_DEVICE void MoeSimtCta(const MoeArgs& args) {
           }
         }
       }
-      float scale[2] = {1.0f, 1.0f};
-      if (product.scale) {
+      float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
+      if (product.scale || product.bias.data) {
         JAX_PAGED_UNROLL
         for (int32_t r = 0; r < 2; ++r) {
-          scale[r] = prim::LoadConst(product.scale + product.WeightRow(tile.expert, rows[r]));
+          const int64_t at = product.WeightRow(tile.expert, rows[r]);
+          if (product.scale) scale[r] = prim::LoadConst(product.scale + at);
+          if (product.bias.data) bias[r] = LoadMoeBias<T>(product.bias, at);
         }
       }
       JAX_PAGED_UNROLL
@@ -115,10 +118,12 @@ JAX_PAGED_DEVICE void MoeSimtCta(const MoeArgs& args) {
           sums[1][n] += prim::ShuffleXor(sums[1][n], mask);
         }
         if (lane != n) continue;
-        const float first_sum = sums[0][n] * scale[0], second_sum = sums[1][n] * scale[1];
+        const float first_sum = prim::Fma(sums[0][n], scale[0], bias[0]);
+        const float second_sum = prim::Fma(sums[1][n], scale[1], bias[1]);
         if constexpr (IS_GATED) {
           const int64_t element = int64_t{tile.first + n} * product.num_rows + unit;
-          StoreAs<T>(args.h + element * int64_t{sizeof(T)}, GatedUnit(first_sum, second_sum));
+          StoreAs<T>(args.h + element * int64_t{sizeof(T)},
+                     GatedUnit(args.activation, limit, first_sum, second_sum));
         } else {
           const int64_t element = int64_t{pair_of[n]} * product.num_rows + 2 * unit;
           prim::Store((args.y + element).template As<Float2>(), Float2{first_sum, second_sum});

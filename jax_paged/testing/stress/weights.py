@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged.ops.activations import ACTIVATIONS
 from jax_paged.ops.linear import linear
 from jax_paged.ops.moe import moe_experts
 
@@ -41,6 +42,8 @@ EXPERTS = {
     "tokens": (1, 0, 5, 70),
     "experts": ((4, 2), (8, 8), (64, 4), (5, 3)),
     "kind": (None, "int8", "float8_e4m3fn"),
+    "activation": ACTIVATIONS,
+    "bias": (None, "float32", "x"),
     "wild": (False, True),
 }
 
@@ -62,8 +65,12 @@ def _experts(row: Row, seed: int, implementation: Any) -> float:
         case = [*case[:3], jnp.asarray(ids), case[4]]
         meant = [*meant[:3], np.where(wild, 0, ids), np.where(wild, 0, weights)]
     x, gate_up, down, ids, weights = case
-    out = moe_experts(x, gate_up, down, ids, weights, **scales, implementation=implementation)
-    expected = experts.oracle(*meant)
+    bias_dtype = row["dtype"] if row["bias"] == "x" else row["bias"]
+    options = experts.make_options(case, row["activation"], bias_dtype, seed)
+    out = moe_experts(
+        x, gate_up, down, ids, weights, **scales, **options, implementation=implementation
+    )
+    expected = experts.oracle(*meant, **options)
     tolerance = 2e-5 if row["dtype"] == "float32" else 0.04
     return _share(out, expected, tolerance)
 

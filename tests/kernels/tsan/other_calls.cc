@@ -106,13 +106,14 @@ Call Linear(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w, 
   return call;
 }
 
-Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w) {
+Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w,
+         const std::string& activation) {
   constexpr int64_t kTokens = 35, kExperts = 6, kChosen = 2, kHidden = 48, kInner = 40;
   std::vector<int32_t> experts;
   for (int32_t i = 0; i < kTokens * kChosen; ++i) {
     experts.push_back(i == 5 ? -1 : i * i % (kExperts - 1));  // the last one is nobody's
   }
-  const bool is_scaled = w != type;
+  const bool is_scaled = w != type, is_clamped = activation == "swiglu_oai";
   Call call;
   call.name = name;
   call.handler = cpu::MoeExpertsHandler;
@@ -122,8 +123,12 @@ Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w) {
                    Ints({kTokens, kChosen}, experts),
                    Random(kF32, {kTokens, kChosen}),
                    is_scaled ? Random(kF32, {kExperts, 2 * kInner}, 0.02f) : None(kF32),
-                   is_scaled ? Random(kF32, {kExperts, kHidden}, 0.02f) : None(kF32)};
+                   is_scaled ? Random(kF32, {kExperts, kHidden}, 0.02f) : None(kF32),
+                   is_clamped ? Random(type, {kExperts, 2 * kInner}) : None(kF32),
+                   is_clamped ? Random(kF32, {kExperts, kHidden}) : None(kF32),
+                   is_clamped ? Floats({}, {0.5f}) : None(kF32)};
   call.results = {{type, {kTokens, kHidden}, -1, /*is_real=*/true}};
+  call.attributes = {{"activation", activation}};
   return call;
 }
 
@@ -137,8 +142,8 @@ std::vector<Call> OtherCalls() {
                              Merge("merge f32", kF32),
                              Merge("merge bf16", kBf16),
                              ScatterRows("scatter_rows"),
-                             Moe("moe_experts f32", kF32, kF32),
-                             Moe("moe_experts f16 on fp8", kF16, kFp8)};
+                             Moe("moe_experts f32", kF32, kF32, "silu"),
+                             Moe("moe_experts f16 on fp8", kF16, kFp8, "swiglu_oai")};
   for (Call& call : calls) call.times = 3;
   calls.push_back(ZeroPool("zero_pool"));
   calls.push_back(Linear("linear f32", kF32, kF32, 20));

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/activations.h"
 #include "common/dtypes.h"
 #include "common/integers.h"
 #include "common/page_view.h"
