@@ -40,7 +40,7 @@ from .decoder.model import Decoder
 from .decoder.program_cache import kept_programs
 from .decoder.sample import Sampler
 from .decoder.stream import TextStream
-from .evaluation import evaluate
+from .evaluation.perplexity import evaluate
 from .progress import progress_bar
 from .serving import bench_serve, chat
 from .serving.batch import generate_many
