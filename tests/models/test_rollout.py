@@ -34,7 +34,7 @@ def model():
 
 
 def expected_of(model, request):
-    """Of each new token, by `token_logits`: (under the model, under what was drawn from), and all."""
+    """Of each new token in one pass: (under the model, under what was drawn from), and all."""
     text = [*request.prompt.tolist(), *request.tokens]
     logits = token_logits(model, text)[len(request.prompt) - 1 : -1]
     of = request.sampling
