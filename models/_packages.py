@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages of jax_paged[models]: a missing one is named together with the remedy."""
+"""Packages of the extras: a missing one is named together with the remedy."""
 
 import importlib
 import importlib.util
 from types import ModuleType
 
 
-def check_installed(*names: str) -> None:
-    """Raises ImportError where some package is not installed."""
+def check_installed(*names: str, extra: str = "models") -> None:
+    """Raises ImportError where some package of an extra is not installed."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         raise ImportError(
             f"jax_paged.models: {', '.join(missing)} not installed; get all that it needs with: "
-            "pip install 'jax_paged[models]'"
+            f"pip install 'jax_paged[{extra}]'"
         )
 
 
