@@ -99,11 +99,11 @@ def loglikelihoods(
     most = max(pages_for(len(text.tokens), PAGE_SIZE) for text in texts)
     if num_pages is None:
         total = sum(pages_for(len(text.tokens), PAGE_SIZE) for text in texts)
-        num_pages = _round_up(min(total, max(2 * most, _POOL_PAGES)))
+        num_pages = round_up(min(total, max(2 * most, _POOL_PAGES)))
     check_count("num_pages", num_pages, 1)
     expect(num_pages >= most, "num_pages", f"at least {most}, for the longest pair", num_pages)
     state = create_state(
-        model, num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=_round_up(most),
+        model, num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=round_up(most),
         kv_dtype=kv_dtype,
     )  # fmt: skip
     schedule = Schedule(
@@ -270,7 +270,7 @@ def _padded(ids: np.ndarray, size: int) -> np.ndarray:
     return padded
 
 
-def _round_up(size: int) -> int:
+def round_up(size: int) -> int:
     """To a power of two, so that similar calls share compiled programs."""
     return 1 << (size - 1).bit_length()
 

@@ -37,7 +37,7 @@ from ..decoder.protocol import Model
 from ..decoder.stream import TextStream
 from ..progress import progress_bar
 from ..serving.engine import Engine
-from .likelihoods import loglikelihoods, rolling_loglikelihoods
+from .likelihoods import loglikelihoods, rolling_loglikelihoods, round_up
 
 _SAMPLING = ("temperature", "top_k", "top_p")
 
@@ -236,10 +236,10 @@ class JaxPagedLM(TemplateLM):
             pages_for(len(prompt) + plan["max_new_tokens"], PAGE_SIZE)
             for prompt, plan in zip(prompts, plans, strict=True)
         )
-        max_seqs = min(self.max_seqs, len(requests))
+        max_seqs = min(self.max_seqs, round_up(len(requests)))  # few programs
         engine = Engine(
-            self.model, num_pages=sum(needs[-max_seqs:]), max_seqs=max_seqs,
-            pages_per_seq=needs[-1], max_tokens=max(256, max_seqs), kv_dtype=self.kv_dtype,
+            self.model, num_pages=round_up(sum(needs[-max_seqs:])), max_seqs=max_seqs,
+            pages_per_seq=round_up(needs[-1]), max_tokens=max(256, max_seqs), kv_dtype=self.kv_dtype,
             progress=not disable_tqdm,
         )  # fmt: skip
         with progress_bar(len(requests), "generate", "texts", shown=not disable_tqdm) as update:
@@ -284,12 +284,8 @@ class JaxPagedLM(TemplateLM):
                 plan[name] = value
         if samples:
             plan.setdefault("temperature", 1.0)
-        expect(
-            not options,
-            "generation_kwargs",
-            f"until, max_gen_toks, do_sample and {_SAMPLING}",
-            options,
-        )
+        known = f"until, max_gen_toks, do_sample, {', '.join(_SAMPLING)}"
+        expect(not options, "generation_kwargs", known, f"also {options}")
         return plan
 
 
