@@ -239,8 +239,8 @@ class JaxPagedLM(TemplateLM):
         max_seqs = min(self.max_seqs, round_up(len(requests)))  # few programs
         engine = Engine(
             self.model, num_pages=round_up(sum(needs[-max_seqs:])), max_seqs=max_seqs,
-            pages_per_seq=round_up(needs[-1]), max_tokens=max(256, max_seqs), kv_dtype=self.kv_dtype,
-            progress=not disable_tqdm,
+            pages_per_seq=round_up(needs[-1]), max_tokens=max(256, max_seqs),
+            kv_dtype=self.kv_dtype, progress=not disable_tqdm,
         )  # fmt: skip
         with progress_bar(len(requests), "generate", "texts", shown=not disable_tqdm) as update:
             running = [

@@ -35,7 +35,7 @@ WITHOUT_TORCH = """
 import sys
 from importlib.machinery import PathFinder
 
-class Installed:
+class Installed(PathFinder):
     @staticmethod
     def find_spec(name, path=None, target=None):
         hidden = name.partition(".")[0] in ("torch", "transformers", "tensorflow")
