@@ -151,8 +151,9 @@ class JaxPagedLM(TemplateLM):
         """
         tokenizer = self.tokenizer
         if add_special_tokens is None:
-            prefix = tokenizer.backend.id_to_token(self.prefix_token_id)
-            add_special_tokens = False if string.startswith(prefix) else self._add_start
+            prefix = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
+            has = prefix and string.startswith(prefix)
+            add_special_tokens = False if has else self._add_start
         if add_special_tokens is None:
             return tokenizer.encode(string)
         plain = tokenizer.backend.encode(string, add_special_tokens=False).ids
