@@ -23,7 +23,7 @@ from jax_paged.ops.batch import pages_for
 
 from ..decoder.executables import compiled
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, create_state
-from ..decoder.protocol import Graph, Model, run_model, split_model
+from ..decoder.protocol import Graph, Model, check_model, run_model, split_model
 from ..progress import progress_bar
 from .shared_texts import Orders, Schedule, share_texts
 
@@ -147,6 +147,7 @@ def rolling_loglikelihoods(
     Raises:
       ValueError: as `loglikelihoods`.
     """
+    check_model(model)
     config = model.config
     context = _checked_context(context, config.context_length)
     as_tokens("prefix_token", [prefix_token], config.vocab_size)

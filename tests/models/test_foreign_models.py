@@ -26,7 +26,10 @@ from jax_paged.models import (
     create_state,
     evaluate,
     generate,
+    loglikelihoods,
     merge_model,
+    rolling_loglikelihoods,
+    score,
     split_model,
     token_logits,
 )
@@ -242,6 +245,13 @@ def test_token_logits_are_those_of_the_decoder(model):
         np.testing.assert_allclose(have, want, atol=2e-5 if kv_dtype == "auto" else 0.05)
 
 
+def test_likelihoods_are_those_of_the_decoder(model):
+    pairs = [([1, 2, 3], [4]), ([1, 2, 3], [5, 6, 7]), ([8], [9, 1])]
+    want = [one.log_p for one in loglikelihoods(decoder(), pairs, chunk=8, max_seqs=2)]
+    have = [one.log_p for one in loglikelihoods(model, pairs, chunk=8, max_seqs=2)]
+    np.testing.assert_allclose(have, want, rtol=0, atol=1e-5)
+
+
 def test_evaluate_gives_the_perplexity_of_the_decoder(model):
     text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 40).tolist()
     for window in (None, 12):
@@ -395,7 +405,10 @@ def test_what_is_missing_from_a_model_is_named_at_the_entry(what):
     calls = [
         lambda: generate(model, [[1]], max_new_tokens=1),
         lambda: generate_many(model, [[1]], max_new_tokens=1),
+        lambda: score(model, [1]),
         lambda: token_logits(model, [1]),
+        lambda: loglikelihoods(model, [([1], [2])]),
+        lambda: rolling_loglikelihoods(model, [[1]], prefix_token=0),
         lambda: evaluate(model, [1, 2]),
         lambda: Engine(model, num_pages=4, progress=False),
     ]
