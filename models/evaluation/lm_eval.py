@@ -36,9 +36,10 @@ from ..decoder.generation import PAGE_SIZE, check_count
 from ..decoder.protocol import Model
 from ..decoder.stream import TextStream
 from ..progress import progress_bar
-from ..serving.engine import Engine
+from ..serving.engine import Engine, Request
 from .likelihoods import loglikelihoods, rolling_loglikelihoods, round_up
 
+_POOL_PAGES = 2048
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
@@ -238,26 +239,32 @@ class JaxPagedLM(TemplateLM):
             for prompt, plan in zip(prompts, plans, strict=True)
         )
         max_seqs = min(self.max_seqs, round_up(len(requests)))  # few programs
+        most = max(_POOL_PAGES, 2 * needs[-1])  # with fewer than all need, requests wait
         engine = Engine(
-            self.model, num_pages=round_up(sum(needs[-max_seqs:])), max_seqs=max_seqs,
+            self.model, num_pages=round_up(min(sum(needs[-max_seqs:]), most)), max_seqs=max_seqs,
             pages_per_seq=round_up(needs[-1]), max_tokens=max(256, max_seqs),
             kv_dtype=self.kv_dtype, progress=not disable_tqdm,
         )  # fmt: skip
+        made: dict[int, Request] = {}
         with progress_bar(len(requests), "generate", "texts", shown=not disable_tqdm) as update:
-            running = [
-                engine.submit(
-                    prompt, draw_index=i, decode=self.tokenizer.decode, **plan,
+            # Neighbours in this order share pages; what all share is computed before they start.
+            order = sorted(range(len(prompts)), key=lambda i: prompts[i])
+            ends = prompts[order[0]], prompts[order[-1]]
+            for number, i in enumerate(order):
+                made[i] = engine.submit(
+                    prompts[i], draw_index=i, decode=self.tokenizer.decode, **plans[i],
                     on_tokens=lambda _, reason: None if reason is None else update(),
-                )
-                for i, (prompt, plan) in enumerate(zip(prompts, plans, strict=True))
-            ]  # fmt: skip
+                )  # fmt: skip
+                if number == 0 and len(order) > 1 and ends[0][:PAGE_SIZE] == ends[1][:PAGE_SIZE]:
+                    while not made[i].is_done and made[i].fed < len(prompts[i]):
+                        engine.step()
             engine.run()
         texts = []
-        for request, prompt, plan, made in zip(requests, prompts, plans, running, strict=True):
-            if made.reason == "refused":
-                raise RuntimeError(f"generate_until: {made.detail}")
+        for i, (request, prompt, plan) in enumerate(zip(requests, prompts, plans, strict=True)):
+            if made[i].reason == "refused":
+                raise RuntimeError(f"generate_until: {made[i].detail}")
             stream = TextStream(self.tokenizer.decode, prompt, plan["stop_strings"])
-            texts.append(stream.push(made.tokens) + stream.finish())
+            texts.append(stream.push(made[i].tokens) + stream.finish())
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
