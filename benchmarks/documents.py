@@ -3,8 +3,9 @@
 
     python benchmarks/documents.py    (`run_all.py` does it too)
 
-What stands between `<!-- measured -->` and `<!-- end -->` in README.md and docs/performance.md is
-replaced. README gets the rows of `PICKS`, docs/performance.md all rows. Plots need matplotlib
+What stands between `<!-- measured -->` and `<!-- end -->` in `FILES` is replaced. README gets the
+rows of `PICKS`, docs/performance.md all rows, and docs/evaluating.md those of `lm_eval_peers.py`,
+which `run_all.py` does not run. Plots need matplotlib
 (`pip install 'jax_paged[plot]'`) and go to docs/plots.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import harness
 
 ROOT = Path(__file__).parents[1]
+FILES = ("README.md", "docs/performance.md", "docs/evaluating.md")
 TITLES = {
     "attention": "Attention",
     "model": "Whole models, 512 tokens of context",
@@ -177,6 +179,28 @@ def summary(results: Mapping[str, Result], plots: list[str]) -> str:
     return "\n\n".join(parts)
 
 
+def beside_hf(path: Path) -> str:
+    """docs/evaluating.md's block: the tasks of a result file of `lm_eval_peers.py`."""
+    if not path.exists():
+        return "Not measured yet: `lm_eval_peers.py`."
+    result = json.loads(path.read_text(encoding="utf-8"))
+    at = result["environment"]
+    parts = [
+        f"One run on {machine(at)}, lm-eval {at['lm_eval']}, torch {at['torch']}, transformers "
+        f"{at['transformers']}, commit {at['commit']}, {at['date']}."
+    ]
+    lines = ["| task | documents | jax_paged | hf | times as fast | log-likelihoods within |"]
+    lines.append("| --- " * 6 + "|")
+    for row in result["rows"]:
+        ours, hf = row["seconds"]["jax_paged"], row["seconds"]["hf"]
+        within = f"{row['largest_difference']:.1g}" if row["kind"] != "generation" else "–"
+        lines.append(
+            f"| {row['kind']} (`{row['task']}`) | {row['documents']} | {ours:.2f} s | {hf:.2f} s, "
+            f"batch size {row['hf_batch_size']} | {row['ratio']:.2f}× | {within} |"
+        )
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
 def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
     """Tokens per second where a row counts them, else the time of a call."""
     if all(row.get("unit") == "tok/s" for row in rows):
@@ -276,6 +300,7 @@ def write(results: Path = harness.RESULTS, root: Path = ROOT) -> None:
     replace(root / "README.md", summary(found, chosen))
     full = sections(found, TITLES, [f"plots/{name}" for name in made])
     replace(root / "docs" / "performance.md", full)
+    replace(root / "docs" / "evaluating.md", beside_hf(results / "lm_eval.json"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 Each is a process of its own, on a machine that should have nothing else to do, and leaves
 benchmarks/results/NAME.json; one that fails leaves its old file, and the exit status is 1. Then
-`documents.py` rewrites README.md, docs/performance.md and docs/plots from the files.
+`documents.py` rewrites README.md, pages of docs and docs/plots from the files.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
             root = args.out or Path(temporary)
             results = root / "results"
             (root / "docs").mkdir(parents=True, exist_ok=True)
-            for file in ("README.md", "docs/performance.md"):
+            for file in documents.FILES:
                 shutil.copy(documents.ROOT / file, root / file)
         failed = [name for name in args.only if not run(name, results, flags)]
         documents.write(results, root)

@@ -26,8 +26,12 @@ from .decoder.protocol import ModelConfig as ModelConfig
 from .decoder.protocol import merge_model as merge_model
 from .decoder.protocol import split_model as split_model
 from .decoder.stream import TextStream as TextStream
-from .evaluation import evaluate as evaluate
-from .evaluation import score as score
+from .evaluation.likelihoods import LogLikelihood as LogLikelihood
+from .evaluation.likelihoods import loglikelihoods as loglikelihoods
+from .evaluation.likelihoods import rolling_loglikelihoods as rolling_loglikelihoods
+from .evaluation.perplexity import evaluate as evaluate
+from .evaluation.scores import score as score
+from .evaluation.scores import token_logits as token_logits
 from .serving import structured as structured
 from .serving.engine import Engine as Engine
 from .serving.engine import Request as Request

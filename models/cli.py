@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `jax-paged generate`, `chat`, `eval` and `bench-serve`.
+"""The command line: `jax-paged generate`, `chat`, `eval`, `lm-eval` and `bench-serve`.
 
 stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
 line on stderr and exit code 2, Ctrl-C is exit code 130.
@@ -40,7 +40,7 @@ from .decoder.model import Decoder
 from .decoder.program_cache import kept_programs
 from .decoder.sample import Sampler
 from .decoder.stream import TextStream
-from .evaluation import evaluate
+from .evaluation.perplexity import evaluate
 from .progress import progress_bar
 from .serving import bench_serve, chat
 from .serving.batch import generate_many
@@ -226,6 +226,22 @@ def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dic
         )  # fmt: skip
 
 
+def _lm_eval(options: argparse.Namespace) -> int:
+    from .evaluation import lm_eval  # the harness takes seconds to import
+
+    options.status.clear()
+    named = {
+        name: getattr(options, key)
+        for name, key in (
+            ("pretrained", "model"), ("dtype", "dtype"), ("weight_dtype", "weight_dtype"),
+            ("kv_dtype", "kv_dtype"),
+        )
+        if getattr(options, key) is not None
+    }  # fmt: skip
+    lm_eval.run_harness(options.harness, named)
+    return 0
+
+
 def _read_text(path: str) -> str:
     name = "stdin" if path == "-" else path
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
@@ -382,4 +398,10 @@ def _report(result: Generation) -> None:
     print("; ".join(rates), file=sys.stderr)
 
 
-_COMMANDS = {"generate": _generate, "chat": chat.run, "eval": _eval, "bench-serve": bench_serve.run}
+_COMMANDS = {
+    "generate": _generate,
+    "chat": chat.run,
+    "eval": _eval,
+    "lm-eval": _lm_eval,
+    "bench-serve": bench_serve.run,
+}

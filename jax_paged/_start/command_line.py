@@ -32,6 +32,14 @@ _BENCH_SERVE = (
 )
 
 
+_LM_EVAL = (
+    "Runs tasks of lm-eval (EleutherAI's evaluation harness) on a model. The options below are "
+    "ours; all others are those of `lm-eval run`, such as --tasks, --include_path, --num_fewshot, "
+    "--limit, --apply_chat_template, --output_path, --model_args max_seqs=64. "
+    "`lm-eval run --help` lists them. Needs: pip install 'jax_paged[lm-eval]'"
+)
+
+
 class _Version(argparse.Action):
     """Prints the version, and which kernels the build has."""
 
@@ -50,6 +58,14 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Leaves what it does not know to the harness of `lm-eval`, in `harness`."""
+        options, rest = self.parse_known_args(args, namespace)
+        if rest and options.command != "lm-eval":
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.harness = rest
+        return options
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"jax-paged: error: {message}\n")
 
@@ -140,6 +156,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     two.add_argument("--json", action="store_true", help="print one JSON object")
     _add_kv_dtype(two)
+
+    five = commands.add_parser(
+        "lm-eval", help="tasks of lm-eval", description=_LM_EVAL, allow_abbrev=False
+    )
+    five.set_defaults(command="lm-eval")
+    _add_model(five)
+    _add_kv_dtype(five)
 
     three = commands.add_parser("bench-serve", help="measure serving", description=_BENCH_SERVE)
     three.set_defaults(command="bench-serve")

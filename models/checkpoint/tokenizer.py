@@ -69,16 +69,22 @@ class Tokenizer:
         Raises:
           ValueError: the checkpoint has no template, or the template refuses the messages.
         """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        with reading("tokenizer"):
+            return self.backend.encode(text, add_special_tokens=False).ids
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text whose ids `apply_chat` gives."""
         if self.chat_template is None:
             raise ValueError("apply_chat: this checkpoint has no chat template")
-        text = _render(
+        return _render(
             self.chat_template,
             messages=list(messages),
             add_generation_prompt=add_generation_prompt,
             **self.named_tokens,
         )
-        with reading("tokenizer"):
-            return self.backend.encode(text, add_special_tokens=False).ids
 
 
 class MissingTokenizer:

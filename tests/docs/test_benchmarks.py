@@ -82,7 +82,7 @@ def test_all_that_may_grow_is_measured(dry):
 @pytest.mark.deep
 def test_documents_hold_the_rows_and_nothing_else_changes(dry, documents):
     blocks = {}
-    for file in ("README.md", "docs/performance.md"):
+    for file in documents.FILES:
         before = (ROOT / file).read_text(encoding="utf-8")
         after = (dry / file).read_text(encoding="utf-8")
         for text in ("<!-- measured -->\n", "<!-- end -->"):
@@ -134,11 +134,27 @@ def test_the_documents_are_what_the_result_files_give(documents, tmp_path, monke
     drawn = ["peers.svg", "attention.svg", "model.svg", "growth.svg"]
     monkeypatch.setattr(documents, "draw", lambda found, folder: drawn)
     (tmp_path / "docs").mkdir()
-    for file in ("README.md", "docs/performance.md"):
+    for file in documents.FILES:
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())
     documents.write(documents.harness.RESULTS, tmp_path)
-    for file in ("README.md", "docs/performance.md"):
+    for file in documents.FILES:
         assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes(), file
+
+
+def test_tasks_of_lm_eval_are_a_table_of_both_sides(documents, tmp_path):
+    path = tmp_path / "lm_eval.json"
+    assert documents.beside_hf(path) == "Not measured yet: `lm_eval_peers.py`."
+    environment = json.loads((documents.harness.RESULTS / "model.json").read_text())["environment"]
+    versions = {"lm_eval": "0.4.13", "torch": "2.13.0", "transformers": "5.23.0"}
+    row = {
+        "task": "facts", "kind": "multiple choice", "documents": 117, "ratio": 3.0,
+        "seconds": {"jax_paged": 2.0, "hf": 6.0}, "hf_batch_size": 16, "largest_difference": 2e-5,
+    }  # fmt: skip
+    path.write_text(json.dumps({"environment": environment | versions, "rows": [row]}))
+    text = documents.beside_hf(path)
+    expected = "| 117 | 2.00 s | 6.00 s, batch size 16 | 3.00× | 2e-05 |"
+    assert text.endswith(f"| multiple choice (`facts`) {expected}")
+    assert all(version in text for version in versions.values())
 
 
 def test_plots_are_the_same_from_the_same_figures(documents, tmp_path):

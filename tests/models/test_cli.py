@@ -546,7 +546,9 @@ def test_version(capsys):
     assert (info["cuda"].get("why") or info["cuda"]["architectures"]) in told
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["eval"], ["bench-serve"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["chat"], ["eval"], ["lm-eval"], ["bench-serve"]]
+)
 def test_help_is_there(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command, "--help"])
@@ -574,6 +576,25 @@ def test_the_options_are_what_the_models_define():
     assert (None, *_command_line.WEIGHT_DTYPES) == decoder.WEIGHT_DTYPES
     assert speculate.RULES == _command_line.DRAFT_RULES
     assert jax_paged.models.decoder.generation.PAGE_SIZE == _command_line.PAGE_SIZE
+
+
+def test_what_lm_eval_does_not_know_goes_to_the_harness_and_elsewhere_nowhere(capsys):
+    line = "--tasks one two --model path --limit 3 --model_args a=b --dtype float32 --log_samples"
+    options = _command_line.parser().parse_args(["lm-eval", *line.split()])
+    assert (options.model, options.dtype) == ("path", "float32")
+    assert options.harness == [
+        "--tasks",
+        "one",
+        "two",
+        "--limit",
+        "3",
+        "--model_args",
+        "a=b",
+        "--log_samples",
+    ]
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["eval", "file", "--tasks", "one"])
+    assert_one_line_error((exit_info.value.code, *capsys.readouterr()), "--tasks one")
 
 
 def test_no_command_is_one_line(capsys):

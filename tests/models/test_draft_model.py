@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from in_place import assert_no_pool_is_copied, gathers_in_place
 
-from jax_paged.models import Decoder, generate, score
+from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.decoder.sample import RowSamplers, Sampler
 from jax_paged.models.serving.engine import Engine
@@ -163,7 +163,9 @@ def test_drawn_tokens_have_the_models_distribution(engine, model):
 
     def next_tokens(text):
         cut = samplers(1, top_k=np.full(1, 5, np.int32))
-        return np.asarray(cut.probabilities(jnp.asarray(score(model, text)[-1:])), np.float64)[0]
+        return np.asarray(
+            cut.probabilities(jnp.asarray(token_logits(model, text)[-1:])), np.float64
+        )[0]
 
     chances = {(): 1.0}
     for place in range(3):

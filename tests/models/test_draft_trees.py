@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from in_place import assert_no_pool_is_copied, gathers_in_place
 
-from jax_paged.models import Decoder, generate, score
+from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.decoder.sample import RowSamplers
@@ -200,7 +200,7 @@ def test_a_tree_is_what_the_draft_model_draws_along_each_branch(drafter, rule):
         for node, parent in enumerate(parents[: num_drafts[row]]):
             path, token = paths[parent] if parent >= 0 else [], int(tokens[row, node])
             padded = [first[row], *path, *[0] * (8 - len(path))]  # one size for all
-            logits = score(drafter, padded)[None, len(path)]
+            logits = token_logits(drafter, padded)[None, len(path)]
             at, rank = made[row : row + 1] + len(path), node if parent < 0 else 0
             if rule == "same_noise" or row == 0:
                 assert token == ranked(own, logits, at, BRANCHES)[0, rank], (row, node)

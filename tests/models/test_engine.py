@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_paged.models import Decoder, generate, score
+from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
@@ -128,7 +128,7 @@ def test_a_model_whose_layers_have_windows_is_served():
     requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[2:]]
     engine.run()
     for prompt, request in zip(PROMPTS[2:], requests, strict=True):
-        logits = score(model, [*prompt, *request.tokens])
+        logits = token_logits(model, [*prompt, *request.tokens])
         assert request.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""score and evaluate: chunks and windows change nothing but the context that a token sees."""
+"""Scores, logits and perplexity: chunks and windows change only the context that a token sees."""
 
 import dataclasses
 import math
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models import Decoder, evaluate, score
+from jax_paged.models import Decoder, evaluate, score, token_logits
 from jax_paged.models.decoder.parameters import random_source
-from jax_paged.models.evaluation import plan_pieces
+from jax_paged.models.evaluation.perplexity import plan_pieces
 from jax_paged.models.testing import small_config
 
 CONFIG = small_config("llama", vocab_size=64, head_dim=8, max_position_embeddings=32)
@@ -33,22 +33,31 @@ def losses(logits: np.ndarray, targets) -> np.ndarray:
 
 
 def test_chunked_logits_equal_those_of_one_pass(model):
-    whole = score(model, TEXT)
+    whole = token_logits(model, TEXT)
     assert whole.shape == (32, 64)
     assert whole.dtype == np.float32
     for chunk in (7, 8, 31):
-        np.testing.assert_allclose(score(model, TEXT, chunk=chunk), whole, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(token_logits(model, TEXT, chunk=chunk), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [512, 5])
+def test_scores_are_log_probabilities_of_the_logits(model, chunk):
+    log_p = score(model, TEXT, chunk=chunk)
+    assert (log_p.shape, log_p.dtype) == ((31,), np.float32)
+    expected = -losses(token_logits(model, TEXT)[:-1], TEXT[1:])
+    np.testing.assert_allclose(log_p, expected, rtol=0, atol=1e-5)
+    assert score(model, TEXT[:1], chunk=chunk).shape == (0,)
 
 
 def test_logits_see_no_later_token(model):
     changed = [*TEXT[:20], *LONG[:12]]
     np.testing.assert_allclose(
-        score(model, changed)[:20], score(model, TEXT)[:20], rtol=0, atol=1e-5
+        token_logits(model, changed)[:20], token_logits(model, TEXT)[:20], rtol=0, atol=1e-5
     )
 
 
 def test_perplexity_is_that_of_the_scored_logits(model):
-    expected = losses(score(model, TEXT)[:-1], TEXT[1:]).mean()
+    expected = losses(token_logits(model, TEXT)[:-1], TEXT[1:]).mean()
     for chunk in (512, 5):
         result = evaluate(model, TEXT, chunk=chunk)
         assert result["nll"] == pytest.approx(expected, abs=1e-5)
@@ -68,7 +77,7 @@ def test_a_long_text_is_scored_in_pieces_that_each_predict_new_tokens(model):
     total = 0.0
     for position in range(1, len(LONG)):
         piece = next(p for p in plan_pieces(len(LONG), 16, 6) if position <= p.stop)
-        logits = score(model, LONG[piece.start : piece.stop])
+        logits = token_logits(model, LONG[piece.start : piece.stop])
         each = losses(logits, LONG[piece.start + 1 : piece.stop + 1])
         total += each[position - 1 - piece.start]
     assert result["nll"] == pytest.approx(total / 76, abs=1e-5)
@@ -148,9 +157,10 @@ def test_bad_calls_of_evaluate_are_refused(model, tokens, options, message):
         evaluate(model, tokens, **options)
 
 
-def test_a_text_beyond_the_context_cannot_be_scored_at_once(model):
+@pytest.mark.parametrize("function", [score, token_logits])
+def test_a_text_beyond_the_context_cannot_be_scored_at_once(model, function):
     with pytest.raises(ValueError, match=r"context_length=32 tokens, got 77$"):
-        score(model, LONG)
+        function(model, LONG)
 
 
 def test_weights_in_bf16_evaluate_close_to_f32():

@@ -26,9 +26,12 @@ from jax_paged.models import (
     create_state,
     evaluate,
     generate,
+    loglikelihoods,
     merge_model,
+    rolling_loglikelihoods,
     score,
     split_model,
+    token_logits,
 )
 from jax_paged.models.decoder.executables import Executables, compiled, kept_in
 from jax_paged.models.decoder.parameters import random_source
@@ -233,13 +236,20 @@ def test_generate_gives_the_tokens_of_the_decoder(model):
     assert generate(model, PROMPTS, max_new_tokens=STEPS).tokens == expected()
 
 
-def test_score_gives_the_logits_of_the_decoder(model):
+def test_token_logits_are_those_of_the_decoder(model):
     text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 2]
     for kv_dtype in ("auto", "int8"):
-        want = score(decoder(), text, chunk=8, kv_dtype=kv_dtype)
-        have = score(model, text, chunk=8, kv_dtype=kv_dtype)
+        want = token_logits(decoder(), text, chunk=8, kv_dtype=kv_dtype)
+        have = token_logits(model, text, chunk=8, kv_dtype=kv_dtype)
         # f32 sums in another order; in int8 a few K and V round the other way.
         np.testing.assert_allclose(have, want, atol=2e-5 if kv_dtype == "auto" else 0.05)
+
+
+def test_likelihoods_are_those_of_the_decoder(model):
+    pairs = [([1, 2, 3], [4]), ([1, 2, 3], [5, 6, 7]), ([8], [9, 1])]
+    want = [one.log_p for one in loglikelihoods(decoder(), pairs, chunk=8, max_seqs=2)]
+    have = [one.log_p for one in loglikelihoods(model, pairs, chunk=8, max_seqs=2)]
+    np.testing.assert_allclose(have, want, rtol=0, atol=1e-5)
 
 
 def test_evaluate_gives_the_perplexity_of_the_decoder(model):
@@ -396,6 +406,9 @@ def test_what_is_missing_from_a_model_is_named_at_the_entry(what):
         lambda: generate(model, [[1]], max_new_tokens=1),
         lambda: generate_many(model, [[1]], max_new_tokens=1),
         lambda: score(model, [1]),
+        lambda: token_logits(model, [1]),
+        lambda: loglikelihoods(model, [([1], [2])]),
+        lambda: rolling_loglikelihoods(model, [[1]], prefix_token=0),
         lambda: evaluate(model, [1, 2]),
         lambda: Engine(model, num_pages=4, progress=False),
     ]

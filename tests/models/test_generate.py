@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_paged import KVState
-from jax_paged.models import Decoder, generate, score, split_model
+from jax_paged.models import Decoder, generate, split_model, token_logits
 from jax_paged.models.decoder import generation
 from jax_paged.models.decoder.generation import compile_ahead, create_state, state_for
 from jax_paged.models.decoder.parameters import random_source
@@ -67,7 +67,7 @@ def assert_all_free(state):
 
 def test_greedy_tokens_are_the_argmax_of_a_full_prefill(model, expected):
     for prompt, new in zip(PROMPTS, expected, strict=True):
-        logits = score(model, prompt + new)
+        logits = token_logits(model, prompt + new)
         assert new == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert len(new) == NEW
 
@@ -78,7 +78,7 @@ def test_a_mixture_of_experts_generates_the_argmax_of_its_full_prefill(options):
     model = Decoder(config, random_source(config, seed=2))
     result = run(model, PROMPTS[:2])
     for prompt, new in zip(PROMPTS, result.tokens, strict=False):
-        logits = score(model, prompt + new)
+        logits = token_logits(model, prompt + new)
         assert new == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 

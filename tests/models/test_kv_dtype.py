@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiers import first_of
 
-from jax_paged.models import Decoder, evaluate, generate, score
+from jax_paged.models import Decoder, evaluate, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.batch import generate_many
@@ -27,12 +27,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def exact(model):
-    return score(model, TOKENS)
+    return token_logits(model, TOKENS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_near_those_of_an_f32_cache(model, exact, name):
-    near = score(model, TOKENS, kv_dtype=name)
+    near = token_logits(model, TOKENS, kv_dtype=name)
     error = np.linalg.norm(near - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     limit = {"fp8": 0.05, "fp8_e5m2": 0.1, "int8": 0.01}[name]
     assert 0 < error.max() < limit
@@ -40,8 +40,8 @@ def test_logits_are_near_those_of_an_f32_cache(model, exact, name):
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_chunks_do_not_change_the_logits(model, name):
-    whole = score(model, TOKENS, kv_dtype=name)
-    chunked = score(model, TOKENS, kv_dtype=name, chunk=7)
+    whole = token_logits(model, TOKENS, kv_dtype=name)
+    chunked = token_logits(model, TOKENS, kv_dtype=name, chunk=7)
     # One code may flip where a sum rounds differently.
     assert np.linalg.norm(whole - chunked) < 0.01 * np.linalg.norm(whole)
 
@@ -68,7 +68,7 @@ def test_generate_makes_8_bit_pages_with_scales(model, name):
 
 
 def test_bf16_pages_serve_f32_weights(model, exact):
-    near = score(model, TOKENS, kv_dtype="bfloat16")
+    near = token_logits(model, TOKENS, kv_dtype="bfloat16")
     error = np.linalg.norm(near - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     assert 0 < error.max() < 0.02
     prompts = [TOKENS[:17], TOKENS[20:24]]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models import Decoder, generate, score
+from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.decoder.protocol import split_model
 from jax_paged.models.decoder.sample import RowSamplers
@@ -35,9 +35,9 @@ def model():
 
 
 def expected_of(model, request):
-    """Of each new token, by `score`: (under the model, under what was drawn from), and all."""
+    """Of each new token in one pass: (under the model, under what was drawn from), and all."""
     text = [*request.prompt.tolist(), *request.tokens]
-    logits = score(model, text)[len(request.prompt) - 1 : -1]
+    logits = token_logits(model, text)[len(request.prompt) - 1 : -1]
     of = request.sampling
     samplers = RowSamplers(
         seed=np.uint32([0]), draw_index=np.int32([0]), temperature=np.float32([of.temperature]),
@@ -51,7 +51,7 @@ def expected_of(model, request):
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_log_probabilities_are_those_of_score(model, drafts):
+def test_log_probabilities_are_those_of_one_pass(model, drafts):
     """f32 sums in another order: 1e-4 of logits of a few units."""
     options = dict(DRAFTS[drafts])
     if options.get("draft_model"):
@@ -142,7 +142,7 @@ def test_running_requests_compute_anew_or_keep_what_they_have(model, preemption)
         engine.run()
         for request, count in zip(requests, counts, strict=True):
             assert len(request.tokens) == 12
-            logits = score(other, [*request.prompt.tolist(), *request.tokens])
+            logits = token_logits(other, [*request.prompt.tolist(), *request.tokens])
             every = np.asarray(jax.nn.log_softmax(logits, axis=-1))
             places = len(request.prompt) - 1 + np.arange(count, 12)
             expected = every[places, request.tokens[count:]]

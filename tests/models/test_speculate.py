@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from tiers import first_of
 
-from jax_paged.models import Decoder, generate, score
+from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
@@ -104,7 +104,7 @@ def test_a_draft_is_kept_as_often_as_the_model_would_draw_it(model, one_step):
     plain, _ = one_step([], seeds, 1.0)
     counts = np.bincount([new[0] for new in plain], minlength=16)
     likely = int(counts.argmax())
-    logits = score(model, [1, 2])[-1]
+    logits = token_logits(model, [1, 2])[-1]
     expected = np.asarray(jax.nn.softmax(jnp.asarray(logits))) * len(seeds)
     for draft in (likely, int(counts.argmin())):
         drafted, lens = one_step([draft], seeds, 1.0)

@@ -14,8 +14,8 @@ from jax_paged.models import (
     Decoder,
     default_checkpoint,
     load_checkpoint,
-    score,
     tensor_source,
+    token_logits,
 )
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.testing import small_config
@@ -46,7 +46,9 @@ def test_a_decoder_is_read_from_files_with_foreign_names(folder, foreign):
     expected, config, _ = load_checkpoint(folder, jnp.float32, progress=False)
     for path, rename in ((folder, None), (foreign, to_foreign), (foreign / FILE, to_foreign)):
         model = Decoder(config, tensor_source(path, rename=rename))
-        np.testing.assert_array_equal(score(model, [1, 2, 3]), score(expected, [1, 2, 3]))
+        np.testing.assert_array_equal(
+            token_logits(model, [1, 2, 3]), token_logits(expected, [1, 2, 3])
+        )
 
 
 def test_a_gguf_file_has_the_names_of_hugging_face():

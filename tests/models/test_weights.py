@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as bpe_models
 from tokenizers import pre_tokenizers
 
-from jax_paged.models import load_checkpoint, score
+from jax_paged.models import load_checkpoint, token_logits
 from jax_paged.models.checkpoint import weights
 from jax_paged.models.checkpoint.hf_config import config_from_hf
 from jax_paged.models.checkpoint.tokenizer import Tokenizer
@@ -178,7 +178,7 @@ def test_8_bit_weights_change_the_logits_by_their_rounding_alone(weight_dtype, l
     text = np.random.default_rng(0).integers(0, config.vocab_size, 24).tolist()
     quantized = Decoder(config, random_source(config, 7), weight_dtype=weight_dtype)
     plain = Decoder(config, random_source(config, 7))
-    exact = score(plain, text)
+    exact = token_logits(plain, text)
     names = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
     pairs = [(quantized, plain, "head")]
     for layers in zip(quantized.layers, plain.layers, strict=True):
@@ -187,8 +187,8 @@ def test_8_bit_weights_change_the_logits_by_their_rounding_alone(weight_dtype, l
     for ours, theirs, name in pairs:
         scale = getattr(ours, name + "_scale")[...][..., None]
         getattr(theirs, name)[...] = getattr(ours, name)[...].astype(jnp.float32) * scale
-    got = score(quantized, text)
-    np.testing.assert_allclose(got, score(plain, text), atol=1e-4, rtol=0)
+    got = token_logits(quantized, text)
+    np.testing.assert_allclose(got, token_logits(plain, text), atol=1e-4, rtol=0)
     # The median: here and there a token is routed to another expert.
     assert 1e-3 < np.median(np.abs(got - exact)) < loss
 

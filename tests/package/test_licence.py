@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ["jax_paged", "models", "ffi", "benchmarks", "tests", ".ci", "docs"]
+FOLDERS = ["jax_paged", "models", "ffi", "benchmarks", "tests", ".ci", "docs", "examples"]
 SOURCES = {".py", ".sh", ".cmake", ".c", ".cc", ".cu", ".cuh", ".h"}
 
 

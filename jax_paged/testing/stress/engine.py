@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_paged.models import Decoder, generate, score
+from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
@@ -111,7 +111,7 @@ def assert_tie(model: Decoder, prompt, expected, got) -> None:
     """The first difference is where the lone run's two best logits are as good as equal."""
     assert len(got) == len(expected)
     place = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
-    logits = np.sort(score(model, [*prompt, *expected[:place]])[-1])
+    logits = np.sort(token_logits(model, [*prompt, *expected[:place]])[-1])
     assert logits[-1] - logits[-2] < TIE, (expected, got, place)
 
 

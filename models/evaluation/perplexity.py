@@ -1,56 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model thinks of a text: logits of each token, perplexity of the whole."""
+"""The perplexity of a text of any length."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from jax_paged._start.interrupt import uninterrupted
-from jax_paged.cache.state import KVState
 from jax_paged.checks import expect
 
-from .decoder.generation import as_tokens, check_count, check_window, state_for
-from .decoder.protocol import Graph, Model, run_model, split_model
-from .decoder.steps import chunk_size, prefill
-
-
-def score(
-    model: Model, tokens: Sequence[int], *, chunk: int = 512, kv_dtype: str = "auto"
-) -> np.ndarray:
-    """Logits of one sequence, computed chunk by chunk through the paged path.
-
-    Args:
-      model: a `Decoder`, e.g. from `load_checkpoint`, or any other `Model`.
-      tokens: ids, at least one and at most the model's context_length.
-      chunk: tokens per forward step, ≥ 1.
-      kv_dtype: of K and V, as for `generate`.
-
-    Returns:
-      f32[len(tokens), vocab_size] on the host; row t holds the logits of token t + 1.
-
-    Raises:
-      ValueError: a token id is out of range, or the text is too long.
-    """
-    (graph, params), config = split_model(model), model.config
-    text = as_tokens("tokens", tokens, config.vocab_size)
-    check_count("chunk", chunk, 1)
-    length = f"at most context_length={config.context_length} tokens"
-    expect(len(text) <= config.context_length, "tokens", length, len(text))
-    state = state_for(model, [len(text)], kv_dtype)
-    state, _ = state.reserve([0], len(text))
-    logits = np.empty((len(text), config.vocab_size), np.float32)
-    for start in range(0, len(text), chunk):
-        part = text[start : start + chunk]
-        with uninterrupted():  # Ctrl-C must not leave XLA compiling
-            state, some = _logits(graph, params, state, *_padded(part))
-        logits[start : start + len(part)] = np.asarray(some)[: len(part)]
-    return logits
+from ..decoder.generation import as_tokens, check_count, check_window, state_for
+from ..decoder.protocol import Model, split_model
+from ..decoder.steps import prefill
+from .scores import losses, padded
 
 
 def evaluate(
@@ -113,16 +76,16 @@ def evaluate(
             state, _ = state.set_window(row, window, num_pinned)
         for start in range(piece.start, piece.first, chunk):
             stop = min(start + chunk, piece.first)
-            part, count = _padded(text[start:stop])
+            part, count = padded(text[start:stop])
             with uninterrupted():
                 state = prefill(graph, params, state, row, count, part)
         for start in range(piece.first, piece.stop, chunk):
             stop = min(start + chunk, piece.stop)
-            part, count = _padded(text[start:stop])
-            targets, _ = _padded(text[start + 1 : stop + 1])
+            part, count = padded(text[start:stop])
+            targets, _ = padded(text[start + 1 : stop + 1])
             with uninterrupted():
-                state, losses = _losses(graph, params, state, part, count, targets)
-            total += float(np.sum(np.asarray(losses)[: stop - start], dtype=np.float64))
+                state, some = losses(graph, params, state, part, count, targets)
+            total += float(np.sum(np.asarray(some)[: stop - start], dtype=np.float64))
             on_progress(stop - start)
     nll = total / (len(text) - 1)
     return {
@@ -155,34 +118,3 @@ def plan_pieces(num_tokens: int, context: int, stride: int) -> Iterator[Piece]:
     while first < stop:
         yield Piece(stop - min(context, stop), first, stop)
         first, stop = stop, min(stop + stride, num_tokens - 1)
-
-
-def _padded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens padded to a size that is compiled once, their number as i32[1])."""
-    padded = np.zeros(chunk_size(len(tokens)), np.int32)
-    padded[: len(tokens)] = tokens
-    return padded, np.array([len(tokens)], np.int32)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _logits(
-    graph: Graph, params: Any, state: KVState, tokens: Int[Array, "tokens"], count: Int[Array, "1"]
-) -> tuple[KVState, jax.Array]:
-    """Appends `count` tokens to row 0: the state and f32[tokens, vocab_size]."""
-    row = jnp.zeros(1, jnp.int32)
-    state, batch, _ = state.step(row, count, num_tokens=tokens.shape[0])
-    every = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    logits, state = run_model(graph, params, tokens, batch, state, logit_rows=every)
-    return state, logits
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _losses(
-    graph: Graph, params: Any, state: KVState, tokens: Int[Array, "tokens"],
-    count: Int[Array, "1"], targets: Int[Array, "tokens"],
-) -> tuple[KVState, jax.Array]:  # fmt: skip
-    """Appends `count` tokens to row 0: the state and −log p(targets), f32[tokens]."""
-    state, logits = _logits(graph, params, state, tokens, count)
-    logits = logits.astype(jnp.float32)
-    target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return state, jax.nn.logsumexp(logits, axis=-1) - target
