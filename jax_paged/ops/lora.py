@@ -63,7 +63,8 @@ def lora(
 
     Raises:
       ValueError: an argument's shape or dtype is wrong.
-      NotImplementedError: the native kernel does not take these sizes (in and rank: multiples of 8).
+      NotImplementedError: the native kernel does not take these sizes (in and rank are to be
+        multiples of 8).
 
     Not differentiable in reverse mode. vmap runs one call after another.
 

@@ -42,6 +42,7 @@ from jax_paged import (
 from jax_paged.checks import Implementation, check_choice, expect, is_eight_bit
 from jax_paged.ops.rope import rope_tables
 
+from .adapters import LayerAdapters, TokenAdapters
 from .config import DecoderConfig
 from .moe import gated_mlp, route
 from .parameters import TensorSource
@@ -94,8 +95,11 @@ class _Projections(nnx.Module):
     def _scale(self, name: str) -> jax.Array | None:
         return getattr(self, name + "_scale")[...] if hasattr(self, name + "_scale") else None
 
-    def _project(self, name: str, x: jax.Array, **options) -> jax.Array:
-        return linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+    def _project(
+        self, name: str, x: jax.Array, adapters: LayerAdapters | None = None, **options
+    ) -> jax.Array:
+        out = linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+        return out if adapters is None else adapters.add(name, x, out, options["implementation"])
 
 
 def _own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
@@ -121,9 +125,11 @@ class Attention(_Projections):
             self.q_norm = nnx.Param(source(prefix + "q_norm.weight"))
             self.k_norm = nnx.Param(source(prefix + "k_norm.weight"))
 
-    def __call__(self, x, step: _Step, state: KVState, index: jax.Array):
+    def __call__(
+        self, x, step: _Step, state: KVState, index: jax.Array, adapters: LayerAdapters | None
+    ):
         config, tokens = self.config, x.shape[0]
-        qkv = self._project("qkv", x, implementation=step.implementation)
+        qkv = self._project("qkv", x, adapters, implementation=step.implementation)
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...][None, :]
         if not is_eight_bit(state.k_pages):  # bf16 pages under f32 weights: ops take equal dtypes
@@ -153,7 +159,7 @@ class Attention(_Projections):
             implementation=step.implementation,
         )
         attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
-        out = self._project("out", attended, implementation=step.implementation)
+        out = self._project("out", attended, adapters, implementation=step.implementation)
         if config.attention_bias:
             out = out + self.out_bias[...][None, :]
         return out, state
@@ -177,7 +183,7 @@ class DenseMLP(_Projections):
             self.gate_up_bias = nnx.Param(source(*(name + ".bias" for name in gate_up)))
             self.down_bias = nnx.Param(source(prefix + "down_proj.bias"))
 
-    def __call__(self, x, step: _Step):
+    def __call__(self, x, step: _Step, adapters: LayerAdapters | None):
         biases = (self.gate_up_bias[...], self.down_bias[...]) if self.has_bias else ()
         weights = (self.gate_up[...], self.down[...], *biases)
         return gated_mlp(
@@ -185,6 +191,7 @@ class DenseMLP(_Projections):
             *weights,
             gate_up_scale=self._scale("gate_up"),
             down_scale=self._scale("down"),
+            adapters=adapters,
             implementation=step.implementation,
         )
 
@@ -206,7 +213,8 @@ class ExpertsMLP(_Projections):
         self._load("gate_up", weight_dtype, source, *gate_up, axis=1)
         self._load("down", weight_dtype, source, experts + "down_proj.weight")
 
-    def __call__(self, x, step: _Step):
+    def __call__(self, x, step: _Step, adapters: LayerAdapters | None):
+        del adapters  # experts have none
         implementation = step.implementation
         router = self.router[...]
         logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
@@ -240,18 +248,23 @@ class Layer(nnx.Module):
         mlp = ExpertsMLP if config.moe_layers[layer] else DenseMLP
         self.mlp = mlp(config, layer, source, weight_dtype)
 
-    def __call__(self, x, step: _Step, state: KVState, index: jax.Array):
+    def __call__(
+        self, x, step: _Step, state: KVState, index: jax.Array, adapters: LayerAdapters | None
+    ):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
-        out, state = self.attention(normed, step, state, index)
+        out, state = self.attention(normed, step, state, index, adapters)
         x = x + out
-        x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step)
+        x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), step, adapters)
         return x, state
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _run_layer(graph, weights, x, step: _Step, state: KVState, index: jax.Array):
+def _run_layer(
+    graph, weights, x, step: _Step, state: KVState, index: jax.Array,
+    adapters: LayerAdapters | None,
+):  # fmt: skip
     """One layer. A jit of its own: layers of one kind are traced and lowered once; XLA inlines."""
-    return nnx.merge(graph, weights)(x, step, state, index)
+    return nnx.merge(graph, weights)(x, step, state, index, adapters)
 
 
 class Decoder(_Projections):
@@ -311,6 +324,7 @@ class Decoder(_Projections):
         state: KVState,
         *,
         logit_rows: jax.Array | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> tuple[jax.Array, KVState]:
         """Runs the tokens through the model; their K and V are added to the state's pages.
 
@@ -323,6 +337,8 @@ class Decoder(_Projections):
             "full" or the layer's window.
           logit_rows: i32[R] indices into tokens whose logits are wanted, e.g. each row's last
             token, `batch.cu_q_lens[1:] − 1`; clamped into range. None = every token.
+          adapters: low-rank adapters and the slot of each token (`AdaptedModel` makes them); None =
+            none.
 
         Returns:
           (f32[R or T, vocab_size] logits, state with updated pages).
@@ -333,7 +349,7 @@ class Decoder(_Projections):
         count = len(state.layer_kinds)
         whole = f"all {self.config.num_layers} layers (run_layers takes a part)"
         expect(count == self.config.num_layers, "state", whole, count)
-        x, state = self.run_layers(self.embed(tokens), batch, state)
+        x, state = self.run_layers(self.embed(tokens), batch, state, adapters=adapters)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
         return self.logits(x), state
@@ -345,7 +361,12 @@ class Decoder(_Projections):
         return table[tokens]
 
     def run_layers(
-        self, x: jax.Array, batch: StepBatch, state: KVState
+        self,
+        x: jax.Array,
+        batch: StepBatch,
+        state: KVState,
+        *,
+        adapters: TokenAdapters | None = None,
     ) -> tuple[jax.Array, KVState]:
         """Runs x, [T, hidden_size], through the layers of `state`, which may be a range of them."""
         config, batches = self.config, batch.groups
@@ -360,11 +381,14 @@ class Decoder(_Projections):
             group, index = state.find(number)
             kind = group, config.window(number)
             if kind not in steps:
-                own = batches[group]
-                plan = self._plan(x, groups[group], own, kind[1])
-                steps[kind] = _Step(own, plan, cos, sin, live, self.implementation)
+                of_group = batches[group]
+                plan = self._plan(x, groups[group], of_group, kind[1])
+                steps[kind] = _Step(of_group, plan, cos, sin, live, self.implementation)
             layer = nnx.split(self.layers[number])
-            x, groups[group] = _run_layer(*layer, x, steps[kind], groups[group], jnp.int32(index))
+            own = None if adapters is None else adapters.layer(number)
+            x, groups[group] = _run_layer(
+                *layer, x, steps[kind], groups[group], jnp.int32(index), own
+            )
         parts = tuple(part.groups[0] for part in groups)
         return x, dataclasses.replace(state, groups=parts)
 

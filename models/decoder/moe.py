@@ -8,6 +8,8 @@ from jaxtyping import Array, Float, Int
 from jax_paged import linear
 from jax_paged.checks import Implementation
 
+from .adapters import LayerAdapters
+
 
 def gated_mlp(
     x: jax.Array,
@@ -18,6 +20,7 @@ def gated_mlp(
     *,
     gate_up_scale: jax.Array | None = None,
     down_scale: jax.Array | None = None,
+    adapters: LayerAdapters | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """down · (silu(gate · x) ⊙ up · x).
@@ -26,11 +29,15 @@ def gated_mlp(
     inner]; the scales are those of 8-bit weights.
     """
     hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
+    if adapters is not None:
+        hidden = adapters.add("gate_up", x, hidden, implementation)
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias[None, :]
     gate, up = jnp.split(hidden, 2, axis=-1)
     inner = jax.nn.silu(gate) * up
     out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
+    if adapters is not None:
+        out = adapters.add("down", inner, out, implementation)
     return out if down_bias is None else out + down_bias[None, :]
 
 
