@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..decoder.stream import TextStream
+from .adapters import AdapterVersion
 
 OnTokens = Callable[[list[int], str | None], None]
 
@@ -49,6 +50,7 @@ class Request:
     reason: None while it goes on, else "stop_token", "stop_string" (the last tokens hold it),
       "length" (max_new_tokens reached, or the model's context used up), "cancelled" or "refused".
     detail: why it was refused.
+    adapter: the version of the adapter that it runs with (name, number), or None.
     """
 
     prompt: np.ndarray  # i32[n]
@@ -59,6 +61,7 @@ class Request:
     priority: int
     number: int  # in the order of arrival
     on_tokens: OnTokens | None = None
+    adapter: AdapterVersion | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[LogProbability] = dataclasses.field(default_factory=list)
     reason: str | None = None
@@ -85,6 +88,11 @@ class Request:
     def is_done(self) -> bool:
         """No more tokens will come."""
         return self.reason is not None
+
+    @property
+    def salt(self) -> str:
+        """What its pages depend on beside model and tokens."""
+        return self.adapter.salt if self.adapter else ""
 
     @property
     def order(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import make_adapter
 
 from jax_paged.models import (
     Adapter,
@@ -23,7 +24,6 @@ from jax_paged.models.decoder.adapters import (
     AdaptedModel,
     Adapters,
     LowRank,
-    module_shapes,
     put_adapter,
 )
 from jax_paged.models.decoder.parameters import random_source
@@ -35,29 +35,6 @@ from jax_paged.models.testing import small_config
 ATOL = 2e-5
 CONFIG = small_config("qwen3", vocab_size=64, head_dim=8, max_position_embeddings=64)
 PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9]
-
-
-def make_adapter(config, seed, rank=4, modules=None):
-    """A random adapter of some modules, all by default, that changes logits by about 1."""
-    rng = np.random.default_rng([seed, 77])
-
-    def draw(*shape):
-        return rng.standard_normal(shape, np.float32)
-
-    layers = []
-    for number in range(config.num_layers):
-        shapes = module_shapes(config, number)
-        chosen = shapes if modules is None else [m for m in modules if m in shapes]
-        layers.append(
-            {
-                name: LowRank(
-                    draw(rank, shapes[name][1]) / shapes[name][1] ** 0.5,
-                    draw(shapes[name][0], rank) * np.float32(0.5 / rank**0.5),
-                )
-                for name in chosen
-            }
-        )
-    return Adapter(tuple(layers))
 
 
 def adapted(model, adapters, slots, max_rank=8):
@@ -110,7 +87,7 @@ def test_rows_without_an_adapter_have_the_bits_of_the_model(dtype, weight_dtype)
     adapters = [make_adapter(CONFIG, seed) for seed in range(2)]
     steppers = [Stepper(m) for m in (model, adapted(model, adapters, [-1, 1, 0, -1]))]
     texts = {0: [1, 2, 3], 1: [4, 5], 2: [6], 3: list(range(9))}
-    for fed in (texts, dict.fromkeys(range(4), [8])):
+    for fed in (texts, {row: [8] for row in range(4)}):
         plain, mixed = (stepper.step(fed, padded_to=16) for stepper in steppers)
         for row in (0, 3):
             np.testing.assert_array_equal(mixed[row], plain[row])
