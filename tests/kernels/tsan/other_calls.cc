@@ -118,6 +118,7 @@ Call Lora(const std::string& name, XLA_FFI_DataType type) {
   call.operands = {Random(type, {kTokens, kDepth}), Random(type, {kAdapters, 2 * kRank, kDepth}),
                    Random(type, {kAdapters, kColumns, kRank}), Ints({kTokens}, adapters),
                    Random(type, {kTokens, kColumns})};
+  call.attributes = {{"part_sizes", std::vector<int64_t>{200, 100}}};
   call.results = {{type, {kTokens, kColumns}, -1, /*is_real=*/true}};
   return call;
 }
@@ -153,6 +154,8 @@ std::vector<Call> OtherCalls() {
                              Merge("merge f32", kF32),
                              Merge("merge bf16", kBf16),
                              ScatterRows("scatter_rows"),
+                             Lora("lora f32", kF32),
+                             Lora("lora bf16", kBf16),
                              Moe("moe_experts f32", kF32, kF32),
                              Moe("moe_experts f16 on fp8", kF16, kFp8)};
   for (Call& call : calls) call.times = 3;
