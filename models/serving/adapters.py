@@ -47,9 +47,9 @@ class AdapterSlots:
     def __init__(self, model: Model, max_adapters: int, max_rank: int):
         is_plain = not isinstance(model, AdaptedModel)
         expect(is_plain, "max_adapters", "None for a model with an adapter", max_adapters)
-        self._config = model.config
+        config: Any = model.config  # a DecoderConfig, or `create` says so
+        self._config = config
         sizes = {"max_adapters": max_adapters, "max_rank": max_rank, "dtype": model.dtype}
-        config: Any = model.config
         self.adapters = Adapters.create(config, **sizes)
         nothing = self.adapters.packed(Adapter(({},) * config.num_layers))
         self._put = compiled(put_adapter, self.adapters, np.int32(0), nothing)
