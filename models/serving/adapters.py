@@ -67,13 +67,16 @@ class AdapterSlots:
         expect(ok, "adapter", f"one of {self.names}", repr(name))
         return self._by_name[name]
 
-    def add(self, name: Any, adapter: Any, in_use: Iterable[AdapterVersion]) -> AdapterVersion:
-        """Puts an adapter, or what a folder holds, into a slot that no request of `in_use` has."""
-        expect(isinstance(name, str) and name != "", "name", "a text that is not empty", repr(name))
+    def packed(self, adapter: Any) -> Adapters:
+        """An adapter, or what a folder holds, as `add` takes it."""
         if isinstance(adapter, str | Path):
             adapter = load_adapter(adapter, self._config)
         check_adapter(adapter, self._config)
-        packed = self.adapters.packed(adapter)
+        return self.adapters.packed(adapter)
+
+    def add(self, name: Any, packed: Adapters, in_use: Iterable[AdapterVersion]) -> AdapterVersion:
+        """Puts an adapter into a slot that no request of `in_use` has."""
+        expect(isinstance(name, str) and name != "", "name", "a text that is not empty", repr(name))
         others = [version for other, version in self._by_name.items() if other != name]
         taken = {version.slot for version in (*others, *in_use)}
         free = [slot for slot in range(self.adapters.max_adapters) if slot not in taken]

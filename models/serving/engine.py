@@ -448,9 +448,10 @@ class Engine:
             free.
         """
         slots = self._slots()
+        packed = slots.packed(adapter)
         with uninterrupted():
             requests = (*self._scheduler.waiting, *self._scheduler.running)
-            slots.add(name, adapter, [r.adapter for r in requests if r.adapter is not None])
+            slots.add(name, packed, [r.adapter for r in requests if r.adapter is not None])
 
     def remove_adapter(self, name: str) -> None:
         """Forgets a name; requests that have the adapter keep it to their end.
