@@ -7,9 +7,9 @@ Each case is the fused q, k and v of a layer, f32 and bf16. With as many adapter
 counts the weights of all adapters once, and % is of the read bandwidth. With one adapter for many
 tokens, GFLOP/s counts multiply-adds twice, and % is of the f32 FMA rate.
 
-XLA is the reference, a loop over blocks of eight tokens of one adapter. gather is what one writes
-first: each token's own weights, gathered, in batched products. linear is the projection that the
-adapters are added to, of the same tokens: what they cost on top is our time over its time.
+XLA is the reference, a batched product over blocks of tokens of one adapter. gather is what one
+writes first: each token's own weights, gathered, in batched products. linear is the projection that
+the adapters are added to, of the same tokens: what they cost on top is our time over its time.
 """
 
 import functools

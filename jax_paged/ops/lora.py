@@ -24,10 +24,9 @@ from jax_paged.checks import (
 )
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import HeadAxes
-from jax_paged.ops.linear import contract_last
 
 TARGET = "jax_paged.lora.v1"
-_BLOCK = 8  # tokens of a product of the reference: one size, so that a token's bits are the same
+_LEAST_BLOCK, _MOST_BLOCKS = 8, 64  # of the reference: tokens of a block, blocks of an adapter
 _OPERANDS = ("x", "a", "b", "adapters", "base")
 
 
@@ -66,7 +65,8 @@ def lora(
       NotImplementedError: the native kernel does not take these sizes (in and rank are to be
         multiples of 8).
 
-    Not differentiable in reverse mode. vmap runs one call after another.
+    Differentiable by reverse mode in x, a, b and base (the backward pass is XLA's products). vmap
+    runs one call after another.
 
     >>> import jax.numpy as jnp
     >>> x, a, b = jnp.ones((3, 8)), jnp.ones((2, 8, 8)), jnp.ones((2, 4, 8))
@@ -105,7 +105,25 @@ def _lora(part_sizes, implementation, x, a, b, adapters, base):
         base = jnp.zeros((x.shape[0], b.shape[1]), x.dtype)
     if 0 in (*x.shape, *a.shape, *b.shape):
         return base
-    return _batched(part_sizes, implementation)(x, a, b, adapters, base)
+    return _differentiable(part_sizes, implementation, x, a, b, adapters, base)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(part_sizes, implementation, *operands):
+    return _batched(part_sizes, implementation)(*operands)
+
+
+def _forward(part_sizes, implementation, *operands):
+    return _batched(part_sizes, implementation)(*operands), operands
+
+
+def _backward(part_sizes, implementation, operands, cotangent):
+    del implementation
+    _, pullback = jax.vjp(functools.partial(_reference, part_sizes), *operands)
+    return pullback(cotangent)
+
+
+_differentiable.defvjp(_forward, _backward)
 
 
 @functools.cache
@@ -128,35 +146,59 @@ def _batched(part_sizes: tuple[int, ...], implementation: Implementation):
     return reference if implementation == "reference" else call
 
 
+def _block_size(num_tokens: int) -> int:
+    """Tokens per block: 8, and more where there would be more than 64 blocks of one adapter."""
+    size = _LEAST_BLOCK
+    while size * _MOST_BLOCKS < num_tokens:
+        size *= 2
+    return size
+
+
 def _reference(part_sizes, x, a, b, adapters, base):
-    """A loop over blocks of 8 tokens of one adapter; the last block of an adapter may be short."""
+    """One batched product over blocks of tokens of one adapter; the last one of each may be short.
+
+    There are as many blocks as any choice of adapters needs, so no loop waits for a number, and
+    weights are gathered once per block: at most 64 times, and once for each adapter.
+    """
     tokens, num_adapters, rank = x.shape[0], b.shape[0], b.shape[2]
+    size = _block_size(tokens)
+    num_blocks = tokens // size + min(num_adapters, tokens)
     is_adapter = (adapters >= 0) & (adapters < num_adapters)
-    ids = jnp.where(is_adapter, adapters, jnp.int32(num_adapters))  # the others sort last
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     numbers = jnp.arange(num_adapters, dtype=jnp.int32)
-    counts = jnp.sum(ids[:, None] == numbers[None, :], axis=0, dtype=jnp.int32)
-    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    blocks = (counts + (_BLOCK - 1)) // _BLOCK
+    chosen = (adapters[:, None] == numbers[None, :]).astype(jnp.int32)
+    before = jnp.cumsum(chosen, axis=0, dtype=jnp.int32)  # tokens of an adapter up to a token
+    blocks = (before[-1] + (size - 1)) // size
     last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
-    sorted_tokens = jnp.pad(order, (0, _BLOCK))
-    ends = np.cumsum(part_sizes).tolist()
+    ids = jnp.clip(adapters, 0, num_adapters - 1)
+    own = jnp.take_along_axis(before, ids[:, None], axis=1)[:, 0] - 1
+    places = (last_blocks - blocks)[ids] * size + own
+    places = jnp.where(is_adapter, places, jnp.int32(num_blocks * size))
+    token_of = jnp.zeros(num_blocks * size, jnp.int32)
+    token_of = token_of.at[places].set(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    adapter_of = jnp.sum(last_blocks[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
+    adapter_of = jnp.minimum(adapter_of, num_adapters - 1)
 
-    def run_block(block, sorted_out):
-        adapter = jnp.sum(last_blocks <= block, dtype=jnp.int32)
-        begin = starts[adapter] + (block - last_blocks[adapter] + blocks[adapter]) * _BLOCK
-        rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (_BLOCK,))]
-        inner = contract_last(rows, a[adapter], jnp.float32).astype(x.dtype)
-        own = [
-            contract_last(inner[:, i * rank : (i + 1) * rank], weight, jnp.float32)
-            for i, weight in enumerate(jnp.split(b[adapter], ends[:-1]))
-        ]
-        out = jnp.concatenate(own, axis=1)
-        # A short block also writes rows beyond its own; the next adapter's block overwrites them.
-        return jax.lax.dynamic_update_slice(sorted_out, out, (begin, jnp.int32(0)))
+    rows = x[token_of].reshape(num_blocks, size, x.shape[1])
+    inner = _products(rows, a[adapter_of]).astype(x.dtype)
+    weights = jnp.split(b[adapter_of], np.cumsum(part_sizes)[:-1].tolist(), axis=1)
+    outs = [
+        _products(inner[:, :, i * rank : (i + 1) * rank], weight)
+        for i, weight in enumerate(weights)
+    ]
+    every = jnp.concatenate(outs, axis=2).reshape(num_blocks * size, b.shape[1])
+    added = every[jnp.minimum(places, num_blocks * size - 1)]
+    added = jnp.where(is_adapter[:, None], added, jnp.float32(0))
+    summed = (base.astype(jnp.float32) + added).astype(x.dtype)
+    return jnp.where(is_adapter[:, None], summed, base)
 
-    nothing = jnp.zeros((tokens + _BLOCK, b.shape[1]), jnp.float32)
-    sorted_out = jax.lax.fori_loop(jnp.int32(0), last_blocks[-1], run_block, nothing)
-    rank_of = jnp.zeros(tokens, jnp.int32).at[order].set(jnp.arange(tokens, dtype=jnp.int32))
-    added = (base.astype(jnp.float32) + sorted_out[rank_of]).astype(x.dtype)
-    return jnp.where(is_adapter[:, None], added, base)
+
+def _products(x, weight):
+    """[blocks, tokens, out] of x [blocks, tokens, in] and weight [blocks, out, in], in f32."""
+    return jax.lax.dot_general(
+        x,
+        weight,
+        (((2,), (2,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -149,6 +149,37 @@ def test_it_works_under_jit_scan_and_vmap(implementation):
     np.testing.assert_allclose(got + base, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_those_of_the_formula(dtype, implementation):
+    """Of x, a, b and base, against those of gathered products."""
+    x, a, b, adapters, base = make_case(13, 3, 16, (8, 16), 8, dtype=dtype)
+    ahead = jnp.asarray(np.random.default_rng(5).standard_normal((13, 24)), dtype)
+    is_adapter = (adapters >= 0) & (adapters < 3)
+
+    def ours(x, a, b, base):
+        out = lora(x, a, b, adapters, base=base, part_sizes=(8, 16), implementation=implementation)
+        return jnp.sum((out * ahead).astype(jnp.float32))
+
+    def plain(x, a, b, base):
+        ids = jnp.clip(adapters, 0, 2)
+        inner = jnp.einsum("ti,tri->tr", x, a[ids])
+        parts = [
+            jnp.einsum("tr,tor->to", inner[:, :8], b[ids][:, :8]),
+            jnp.einsum("tr,tor->to", inner[:, 8:], b[ids][:, 8:]),
+        ]
+        added = jnp.where(is_adapter[:, None], jnp.concatenate(parts, axis=1), 0)
+        return jnp.sum((base + added) * ahead.astype(jnp.float32))
+
+    got = jax.grad(ours, argnums=(0, 1, 2, 3))(x, a, b, base)
+    wide = [v.astype(jnp.float32) for v in (x, a, b, base)]
+    expected = jax.grad(plain, argnums=(0, 1, 2, 3))(*wide)
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.dtype == jnp.dtype(dtype)
+        scale = float(jnp.abs(theirs).max())
+        np.testing.assert_allclose(np.asarray(mine, "f4"), theirs, atol=tolerance * scale)
+
+
 def test_the_base_is_updated_in_place():
     *operands, base = make_case(8, 2, 16, (128,), 8)
     text = jax.jit(lambda base: lora(*operands, base=2 * base)).lower(base).compile().as_text()
