@@ -82,7 +82,9 @@ def test_dora_is_refused(transformers, peft, tmp_path):
     base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES))
     base.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     _, sizes, _ = load_checkpoint(tmp_path / "base", progress=False)
     with pytest.raises(ValueError, match=r"key 'use_dora' = True is not supported"):
         load_adapter(tmp_path / "adapter", sizes)
