@@ -28,6 +28,7 @@ TITLES = {
     "merge": "merge_attention_states",
     "qkv_write": "qkv_norm_rope_write",
     "projections": "Projections and experts",
+    "lora": "Low-rank adapters, many in one batch",
     "options": "Options of attention, in decode",
     "decode_overhead": "Overhead of a decode step, toy models",
     "growth": "Growth of a decode step: Qwen3-MoE 512M, batch 1, 512 tokens, one of them changed",

@@ -8,13 +8,17 @@ from ._packages import check_installed as _check_installed
 _check_installed("flax", "safetensors", "tokenizers")
 
 from .checkpoint.hf_config import config_from_hf as config_from_hf
+from .checkpoint.peft import load_adapter as load_adapter
 from .checkpoint.weights import default_checkpoint as default_checkpoint
 from .checkpoint.weights import load_checkpoint as load_checkpoint
 from .checkpoint.weights import tensor_source as tensor_source
+from .decoder.adapters import Adapter as Adapter
+from .decoder.adapters import with_adapter as with_adapter
 from .decoder.config import DecoderConfig as DecoderConfig
 from .decoder.generation import Generation as Generation
 from .decoder.generation import create_state as create_state
 from .decoder.generation import generate as generate
+from .decoder.merge_adapter import merge_adapter as merge_adapter
 from .decoder.model import Decoder as Decoder
 from .decoder.parameters import TensorSource as TensorSource
 from .decoder.parts import Attention as Attention

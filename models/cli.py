@@ -26,6 +26,7 @@ from jax_paged._start.interrupt import EXIT_CODE, before_leaving, note_ctrl_c, u
 from jax_paged.cache.state import KVState
 from jax_paged.ops.batch import pages_for
 
+from .checkpoint.peft import load_adapter
 from .checkpoint.weights import Checkpoint, open_checkpoint
 from .decoder.generation import (
     PAGE_SIZE,
@@ -123,10 +124,11 @@ def _generate(options: argparse.Namespace) -> int:
     with (
         _open_output(options.output) as out,
         open_checkpoint(
-            options.model, options.dtype, weight_dtype=options.weight_dtype
+            options.model, options.dtype, base=options.base, weight_dtype=options.weight_dtype
         ) as checkpoint,
     ):
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
+        adapter = None if options.adapter is None else load_adapter(options.adapter, config)
         stops = {*config.eos_token_ids, *tokenizer.eos_ids, *options.stop_id}
         stop_ids, stop_strings = _stops(tokenizer, options.stop)
         stops |= stop_ids
@@ -137,6 +139,7 @@ def _generate(options: argparse.Namespace) -> int:
         streams = [TextStream(tokenizer.decode, text, stop_strings) for text in texts]
         printer = _Printer(out, prompts, streams, options.json, options.status)
         sampling |= {"max_new_tokens": options.max_new_tokens, "stop_tokens": sorted(stops)}
+        sampling["adapter"] = adapter
         searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
         options.status.tell(checkpoint.title)
         if len(texts) > 1:
@@ -210,7 +213,9 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dict[str, Any]:
     """The model is loaded here, so that there is one in memory at a time."""
-    with open_checkpoint(options.model, options.dtype, weight_dtype=weight_dtype) as checkpoint:
+    with open_checkpoint(
+        options.model, options.dtype, base=options.base, weight_dtype=weight_dtype
+    ) as checkpoint:
         tokens = checkpoint.tokenizer.encode(text)
         if len(tokens) < 2:
             raise ValueError(

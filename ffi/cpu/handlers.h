@@ -16,6 +16,7 @@ extern "C" XLA_FFI_Error* QkvNormRopeWriteHandler(XLA_FFI_CallFrame* call_frame)
 extern "C" XLA_FFI_Error* ScatterRowsHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* ZeroPoolHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* LinearHandler(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* LoraHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace jax_paged::cpu

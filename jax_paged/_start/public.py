@@ -30,6 +30,7 @@ from jax_paged.ops.cascade import cascade_levels as cascade_levels
 from jax_paged.ops.explain import explain as explain
 from jax_paged.ops.linear import linear as linear
 from jax_paged.ops.linear import quantize_weight as quantize_weight
+from jax_paged.ops.lora import lora as lora
 from jax_paged.ops.merge import merge_attention_states as merge_attention_states
 from jax_paged.ops.mla import mla_paged_attention as mla_paged_attention
 from jax_paged.ops.mla import write_mla_kv as write_mla_kv

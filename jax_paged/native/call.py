@@ -22,6 +22,7 @@ from jax_paged.native.sharding import HeadAxes, over_heads
 _SPLIT_BY_XLA = frozenset(
     {
         "jax_paged.linear.v1",
+        "jax_paged.lora.v1",
         "jax_paged.moe_experts.v1",
         "jax_paged.scatter_rows.v1",
         "jax_paged.zero_pool.v1",

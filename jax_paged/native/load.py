@@ -19,7 +19,14 @@ from jax_paged.checks import Implementation
 
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 # Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
-CPU_ONLY = frozenset({"jax_paged.linear.v1", "jax_paged.scatter_rows.v1", "jax_paged.zero_pool.v1"})
+CPU_ONLY = frozenset(
+    {
+        "jax_paged.linear.v1",
+        "jax_paged.lora.v1",
+        "jax_paged.scatter_rows.v1",
+        "jax_paged.zero_pool.v1",
+    }
+)
 # Targets that mean something on CUDA alone: on the CPU, too, the reference is the implementation.
 CUDA_ONLY = frozenset({"jax_paged.attention_plan.v1"})
 _REMEDIES = {

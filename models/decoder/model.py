@@ -30,6 +30,7 @@ from jax_paged import AttentionPlan, KVState, StepBatch, attend_plan
 from jax_paged.checks import Implementation, check_choice, expect, is_eight_bit
 from jax_paged.ops.rope import rope_tables
 
+from .adapters import LayerAdapters, TokenAdapters
 from .config import DecoderConfig
 from .parameters import TensorSource
 from .parts import (
@@ -98,7 +99,9 @@ class Layer(nnx.Module):
                 weight_dtype=weight_dtype,
             )
 
-    def __call__(self, x, step: _Step, state: KVState, index: jax.Array):
+    def __call__(
+        self, x, step: _Step, state: KVState, index: jax.Array, adapters: LayerAdapters | None
+    ):
         normed = rms_norm(x, self.attention_norm[...], self.eps)
         out, state = self.attention(
             normed,
@@ -109,19 +112,23 @@ class Layer(nnx.Module):
             layer=index,
             positions=jnp.arange(x.shape[0], dtype=jnp.int32),
             plan=step.plan,
+            adapters=adapters,
             implementation=step.implementation,
         )
         x = x + out
-        live = {"live": step.live} if self.is_mixture else {}
         normed = rms_norm(x, self.mlp_norm[...], self.eps)
-        x = x + self.mlp(normed, implementation=step.implementation, **live)
+        own = {"live": step.live} if self.is_mixture else {"adapters": adapters}
+        x = x + self.mlp(normed, implementation=step.implementation, **own)
         return x, state
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _run_layer(graph, weights, x, step: _Step, state: KVState, index: jax.Array):
+def _run_layer(
+    graph, weights, x, step: _Step, state: KVState, index: jax.Array,
+    adapters: LayerAdapters | None,
+):  # fmt: skip
     """One layer. A jit of its own: layers of one kind are traced and lowered once; XLA inlines."""
-    return nnx.merge(graph, weights)(x, step, state, index)
+    return nnx.merge(graph, weights)(x, step, state, index, adapters)
 
 
 class Decoder(Projections):
@@ -181,6 +188,7 @@ class Decoder(Projections):
         state: KVState,
         *,
         logit_rows: jax.Array | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> tuple[jax.Array, KVState]:
         """Runs the tokens through the model; their K and V are added to the state's pages.
 
@@ -193,6 +201,8 @@ class Decoder(Projections):
             "full" or the layer's window.
           logit_rows: i32[R] indices into tokens whose logits are wanted, e.g. each row's last
             token, `batch.cu_q_lens[1:] − 1`; clamped into range. None = every token.
+          adapters: low-rank adapters and the slot of each token (`AdaptedModel` makes them); None =
+            none.
 
         Returns:
           (f32[R or T, vocab_size] logits, state with updated pages).
@@ -203,7 +213,7 @@ class Decoder(Projections):
         count = len(state.layer_kinds)
         whole = f"all {self.config.num_layers} layers (run_layers takes a part)"
         expect(count == self.config.num_layers, "state", whole, count)
-        x, state = self.run_layers(self.embed(tokens), batch, state)
+        x, state = self.run_layers(self.embed(tokens), batch, state, adapters=adapters)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
         return self.logits(x), state
@@ -215,7 +225,12 @@ class Decoder(Projections):
         return table[tokens]
 
     def run_layers(
-        self, x: jax.Array, batch: StepBatch, state: KVState
+        self,
+        x: jax.Array,
+        batch: StepBatch,
+        state: KVState,
+        *,
+        adapters: TokenAdapters | None = None,
     ) -> tuple[jax.Array, KVState]:
         """Runs x, [T, hidden_size], through the layers of `state`, which may be a range of them."""
         config, batches = self.config, batch.groups
@@ -230,11 +245,14 @@ class Decoder(Projections):
             group, index = state.find(number)
             kind = group, config.window(number)
             if kind not in steps:
-                own = batches[group]
-                plan = self._plan(x, groups[group], own, kind[1])
-                steps[kind] = _Step(own, plan, cos, sin, live, self.implementation)
+                of_group = batches[group]
+                plan = self._plan(x, groups[group], of_group, kind[1])
+                steps[kind] = _Step(of_group, plan, cos, sin, live, self.implementation)
             layer = nnx.split(self.layers[number])
-            x, groups[group] = _run_layer(*layer, x, steps[kind], groups[group], jnp.int32(index))
+            own = None if adapters is None else adapters.layer(number)
+            x, groups[group] = _run_layer(
+                *layer, x, steps[kind], groups[group], jnp.int32(index), own
+            )
         parts = tuple(part.groups[0] for part in groups)
         return x, dataclasses.replace(state, groups=parts)
 

@@ -11,6 +11,8 @@ from jax_paged import linear
 from jax_paged.checks import Implementation
 from jax_paged.ops.activations import Activation, check_activation, gated_product
 
+from .adapters import LayerAdapters
+
 
 def gated_mlp(
     x: jax.Array,
@@ -23,6 +25,7 @@ def gated_mlp(
     down_scale: jax.Array | None = None,
     activation: Activation = "silu",
     limit: Any = None,
+    adapters: LayerAdapters | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """down · (activation(gate · x) ⊙ up · x), with the biases that are given.
@@ -33,11 +36,15 @@ def gated_mlp(
     """
     limit = check_activation(activation, limit)
     hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
+    if adapters is not None:
+        hidden = adapters.add("gate_up", x, hidden, implementation)
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias[None, :]
     gate, up = jnp.split(hidden, 2, axis=-1)
     inner = gated_product(gate, up, activation, limit)
     out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
+    if adapters is not None:
+        out = adapters.add("down", inner, out, implementation)
     return out if down_bias is None else out + down_bias[None, :]
 
 

@@ -33,6 +33,7 @@ from jax_paged.checks import (
     is_eight_bit,
 )
 
+from .adapters import LayerAdapters
 from .moe import gated_mlp, route
 from .parameters import TensorSource
 
@@ -77,8 +78,11 @@ class Projections(nnx.Module):
         has_getter = hasattr(type(param), "get_value")  # not in flax 0.12.0
         return (param.get_value() if has_getter else param.value).shape
 
-    def _project(self, name: str, x: jax.Array, **options) -> jax.Array:
-        return linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+    def _project(
+        self, name: str, x: jax.Array, adapters: LayerAdapters | None = None, **options
+    ) -> jax.Array:
+        out = linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+        return out if adapters is None else adapters.add(name, x, out, options["implementation"])
 
 
 def own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
@@ -165,6 +169,7 @@ class Attention(Projections):
         layer: Int[Array, ""] | int,
         positions: Int[Array, "tokens"] | None = None,
         plan: AttentionPlan | None = None,
+        adapters: LayerAdapters | None = None,
         implementation: Implementation = None,
         **options,
     ) -> tuple[jax.Array, KVState]:
@@ -175,13 +180,14 @@ class Attention(Projections):
           state, batch, layer, positions: as for `write_qkv`.
           cos, sin: as for `write_qkv`, a row per position. Where their rotary_dim is below
             head_dim, the other dimensions stay. Frequencies of 0 turn nothing.
+          adapters: low-rank adapters of the layer, which a `Decoder` gets; None = none.
           plan, implementation, options: as for `attend`, `soft_cap` or `sinks` for one.
 
         Returns:
           ([tokens, hidden] in x's dtype, the state with K and V).
         """
         tokens, pages = x.shape[0], state.groups[state.find(layer)[0]].k_pages
-        qkv = self._project("qkv", x, implementation=implementation)
+        qkv = self._project("qkv", x, adapters, implementation=implementation)
         if hasattr(self, "qkv_bias"):
             qkv = qkv + self.qkv_bias[...][None, :]
         if not is_eight_bit(pages):  # bf16 pages under f32 weights: ops take equal dtypes
@@ -213,7 +219,7 @@ class Attention(Projections):
             **options,
         )
         attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
-        out = self._project("out", attended, implementation=implementation)
+        out = self._project("out", attended, adapters, implementation=implementation)
         if hasattr(self, "out_bias"):
             out = out + self.out_bias[...][None, :]
         return out, state

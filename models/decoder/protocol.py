@@ -34,6 +34,8 @@ from jax_paged.cache.state import KVState
 from jax_paged.checks import expect, kind_text
 from jax_paged.ops.batch import StepBatch
 
+from .adapters import AdaptedModel
+
 _SIZES = ("vocab_size", "context_length", "num_layers", "num_kv_heads", "head_dim")
 _PACKAGE = __name__.partition(".")[0] + "."
 
@@ -107,6 +109,13 @@ class ForeignGraph:
     definition: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class AdaptedGraph:
+    """What is static of an `AdaptedModel`: that of its model. Its params are an `AdaptedModel`."""
+
+    model: Hashable
+
+
 Graph: TypeAlias = Hashable
 
 
@@ -140,6 +149,9 @@ def split_model(model: Model, name: str = "model") -> tuple[Graph, Any]:
       ValueError: it is no `Model`, or no pytree of arrays, or what is static cannot be hashed.
     """
     check_model(model, name)
+    if isinstance(model, AdaptedModel):
+        graph, params = split_model(model.model, name)
+        return AdaptedGraph(graph), dataclasses.replace(model, model=params)
     is_module = isinstance(model, nnx.Module)
     if is_module and type(model).__module__.startswith(_PACKAGE):
         return nnx.split(model)
@@ -163,6 +175,8 @@ def merge_model(graph: Graph, params: Any) -> Model:
     Inside of a loop it is merged there, not before: `nnx.scan` and other transforms take variables
     only at the trace level where they were made.
     """
+    if isinstance(graph, AdaptedGraph):
+        return dataclasses.replace(params, model=merge_model(graph.model, params.model))
     definition: Any = graph.definition if isinstance(graph, ForeignGraph) else graph
     if isinstance(definition, jax.tree_util.PyTreeDef):
         return jax.tree.unflatten(definition, params)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_paged.ops.batch import pages_for
 
+from ..decoder.adapters import Adapter, with_adapter
 from ..decoder.generation import PAGE_SIZE, Generation, OnTokens, as_texts, check_count
 from ..decoder.protocol import Model, check_model
 from ..decoder.stream import Decode
@@ -26,6 +27,7 @@ def generate_many(
     stop_tokens: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
     decode: Decode | None = None,
+    adapter: Adapter | None = None,
     num_pages: int | None = None,
     kv_dtype: str = "auto",
     on_tokens: OnTokens | None = None,
@@ -37,8 +39,8 @@ def generate_many(
     alike share pages.
 
     Args:
-      model, prompts, max_new_tokens, stop_tokens, stop_strings, decode, kv_dtype, sampling: as for
-        `generate`, which would give the same tokens.
+      model, prompts, max_new_tokens, stop_tokens, stop_strings, decode, adapter, kv_dtype,
+        sampling: as for `generate`, which would give the same tokens.
       num_pages: pages of the pool; None = enough for the 16 longest. A prompt that fills all of it
         stops with "row_full".
       on_tokens: called after each step with the new ids and the stop reason of each prompt.
@@ -50,6 +52,8 @@ def generate_many(
     Raises:
       ValueError: an option, a prompt or a token id is out of range.
     """
+    if adapter is not None:
+        model = with_adapter(model, adapter)
     check_model(model)
     config = model.config
     texts = as_texts(prompts, config)

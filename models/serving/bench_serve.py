@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
     if options.one_by_one:
         options.max_seqs, options.no_prefix_cache = 1, True
     weights = {"weight_dtype": options.weight_dtype}
-    with open_checkpoint(options.model, options.dtype, **weights) as checkpoint:
+    with open_checkpoint(options.model, options.dtype, base=options.base, **weights) as checkpoint:
         config = checkpoint.config
         if options.new_tokens >= config.context_length:
             most = config.context_length - 1

@@ -166,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
     if options.context is not None:
         check_count("context", options.context, 1)
     with open_checkpoint(
-        options.model, options.dtype, weight_dtype=options.weight_dtype
+        options.model, options.dtype, base=options.base, weight_dtype=options.weight_dtype
     ) as checkpoint:
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
         context = min(config.context_length, options.context or _CONTEXT)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,12 +28,14 @@ from jax_paged._start.interrupt import uninterrupted
 from jax_paged.cache.state import KVState
 from jax_paged.checks import check_choice, expect
 
+from ..decoder.adapters import Adapter
 from ..decoder.executables import compiled
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window, create_state
-from ..decoder.protocol import Model, split_model
+from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..progress import progress_bar
+from .adapters import AdapterSlots
 from .logit_edits import EditOptions, everything, memory_of
 from .plan import as_page_orders, fill_plan, step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
@@ -94,6 +97,9 @@ class Engine:
         one, in `Request.logprobs`; 0 = those of the new token alone; None = no log-probabilities.
       prompt_logprobs: whether requests may ask for the log-probabilities of their prompts. Steps
         that tell them compute the logits of max_tokens tokens, by a program of their own.
+      max_adapters: most LoRA adapters at once, one for each request (`add_adapter`); the model is
+        then a `Decoder`. None = none.
+      max_rank: the largest rank of an adapter, at most 64; a multiple of 8, or rounded up to one.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -122,6 +128,8 @@ class Engine:
         num_pinned: int = 0,
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
+        max_adapters: int | None = None,
+        max_rank: int = 16,
         progress: bool = True,
     ):
         self._graph, self._params = split_model(model)
@@ -187,6 +195,11 @@ class Engine:
         self._salt = repr((model.config, *dtypes, state.layout))
         self.weight_version = 0  # how often `update_weights` was called
         self._owns_weights = False
+        self._adapters: AdapterSlots | None = None
+        self._step_graph: Graph = self._graph
+        if max_adapters is not None:
+            self._adapters = AdapterSlots(model, max_adapters, max_rank)
+            self._step_graph = AdaptedGraph(self._graph)
         self._cache = PrefixCache(num_pages, page_size, self._salt) if prefix_cache else None
         self._scheduler = Scheduler(
             num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
@@ -227,6 +240,7 @@ class Engine:
         stop_strings: Sequence[str] = (),
         decode: Decode | None = None,
         prompt_logprobs: bool = False,
+        adapter: str | None = None,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> Request:
@@ -248,6 +262,8 @@ class Engine:
           prompt_logprobs: tells the log-probabilities of the prompt's own tokens, too, in
             `Request.prompt_logprobs`; max_new_tokens may be 0. The prompt is then computed whole,
             whatever the prefix cache has.
+          adapter: the name of an adapter (`add_adapter`), whose present version the request has to
+            its end; None = none.
           priority: higher goes first, and may preempt lower.
           on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
             a reason (None before) at the end.
@@ -273,6 +289,7 @@ class Engine:
         can = self.prompt_logprobs or not prompt_logprobs
         expect(can, "prompt_logprobs", "False, or an engine with prompt_logprobs=True", True)
         matcher = None if constraint is None else constraint.start(vocab_size)
+        version = None if adapter is None else self._slots().find(adapter)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
         (search,) = as_searches([text.tolist()], stop_strings, decode)
         request = Request(
@@ -290,6 +307,7 @@ class Engine:
             priority=int(priority),
             number=self._num_requests,
             on_tokens=on_tokens,
+            adapter=version,
         )
         self._num_requests += 1
         need = self._scheduler.pages_needed(len(text) + max(request.limit - 1, 0))
@@ -470,6 +488,58 @@ class Engine:
         while self._untold:
             self._untold.popleft().tell()
 
+    # Adapters
+
+    def add_adapter(self, name: str, adapter: str | Path | Adapter) -> None:
+        """Puts an adapter into a free slot, for requests from now on; nothing is compiled.
+
+        Where the name is there already, it stands for the new adapter from now on. Requests that
+        have the old one keep it to their end, so that no text is one of two adapters; that takes
+        a slot as long as they run.
+
+        Args:
+          name: what `submit` calls it.
+          adapter: an `Adapter`, or a folder that PEFT saved (`load_adapter`).
+
+        Raises:
+          ValueError: the adapter is not for this model, its rank is above max_rank, or no slot is
+            free.
+        """
+        slots = self._slots()
+        packed = slots.packed(adapter)
+        with uninterrupted():
+            requests = (*self._scheduler.waiting, *self._scheduler.running)
+            slots.add(name, packed, [r.adapter for r in requests if r.adapter is not None])
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets a name; requests that have the adapter keep it to their end.
+
+        Raises:
+          ValueError: there is no such name.
+        """
+        self._slots().remove(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names that `submit` takes."""
+        return [] if self._adapters is None else self._adapters.names
+
+    def _slots(self) -> AdapterSlots:
+        got = "an engine without adapters (max_adapters)"
+        expect(self._adapters is not None, "adapter", "an engine that was made for some", got)
+        assert self._adapters is not None
+        return self._adapters
+
+    def _params_for(self, feeds: list[Feed]) -> Any:
+        """The params of a step with these feeds."""
+        if self._adapters is None:
+            return self._params
+        slots = np.full(self._device.last.shape[0], -1, np.int32)
+        for feed in feeds:
+            if feed.request.adapter is not None:
+                slots[feed.row] = feed.request.adapter.slot
+        return self._adapters.params(self._params, slots)
+
     # Counters
 
     @property
@@ -544,7 +614,7 @@ class Engine:
             programs += [(self._sizes[-1], True)] if self.prompt_logprobs else []
             for size, scores in programs:
                 self._steps[size, scores] = compiled(
-                    step, self._graph, self._params, self._device,
+                    step, self._step_graph, self._params_for([]), self._device,
                     StepPlan.create(max_seqs, size, self._all_tokens), self._drafter_params,
                     max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
                     branches=self._branches, logprobs=self.logprobs, scores=scores,
@@ -600,7 +670,7 @@ class Engine:
         max_seqs = self._nothing.release_rows.shape[0]
         plan = fill_plan(feeds, max_seqs, size, self._all_tokens)
         self._device, out = self._steps[size, scores](
-            self._params, self._device, plan, self._drafter_params
+            self._params_for(feeds), self._device, plan, self._drafter_params
         )
         self._scheduler.dispatched(feeds)
         self._flying.append((out, feeds))

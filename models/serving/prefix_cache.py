@@ -95,18 +95,23 @@ class PrefixCache:
         """Pages in the cache that no row uses: `evict` can free so many."""
         return len(self._idle)
 
-    def digests(self, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+    def digests(
+        self, tokens: Sequence[int], known: Sequence[bytes] = (), *, salt: str = ""
+    ) -> list[bytes]:
         """The chained hash of every full page of a row with these tokens.
 
         Args:
           tokens: the row from its start.
           known: its first digests, if they are known already.
+          salt: what the row's pages depend on beside its tokens, such as an adapter.
         """
-        result = list(known)
+        result, root = list(known), self._root
+        if salt:
+            root = hashlib.blake2b(root + salt.encode(), digest_size=16).digest()
         flat = np.asarray(tokens, np.int32)
         for page in range(len(result), len(flat) // self.page_size):
             part = flat[page * self.page_size : (page + 1) * self.page_size]
-            before = result[-1] if result else self._root
+            before = result[-1] if result else root
             result.append(hashlib.blake2b(before + part.tobytes(), digest_size=16).digest())
         return result
 

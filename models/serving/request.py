@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..decoder.stream import TextStream
+from .adapters import AdapterVersion
 from .logit_edits import EditOptions
 from .structured import Matcher
 
@@ -56,6 +57,7 @@ class Request:
       or the model's context used up), "no_token" (every token is banned or not allowed by the
       constraint), "cancelled" or "refused".
     detail: why it was refused, or why there is no token.
+    adapter: the version of the adapter that it runs with (name, number), or None.
     """
 
     prompt: np.ndarray  # i32[n]
@@ -70,6 +72,7 @@ class Request:
     matcher: Matcher | None = None  # of a constraint
     tells_prompt: bool = False  # whether log-probabilities of the prompt are asked for
     prompt_logprobs: list[LogProbability | None] = dataclasses.field(default_factory=list)
+    adapter: AdapterVersion | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[LogProbability] = dataclasses.field(default_factory=list)
     reason: str | None = None
@@ -96,6 +99,11 @@ class Request:
     def is_done(self) -> bool:
         """No more tokens will come."""
         return self.reason is not None
+
+    @property
+    def salt(self) -> str:
+        """What its pages depend on beside model and tokens."""
+        return self.adapter.salt if self.adapter else ""
 
     @property
     def order(self) -> tuple[int, int]:

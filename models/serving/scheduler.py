@@ -184,7 +184,7 @@ class Scheduler:
         if full <= request.num_offered:
             return
         tokens = request.known(0, full * self.page_size)
-        request.digests = self.cache.digests(tokens, request.digests[:full])
+        request.digests = self.cache.digests(tokens, request.digests[:full], salt=request.salt)
         for column in range(request.num_offered, full):
             entry = self.cache.insert(request.digests[column])
             if entry is not None:
@@ -296,7 +296,7 @@ class Scheduler:
         if self.cache is None or request.tells_prompt:
             return []
         tokens = request.known(0, request.num_known)
-        request.digests = self.cache.digests(tokens, request.digests)
+        request.digests = self.cache.digests(tokens, request.digests, salt=request.salt)
         return self.cache.match(request.digests[: (request.num_known - 1) // self.page_size])
 
     def _make_room(self, request: Request, need: int) -> bool:

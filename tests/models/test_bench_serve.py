@@ -136,7 +136,7 @@ def test_weight_dtype_reaches_the_loader(model, monkeypatch):
         bench_serve, "open_checkpoint", lambda *_, **given: asked.update(given) or Opened(model)
     )
     assert cli.main(["bench-serve", *SMALL, "--weight-dtype", "int8"]) == 0
-    assert asked == {"weight_dtype": "int8"}
+    assert asked == {"base": None, "weight_dtype": "int8"}
 
 
 def test_one_by_one_is_the_same_trace_without_sharing(run):

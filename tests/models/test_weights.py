@@ -323,7 +323,7 @@ SAID = {
         "'weight_map' must hold names of .safetensors files without folders, got [1]",
     ),
     "add_adapter": (
-        "adapter_config.json", "{}", "adapter_config.json: LoRA adapters are not merged here",
+        "adapter_config.json", "{}", "adapter_config.json: key 'peft_type' must be 'LORA', got",
     ),
 }  # fmt: skip
 

@@ -26,6 +26,7 @@ import jax_paged
 from jax_paged import (
     copy_pages,
     linear,
+    lora,
     merge_attention_states,
     moe_experts,
     paged_attention,
@@ -255,6 +256,7 @@ GATE_UP = jax.ShapeDtypeStruct((5, 16, 4 * 24), jnp.float32)
 DOWN = jax.ShapeDtypeStruct((5, 4 * 24, 8), jnp.float32)
 EXPERTS = jax.ShapeDtypeStruct((3, 2), jnp.int32)
 EXPERT_WEIGHTS = jax.ShapeDtypeStruct((3, 2), jnp.float32)
+DOWN_OF_ONE = jax.ShapeDtypeStruct((5, 24, 16), jnp.float32)
 LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
@@ -265,6 +267,7 @@ CALLS = {
     ),
     "jax_paged.write_kv.v1": (write_kv, (PAGES, PAGES, NEW, NEW, ROW)),
     "jax_paged.linear.v1": (linear, (QKV, QKV)),
+    "jax_paged.lora.v1": (lora, (QKV, GATE_UP, DOWN_OF_ONE, ROW)),
     "jax_paged.moe_experts.v1": (moe_experts, (QKV, GATE_UP, DOWN, EXPERTS, EXPERT_WEIGHTS)),
 }
 ON_CUDA = sorted(CALLS.keys() - load.CPU_ONLY)

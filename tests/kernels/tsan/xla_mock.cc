@@ -90,6 +90,12 @@ struct Attributes {
         values.push_back(&texts.back());
         continue;
       }
+      if (const auto* list = std::get_if<std::vector<int64_t>>(&value)) {
+        types.push_back(XLA_FFI_AttrType_ARRAY);
+        arrays.push_back({XLA_FFI_DataType_S64, list->size(), const_cast<int64_t*>(list->data())});
+        values.push_back(&arrays.back());
+        continue;
+      }
       types.push_back(XLA_FFI_AttrType_SCALAR);
       if (const bool* x = std::get_if<bool>(&value)) {
         scalars.push_back({XLA_FFI_DataType_PRED, const_cast<bool*>(x)});
@@ -106,6 +112,7 @@ struct Attributes {
   std::vector<XLA_FFI_AttrType> types;
   std::deque<XLA_FFI_ByteSpan> names, texts;  // of a deque, addresses stay
   std::deque<XLA_FFI_Scalar> scalars;
+  std::deque<XLA_FFI_Array> arrays;
   std::vector<XLA_FFI_ByteSpan*> name_pointers;
   std::vector<void*> values;
 };

@@ -89,7 +89,7 @@ struct ResultShape {
   bool is_real = false;  // whether it must be free of NaN, which unused memory is full of
 };
 
-using Attribute = std::variant<bool, int64_t, float, std::string>;
+using Attribute = std::variant<bool, int64_t, float, std::string, std::vector<int64_t>>;
 
 // A call of a handler. Several threads may run it at once, each with its own results.
 struct Call {

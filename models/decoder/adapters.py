@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters of a decoder: one for all rows, or many at once, one for each row.
+
+    adapter = load_adapter(folder, config)               # `Adapter`: what one LoRA adds
+    generate(model, prompts, max_new_tokens=8, adapter=adapter)
+
+    adapters = Adapters.create(config, max_adapters=4, max_rank=16, dtype=model.dtype)
+    adapters = put_adapter(adapters, 2, adapters.packed(adapter))        # into slot 2, in place
+    adapted = AdaptedModel(model, adapters, slots)       # a `Model`; slots: i32, one for each row
+
+The arrays of all slots are stacked and padded with zeros up to max_rank, so that another adapter is
+other values and no other program. The q, k and v of a layer have an `a` each and lie one after
+another, as their weights do; so do gate and up (`jax_paged.lora` calls them parts).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_paged import StepBatch, lora
+from jax_paged.cache.state import KVState
+from jax_paged.checks import Implementation, check_size, expect, kind_text, shape_text
+from jax_paged.checks.fields import integer
+
+from .config import DecoderConfig
+
+MAX_RANK = 64
+# The modules, by their published names, that each projection of a layer consists of.
+PROJECTIONS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "out": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+
+class LowRank(NamedTuple):
+    """What is added to one module: y += b (a x)."""
+
+    a: Any  # [rank, in]
+    b: Any  # [out, rank], with the adapter's scale multiplied in
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """One LoRA: what it adds to some modules of some layers.
+
+    layers: for each layer of the model a mapping of "q_proj", "k_proj", "v_proj", "o_proj",
+      "gate_proj", "up_proj" and "down_proj", or some of them, to (a [rank, in], b [out, rank]):
+      y += b (a x). b has the adapter's scale multiplied in. Experts and routers have none.
+    """
+
+    layers: tuple[dict[str, LowRank], ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a module; 0 without any."""
+        return max((m.a.shape[0] for layer in self.layers for m in layer.values()), default=0)
+
+
+def module_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """(out, in) of each module of a layer that an adapter may have."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_out, kv_out = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {
+        "q_proj": (q_out, hidden), "k_proj": (kv_out, hidden), "v_proj": (kv_out, hidden),
+        "o_proj": (hidden, q_out),
+    }  # fmt: skip
+    if not config.moe_layers[layer]:
+        shapes |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+        shapes["down_proj"] = hidden, inner
+    return shapes
+
+
+def check_adapter(adapter: Any, config: Any, name: str = "adapter") -> None:
+    """Checks that an adapter is one for models of this configuration.
+
+    Raises:
+      ValueError: it is no `Adapter`, a module has no place in the model or a wrong shape, or a rank
+        is not in 1 … 64.
+    """
+    expect(isinstance(adapter, Adapter), name, "an Adapter (load_adapter)", kind_text(adapter))
+    ok = isinstance(config, DecoderConfig)
+    expect(ok, "model", "a Decoder, which alone takes adapters", kind_text(config))
+    count = len(adapter.layers)
+    expect(count == config.num_layers, f"{name}.layers", f"{config.num_layers} layers", count)
+    for number, modules in enumerate(adapter.layers):
+        shapes = module_shapes(config, number)
+        for module, (a, b) in modules.items():
+            where = f"{name}.layers[{number}][{module!r}]"
+            expect(module in shapes, where, f"modules {', '.join(shapes)}", repr(module))
+            (out, inner), rank = shapes[module], a.shape[0]
+            expect(1 <= rank <= MAX_RANK, where, f"a rank from 1 to {MAX_RANK}", rank)
+            ok = (a.shape, b.shape) == ((rank, inner), (out, rank))
+            wanted = f"a [rank, {inner}] and b [{out}, rank]"
+            expect(ok, where, wanted, f"{shape_text(a.shape)} and {shape_text(b.shape)}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """One projection of one layer, of all slots; or, without the first axis, of one adapter."""
+
+    a: Any  # [slots, parts · rank, in]
+    b: Any  # [slots, out, rank]
+    is_used: Any  # bool[slots]: whether the adapter adds something here
+    part_sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The adapters of all slots: for each layer its projections."""
+
+    layers: tuple[dict[str, Stack], ...]
+
+    @staticmethod
+    def create(
+        config: DecoderConfig, *, max_adapters: int, max_rank: int, dtype: DTypeLike
+    ) -> "Adapters":
+        """Slots for max_adapters adapters of rank up to max_rank, which add nothing yet.
+
+        max_rank is at most 64 and is rounded up to a multiple of 8.
+        """
+        check_size("max_adapters", max_adapters)
+        domain = integer(1, MAX_RANK)
+        expect(domain.has(max_rank), "max_rank", domain.text, repr(max_rank))
+        ok = isinstance(config, DecoderConfig)
+        expect(ok, "model", "a Decoder, which alone takes adapters", kind_text(config))
+        rank = -(-max_rank // 8) * 8
+
+        def stack(shapes: list[tuple[int, int]]) -> Stack:
+            sizes, inner = tuple(out for out, _ in shapes), shapes[0][1]
+            return Stack(
+                a=jnp.zeros((max_adapters, len(sizes) * rank, inner), dtype),
+                b=jnp.zeros((max_adapters, sum(sizes), rank), dtype),
+                is_used=jnp.zeros(max_adapters, jnp.bool_),
+                part_sizes=sizes,
+            )
+
+        layers = []
+        for number in range(config.num_layers):
+            shapes = module_shapes(config, number)
+            of_layer = {
+                name: stack([shapes[module] for module in modules])
+                for name, modules in PROJECTIONS.items()
+                if modules[0] in shapes
+            }
+            layers.append(of_layer)
+        return Adapters(tuple(layers))
+
+    @property
+    def max_adapters(self) -> int:
+        """The number of slots."""
+        return self.layers[0]["qkv"].a.shape[0]
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that a slot has room for."""
+        return self.layers[0]["qkv"].b.shape[2]
+
+    def packed(self, adapter: Adapter) -> "Adapters":
+        """An adapter as `put_adapter` takes it: numpy arrays without the axis of slots.
+
+        Raises:
+          ValueError: its rank is above max_rank.
+        """
+        most = f"a rank of at most max_rank={self.max_rank}"
+        expect(adapter.rank <= self.max_rank, "adapter", most, adapter.rank)
+        layers = []
+        for stacks, modules in zip(self.layers, adapter.layers, strict=True):
+            layers.append({name: _pack(name, s, modules) for name, s in stacks.items()})
+        return Adapters(tuple(layers))
+
+
+def _pack(name: str, stack: Stack, modules: Mapping[str, LowRank]) -> Stack:
+    """The modules of a projection in the place of their parts."""
+    rank = stack.b.shape[2]
+    a = np.zeros(stack.a.shape[1:], stack.a.dtype)
+    b = np.zeros(stack.b.shape[1:], stack.b.dtype)
+    begin, is_used = 0, False
+    for part, (module, size) in enumerate(zip(PROJECTIONS[name], stack.part_sizes, strict=True)):
+        if module in modules:
+            own, is_used = modules[module], True
+            count = own.a.shape[0]
+            a[part * rank : part * rank + count] = np.asarray(own.a)
+            b[begin : begin + size, :count] = np.asarray(own.b)
+        begin += size
+    return Stack(a, b, np.bool_(is_used), stack.part_sizes)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_adapter(adapters: Adapters, slot: Any, packed: Adapters) -> Adapters:
+    """The adapters with another one in a slot; the arrays are updated in place (donated)."""
+    return jax.tree.map(lambda every, one: every.at[slot].set(one), adapters, packed)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerAdapters:
+    """The adapters of one layer, and the slot of each token of a step."""
+
+    stacks: dict[str, Stack]
+    tokens: jax.Array  # i32[T], -1 = none
+
+    def add(
+        self, name: str, x: jax.Array, base: jax.Array, implementation: Implementation
+    ) -> jax.Array:
+        """A projection's outputs of x, with what the tokens' adapters add to them."""
+        stack = self.stacks[name]
+        is_used = (self.tokens >= 0) & stack.is_used[jnp.maximum(self.tokens, 0)]
+        return lora(
+            x,
+            stack.a,
+            stack.b,
+            jnp.where(is_used, self.tokens, jnp.int32(-1)),
+            base=base,
+            part_sizes=stack.part_sizes,
+            implementation=implementation,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenAdapters:
+    """What `Decoder` takes: adapters, and the slot of each token of the step."""
+
+    adapters: Adapters
+    tokens: jax.Array  # i32[T], -1 = none
+
+    def layer(self, number: int) -> LayerAdapters:
+        """Those of one layer."""
+        return LayerAdapters(self.adapters.layers[number], self.tokens)
+
+
+def token_slots(batch: StepBatch, slots: jax.Array) -> jax.Array:
+    """i32[T]: the slot of each token's row, -1 for padding; slots i32[S], or i32[], of all rows."""
+    is_token = batch.slot_mapping >= 0
+    if slots.ndim:
+        tokens = jnp.arange(is_token.shape[0], dtype=jnp.int32)
+        rows = jnp.searchsorted(batch.cu_q_lens, tokens, side="right").astype(jnp.int32) - 1
+        slots = slots[jnp.clip(rows, 0, slots.shape[0] - 1)]
+    return jnp.where(is_token, slots, jnp.int32(-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedModel:
+    """A decoder with adapters, as a `Model`: the rows of a batch have one each, or none.
+
+    slots: i32[rows of the batch], the slot of each row, -1 = none; or i32[], that of all rows.
+    """
+
+    model: Any
+    adapters: Adapters
+    slots: Any
+
+    @property
+    def config(self) -> Any:
+        """That of the decoder."""
+        return self.model.config
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """That of the decoder."""
+        return self.model.dtype
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        batch: StepBatch,
+        state: KVState,
+        *,
+        logit_rows: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVState]:
+        """As `Decoder.__call__`, each row with its adapter."""
+        slots = token_slots(batch.groups[0], jnp.asarray(self.slots))
+        own = TokenAdapters(self.adapters, slots)
+        return self.model(tokens, batch, state, logit_rows=logit_rows, adapters=own)
+
+
+def with_adapter(model: Any, adapter: Adapter) -> AdaptedModel:
+    """A model whose rows all have one adapter: a `Model` for `generate`, `score`, `Engine` ….
+
+    The weights are shared, not copied, and may have 8 bits; the adapter has the model's dtype.
+    `merge_adapter` gives a model that is faster.
+
+    Args:
+      model: a `Decoder`.
+      adapter: one for it.
+
+    Raises:
+      ValueError: the model is no decoder, or the adapter is not for it.
+    """
+    is_plain = not isinstance(model, AdaptedModel)
+    expect(is_plain, "model", "a Decoder without adapters", kind_text(model))
+    check_adapter(adapter, getattr(model, "config", None))
+    sizes = {"max_adapters": 1, "max_rank": max(adapter.rank, 1), "dtype": model.dtype}
+    adapters = Adapters.create(model.config, **sizes)
+    adapters = put_adapter(adapters, np.int32(0), adapters.packed(adapter))
+    return AdaptedModel(model, adapters, jnp.int32(0))
