@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `jax-paged generate`, `chat`, `eval` and `bench-serve`.
+"""The command line: `jax-paged generate`, `chat`, `eval`, `serve` and `bench-serve`.
 
 stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
 line on stderr and exit code 2, Ctrl-C is exit code 130.
@@ -382,4 +382,21 @@ def _report(result: Generation) -> None:
     print("; ".join(rates), file=sys.stderr)
 
 
-_COMMANDS = {"generate": _generate, "chat": chat.run, "eval": _eval, "bench-serve": bench_serve.run}
+def _serve(options: argparse.Namespace) -> int:
+    from .server import command
+
+    return command.run(options)
+
+
+def _bench_serve(options: argparse.Namespace) -> int:
+    if options.http is None:
+        return bench_serve.run(options)
+    from .server import load  # type: ignore[attr-defined]
+
+    return load.run(options)
+
+
+_COMMANDS = {
+    "generate": _generate, "chat": chat.run, "eval": _eval, "serve": _serve,
+    "bench-serve": _bench_serve,
+}  # fmt: skip
