@@ -391,7 +391,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _bench_serve(options: argparse.Namespace) -> int:
     if options.http is None:
         return bench_serve.run(options)
-    from .server import load  # type: ignore[attr-defined]
+    from .server import load
 
     return load.run(options)
 

@@ -42,10 +42,6 @@ class TokenBytes:
             self._known[token] = self._find(token)
         return self._known[token]
 
-    def shown(self, token: int) -> int:
-        """How many bytes of a text are the token's: none of a special one."""
-        return 0 if token in self._special else len(self(token))
-
     def _find(self, token: int) -> bytes:
         name = self._tokenizer.backend.id_to_token(token)
         if name is None:
@@ -83,7 +79,7 @@ def as_text(data: bytes) -> str:
 class Piece:
     """What is new: text, tokens with their log-probabilities, and why it ends (None = it goes on).
 
-    logprobs: (token, its log-probabilities, where its bytes begin in the text).
+    logprobs: (token, its log-probabilities, where it begins in the text).
     """
 
     text: str = ""
@@ -120,7 +116,9 @@ class Answer:
         self._echo, self._reply = echo, reply
         self._stream = TextStream(reply.tokenizer.decode, list(prompt[-_BEHIND:]), stops)
         self._held: list[tuple[int, LogProbability | None, int]] = []
-        self._token_bytes = self._text_bytes = 0  # of new tokens; of the text that was shown
+        # Where the text ends that is shown; and that of all tokens, stop strings or not.
+        self._text_end = self._token_end = len(echo or "")
+        self._plain = TextStream(reply.tokenizer.decode, list(prompt[-_BEHIND:]))
         self._last = reply.began
         self._prompt_told = False
 
@@ -152,18 +150,22 @@ class Answer:
         """Log-probabilities come with the text of their tokens; those of a stop string never do."""
         if news.prompt_logprobs is not None and self._echo is not None and not self._prompt_told:
             self._prompt_told, begin = True, 0
+            prompt = TextStream(self._reply.tokenizer.decode, [])
             for token, known in zip(self.prompt, news.prompt_logprobs, strict=True):
                 piece.logprobs.append((int(token), known, begin))
-                begin += self._reply.token_bytes.shown(int(token))
-        echoed = len(self._echo.encode()) if self._echo is not None else 0
+                begin += len(prompt.push([int(token)]))
         for token, known in zip(news.tokens, news.logprobs, strict=True):
-            self._held.append((token, known, echoed + self._token_bytes))
-            self._token_bytes += self._reply.token_bytes.shown(token)
-        self._text_bytes += len(piece.text.encode())
-        end = echoed + self._text_bytes
+            self._held.append((token, known, self._token_end))
+            self._token_end += len(self._plain.push([token]))
+        self._text_end += len(piece.text)
         everything = piece.reason is not None and piece.reason != "stop_string"
-        while self._held and (everything or self._held[0][2] < end):
+        while self._held and (everything or self._held[0][2] < self._text_end):
             piece.logprobs.append(self._held.pop(0))
+
+    @property
+    def has_failed(self) -> bool:
+        """It has ended, and not as an answer does."""
+        return self.reason is not None and self.reason not in _REASONS
 
     def new(self) -> Piece:
         """What has come since the last time."""

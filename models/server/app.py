@@ -2,10 +2,11 @@
 """The routes: who may ask, how much, and what becomes of a request from its bytes to its answer."""
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .gate import Gate
 from .limits import Limits
 from .metrics import Metrics
 from .shapes import ChatShape, CompletionShape
-from .wire import END, EventStream, as_json, event, unless_gone
+from .wire import END, EventStream, as_json, event, unless_gone, with_cut
 from .worker import Worker
 
 _log = logging.getLogger("jax_paged.server")
@@ -102,13 +103,12 @@ class Service:
                     allow_headers=["authorization", "content-type"],
                 )
             )  # fmt: skip
-        self.app = Starlette(
-            routes=routes,
-            middleware=middleware,
-            exception_handlers={
-                ApiError: _api_error, HTTPException: _http_error, Exception: _our_error,
-            },
-        )  # fmt: skip
+        handlers: dict[Any, Any] = {
+            ApiError: _api_error, HTTPException: _http_error, Exception: _our_error,
+        }  # fmt: skip
+        self.app = with_cut(
+            Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        )
 
     # From start to end
 
@@ -183,7 +183,8 @@ class Service:
             self.metrics.requests.labels(endpoint, "disconnected").inc()
             return Response(status_code=499)
         except ApiError as error:
-            self.metrics.requests.labels(endpoint, f"error_{error.status}").inc()
+            if not getattr(request.state, "is_counted", False):
+                self.metrics.requests.labels(endpoint, f"error_{error.status}").inc()
             raise
 
     async def _ask_completions(self, request: Request, body: dict[str, Any]) -> Response:
@@ -312,23 +313,22 @@ class Service:
             self._worker.submit(answers)
         self.num_active += len(reply.answers)
         self._running.add(reply)
-        left = _once(lambda: self._left(reply, shape.endpoint))
-        if not values["stream"]:
-            try:
-                whole = await unless_gone(
-                    request.receive, reply.whole(), lambda: self._cancel(reply)
-                )
-                return Response(
-                    as_json(shape.whole(whole, reply.usage())), media_type="application/json"
-                )
-            finally:
-                left()
+        request.state.is_counted = True
+        left = _once(functools.partial(self._left, reply, shape.endpoint))
+        cancel = functools.partial(self._cancel, reply)
         pieces = reply.pieces()
-        watch = unless_gone(request.receive, anext(pieces), lambda: self._cancel(reply))
         try:
-            first = await watch  # what is refused is so by its status
+            if not values["stream"]:
+                whole = await unless_gone(request.receive, reply.whole(), cancel)
+                left("done")
+                body = as_json(shape.whole(whole, reply.usage()))
+                return Response(body, media_type="application/json")
+            first = await unless_gone(request.receive, anext(pieces), cancel)
+        except ApiError as error:
+            left("disconnected" if reply.was_cancelled else f"error_{error.status}")
+            raise
         except BaseException:
-            left()
+            left("disconnected")
             raise
         wants_usage = bool((values["stream_options"] or {}).get("include_usage"))
         events = self._events(reply, shape, first, pieces, wants_usage)
@@ -337,7 +337,7 @@ class Service:
     async def _events(
         self, reply: Reply, shape: CompletionShape, first: Any, pieces: AsyncIterator[Any],
         wants_usage: bool,
-    ) -> AsyncIterator[bytes]:  # fmt: skip
+    ) -> AsyncGenerator[bytes, None]:  # fmt: skip
         try:
             begun: set[int] = set()
             news = first
@@ -368,14 +368,13 @@ class Service:
             reply.was_cancelled = True
             self._worker.cancel(reply.answers)
 
-    def _left(self, reply: Reply, endpoint: str) -> None:
+    def _left(self, reply: Reply, endpoint: str, outcome: str) -> None:
         """Nobody waits for a reply any more: it has been sent, or its client has gone."""
         self._cancel(reply)
         self._running.discard(reply)
         self.num_active -= len(reply.answers)
-        outcome = "disconnected" if reply.was_cancelled else "done"
-        if any(answer.reason == "refused" for answer in reply.answers):
-            outcome = "refused"
+        if outcome == "done" and any(answer.has_failed for answer in reply.answers):
+            outcome = "failed"  # within a stream
         self.metrics.requests.labels(endpoint, outcome).inc()
         seconds = time.perf_counter() - reply.began
         counts = f"{reply.num_prompt_tokens} + {sum(a.num_tokens for a in reply.answers)} tokens"
@@ -407,13 +406,13 @@ class Service:
         return FileResponse(path, headers=_SAFE)
 
 
-def _once(function: Callable[[], object]) -> Callable[[], None]:
-    called: list[bool] = []
+def _once(function: Callable[[str], object]) -> Callable[[str], None]:
+    called: list[str] = []
 
-    def call() -> None:
+    def call(text: str) -> None:
         if not called:
-            called.append(True)
-            function()
+            called.append(text)
+            function(text)
 
     return call
 

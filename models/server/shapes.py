@@ -20,7 +20,6 @@ class CompletionShape:
     def __init__(self, head: dict[str, Any], token_bytes: TokenBytes, top: int | None):
         self._head, self._bytes, self._top_count = head, token_bytes, top
         self._tells = top is not None
-        self._ends: dict[int, int] = {}  # characters of each answer's tokens so far
 
     def begin(self, answer: Answer) -> dict[str, Any] | None:
         """What a stream begins with."""
@@ -43,22 +42,17 @@ class CompletionShape:
         return {
             "index": answer.index,
             "text": piece.text,
-            "logprobs": self._logprobs(answer, piece) if self._tells else None,
+            "logprobs": self._logprobs(piece) if self._tells else None,
             "finish_reason": finish_reason(piece.reason),
         }
 
-    def _logprobs(self, answer: Answer, piece: Piece) -> dict[str, Any]:
-        offset = self._ends.get(answer.index, 0)
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
         tokens, values, tops, offsets = [], [], [], []
-        for token, known, _ in piece.logprobs:
-            data = self._bytes(token)
-            tokens.append(as_text(data))
+        for token, known, begin in piece.logprobs:
+            tokens.append(as_text(self._bytes(token)))
             values.append(None if known is None else _finite(known.model))
             tops.append(None if known is None else self._top(token, known))
-            offsets.append(offset)
-            if self._bytes.shown(token):
-                offset += sum(byte & 0xC0 != 0x80 for byte in data)
-        self._ends[answer.index] = offset
+            offsets.append(begin)
         return {
             "tokens": tokens, "token_logprobs": values, "top_logprobs": tops,
             "text_offset": offsets,
@@ -96,7 +90,7 @@ class ChatShape(CompletionShape):
         choice = {
             "index": answer.index,
             "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": self._logprobs(answer, piece) if self._tells else None,
+            "logprobs": self._logprobs(piece) if self._tells else None,
             "finish_reason": finish_reason(piece.reason),
         }
         return self._head | {"object": self.chunk_kind, "choices": [choice]}
@@ -105,11 +99,11 @@ class ChatShape(CompletionShape):
         return {
             "index": answer.index,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": self._logprobs(answer, piece) if self._tells else None,
+            "logprobs": self._logprobs(piece) if self._tells else None,
             "finish_reason": finish_reason(piece.reason),
         }
 
-    def _logprobs(self, answer: Answer, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
         content = []
         for token, known, _ in piece.logprobs:
             if known is not None:

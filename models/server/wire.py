@@ -8,10 +8,11 @@ later, so a slow reader costs no more memory than its text, and nobody waits for
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 MAX_DEPTH = 64
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -82,22 +83,23 @@ class EventStream(Response):
 
     Args:
       pieces: what to send; closed at the end, however it comes.
-      on_gone: called when the client has gone, or has not read for `stall_seconds`.
+      on_end: called with "done", or with "disconnected" when the client has gone, or with "stalled"
+        when it has not read for `stall_seconds`; its connection is cut then.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, pieces: AsyncIterator[bytes], on_gone: Callable[[], None], stall_seconds: float
-    ):
-        self.status_code, self.background, self.body = 200, None, b""
+        self, pieces: AsyncGenerator[bytes, None], on_end: Callable[[str], None],
+        stall_seconds: float,
+    ):  # fmt: skip
+        self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
-        self._pieces, self._on_gone, self._stall = pieces, on_gone, stall_seconds
+        self._pieces, self._on_end, self._stall = pieces, on_end, stall_seconds
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Sends everything."""
-        watch = asyncio.create_task(_watch(receive, self._on_gone))
+        watch = asyncio.create_task(_watch(receive, lambda: self._on_end("disconnected")))
         start = {
             "type": "http.response.start",
             "status": self.status_code,
@@ -108,13 +110,32 @@ class EventStream(Response):
             async for piece in self._pieces:
                 async with asyncio.timeout(self._stall):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+            async with asyncio.timeout(self._stall):
+                await send({"type": "http.response.body", "body": b""})
+            self._on_end("done")
         except TimeoutError:
-            raise ConnectionAbortedError("a client does not read") from None
+            self._on_end("stalled")
+            scope[CUT]()
+            await asyncio.sleep(0.05)  # the server hears of it
         finally:
             watch.cancel()
-            self._on_gone()
-            await self._pieces.aclose()  # type: ignore[attr-defined]  (a generator)
+            self._on_end("disconnected")  # if nothing else has ended it
+            await self._pieces.aclose()
+
+
+CUT = "jax_paged.cut"  # in the scope: what cuts the connection, whatever its buffer holds
+
+
+def with_cut(app: ASGIApp) -> ASGIApp:
+    """The app with `CUT` in its scopes."""
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        # uvicorn gives a method of what holds the connection.
+        transport = getattr(getattr(send, "__self__", None), "transport", None)
+        cut = getattr(transport, "abort", lambda: None)
+        await app(scope | {CUT: cut}, receive, send)
+
+    return wrapped
 
 
 async def _watch(receive: Any, on_gone: Callable[[], None]) -> None:
