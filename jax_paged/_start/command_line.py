@@ -281,7 +281,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         text = f"{what} (default {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument(
-        "--max-prompt-tokens", type=int, metavar="N", help="(default: the model's context)"
+        "--max-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt (default: the model's context)",
     )
     parser.add_argument(
         "--kv-memory-share", type=float, default=0.5, metavar="X",

@@ -18,7 +18,9 @@ from .metrics import Metrics
 from .worker import News
 
 _BEHIND = 16  # tokens of the prompt that new ones are decoded behind
-_REASONS = {"stop_token": "stop", "stop_string": "stop", "length": "length"}
+_REASONS = {
+    "stop_token": "stop", "stop_string": "stop", "complete": "stop", "length": "length",
+}  # fmt: skip
 
 
 class TokenBytes:
@@ -136,7 +138,12 @@ class Answer:
             self._take_logprobs(news, piece)
         self.num_tokens += len(news.tokens)
         self.piece.add(piece)
-        self._reply.on_news(self, news)
+        self._reply.on_news(self, has_ended=news.reason is not None)
+
+    def fail(self) -> None:
+        """The answer ends here: what came for it cannot be shown."""
+        self.reason = self.piece.reason = "failed"
+        self._reply.on_news(self, has_ended=True)
 
     def _count_times(self, news: News) -> None:
         if news.tokens:
@@ -199,10 +206,10 @@ class Reply:
             self.answers.append(answer)
             self._left += 1
 
-    def on_news(self, answer: Answer, news: News) -> None:
+    def on_news(self, answer: Answer, *, has_ended: bool) -> None:
         """An answer has something new."""
         self._news[answer.index] = answer
-        self._left -= news.reason is not None
+        self._left -= has_ended
         self._changed.set()
 
     @property
@@ -239,8 +246,8 @@ class Reply:
     def _check(self, answer: Answer, piece: Piece) -> None:
         if piece.reason in (None, *_REASONS):
             return
-        if piece.reason == "refused":
-            raise ApiError(400, answer.detail, code="refused")
+        if piece.reason in ("refused", "no_token"):
+            raise ApiError(400, answer.detail, code=piece.reason)
         if piece.reason == "cancelled":
             raise ApiError(503, "the server ends and has no time left for this request")
         raise ApiError(500, "the engine has failed", code="engine_failed")

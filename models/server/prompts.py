@@ -122,6 +122,16 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
+def _grammar_limits() -> Any:
+    """Bounds on what a step may compute for a schema or pattern: a part of llguidance's own."""
+    import llguidance  # type: ignore[import-not-found]
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000,
+        max_lexer_states=50_000, max_grammar_size=200_000,
+    )  # fmt: skip
+
+
 def constraint(form: Mapping[str, Any] | None, tokenizer: Tokenizer, limits: Limits) -> Any:
     """What `response_format` asks for, as `Engine.submit` takes it; None = nothing.
 
@@ -149,6 +159,6 @@ def constraint(form: Mapping[str, Any] | None, tokenizer: Tokenizer, limits: Lim
         most = limits.max_schema_bytes
         raise bad(where, f"{where}: expected at most {most} characters, got {size}")
     try:
-        return make(given, tokenizer)
+        return make(given, tokenizer, limits=_grammar_limits())
     except (ValueError, NotImplementedError) as error:
         raise bad(where, f"{where}: {error}") from None

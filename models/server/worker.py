@@ -38,7 +38,11 @@ class Asked(Protocol):
     request: Request | None
 
     def take(self, news: News) -> None:
-        """Called on the event loop."""
+        """Called on the event loop, with what a step brought."""
+        ...
+
+    def fail(self) -> None:
+        """Called there when `take` has raised."""
         ...
 
 
@@ -189,4 +193,4 @@ def _deliver(news: list[tuple[Asked, News]]) -> None:
             answer.take(its_news)
         except Exception:  # one answer's trouble is not the others'
             _log.exception("an answer cannot be shown")
-            answer.take(News([], [], "failed", "the answer cannot be shown", 0, None))
+            answer.fail()
