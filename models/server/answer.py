@@ -185,11 +185,12 @@ class Reply:
 
     Args:
       tells_logprobs: whether log-probabilities are shown.
+      began: when the request came, by time.perf_counter.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, token_bytes: TokenBytes, metrics: Metrics, *,
-        tells_logprobs: bool,
+        tells_logprobs: bool, began: float,
     ):  # fmt: skip
         self.tokenizer, self.token_bytes, self.metrics = tokenizer, token_bytes, metrics
         self.tells_logprobs = tells_logprobs
@@ -197,7 +198,7 @@ class Reply:
         self.num_prompt_tokens = 0
         self._news: dict[int, Answer] = {}
         self._left, self.was_cancelled = 0, False
-        self.began = time.perf_counter()
+        self.began = began
         self._changed = asyncio.Event()
 
     def add(self, answers: Iterable[Answer]) -> None:

@@ -85,6 +85,9 @@ class Service:
         self._token_bytes = TokenBytes(tokenizer)
         self._threads = ThreadPoolExecutor(2, "prompts")
         self._created = int(time.time())
+        # A request's tokens are within the context and the pool.
+        pool = engine.num_pages * engine.state.table.page_size
+        self._most_tokens = min(engine.config.context_length, pool)
         self._running: set[Reply] = set()
         self._worker: Worker | None = None
         routes = [
@@ -174,6 +177,7 @@ class Service:
         return await self._answered(request, "chat", self._ask_chat)
 
     async def _answered(self, request: Request, endpoint: str, ask: Callable[..., Any]) -> Response:
+        request.state.began = time.perf_counter()
         try:
             self._gate.admit(request)
             self._check_open()
@@ -195,19 +199,17 @@ class Service:
         if prompt_logprobs and not self._prompt_logprobs:
             raise bad("echo", "echo: with logprobs it needs --prompt-logprobs of the server")
         self._check_model(values)
-        vocab_size = self.engine.config.vocab_size
-        ids = await self._prepared(
-            prompts.completion_prompts, values["prompt"], self.tokenizer, vocab_size
-        )
+        given, vocab_size = values["prompt"], self.engine.config.vocab_size
+        self._check_choices(prompts.num_prompts(given) * values["n"])
+        ids = await self._prepared(prompts.completion_prompts, given, self.tokenizer, vocab_size)
         options = await self._options(values)
         if prompt_logprobs:
             options["prompt_logprobs"] = True
-        reply = self._reply(ids, values, top)
         for one in ids:
             self._check_length("prompt", one, values["max_tokens"])
         options["max_new_tokens"] = values["max_tokens"]
         echo = [self.tokenizer.decode(one) for one in ids] if values["echo"] else None
-        return await self._serve(request, reply, CompletionShape, ids, options, values, top, echo)
+        return await self._serve(request, CompletionShape, ids, options, values, top, echo)
 
     async def _ask_chat(self, request: Request, body: dict[str, Any]) -> Response:
         values = parameters.read(parameters.CHAT, body)
@@ -216,16 +218,16 @@ class Service:
         top = (values["top_logprobs"] or 0) if values["logprobs"] else None
         self._check_top("top_logprobs", top)
         self._check_model(values)
+        self._check_choices(values["n"])
         if None not in (values["max_tokens"], values["max_completion_tokens"]):
             raise bad("max_tokens", "max_tokens: expected none beside max_completion_tokens")
         prompt = await self._prepared(prompts.chat_prompt, values, self.tokenizer, self.limits)
         options = await self._options(values)
-        reply = self._reply([prompt], values, top)
         most = values["max_completion_tokens"] or values["max_tokens"]
         self._check_length("messages", prompt, 1)
-        room = self.engine.config.context_length - len(prompt)
+        room = self._most_tokens - len(prompt)
         options["max_new_tokens"] = min(most or room, room)
-        return await self._serve(request, reply, ChatShape, [prompt], options, values, top, None)
+        return await self._serve(request, ChatShape, [prompt], options, values, top, None)
 
     def _check_top(self, name: str, top: int | None) -> None:
         have = self.engine.logprobs
@@ -242,10 +244,10 @@ class Service:
             )  # fmt: skip
 
     def _check_length(self, name: str, prompt: Sequence[int], new_tokens: int) -> None:
-        context = self.engine.config.context_length
-        if len(prompt) + new_tokens > context:
+        have = self._most_tokens
+        if len(prompt) + new_tokens > have:
             counts = f"{len(prompt)} of the prompt and {new_tokens} new ones"
-            message = f"{name}: expected at most {context} tokens in all, got {counts}"
+            message = f"{name}: expected at most {have} tokens in all, got {counts}"
             raise bad(name, message, "context_length_exceeded")
         most = self.limits.max_prompt_tokens
         if most is not None and len(prompt) > most:
@@ -277,16 +279,12 @@ class Service:
             )
         return options
 
-    def _reply(self, ids: list[list[int]], values: dict[str, Any], top: int | None) -> Reply:
-        count, most = len(ids) * values["n"], self.limits.max_choices
-        if count > most:
+    def _check_choices(self, count: int) -> None:
+        if count > (most := self.limits.max_choices):
             raise bad("n", f"n: expected at most {most} answers in all, got {count}")
-        return Reply(
-            self.tokenizer, self._token_bytes, self.metrics, tells_logprobs=top is not None
-        )
 
     async def _serve(
-        self, request: Request, reply: Reply, shape_of: type[CompletionShape],
+        self, request: Request, shape_of: type[CompletionShape],
         ids: list[list[int]], options: dict[str, Any], values: dict[str, Any], top: int | None,
         echo: list[str] | None,
     ) -> Response:  # fmt: skip
@@ -298,6 +296,10 @@ class Service:
         head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()),
                 "model": self.name}  # fmt: skip
         shape = shape_of(head, self._token_bytes, top)
+        reply = Reply(
+            self.tokenizer, self._token_bytes, self.metrics, tells_logprobs=top is not None,
+            began=request.state.began,
+        )  # fmt: skip
         assert self._worker is not None
         reply.num_prompt_tokens = sum(map(len, ids))
         self.metrics.prompt_tokens.inc(reply.num_prompt_tokens)
@@ -386,7 +388,7 @@ class Service:
         self._gate.admit(request)
         entry = {
             "id": self.name, "object": "model", "created": self._created, "owned_by": "jax_paged",
-            "max_model_len": self.engine.config.context_length,
+            "max_model_len": self._most_tokens,
         }  # fmt: skip
         return Response(as_json({"object": "list", "data": [entry]}), media_type="application/json")
 

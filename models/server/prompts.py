@@ -24,6 +24,11 @@ _MORE: dict[str, Domain] = {  # fields of a message beside role and content
 }  # fmt: skip
 
 
+def num_prompts(prompt: str | Sequence[Any]) -> int:
+    """How many prompts the field has."""
+    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+
+
 def completion_prompts(
     prompt: str | Sequence[Any], tokenizer: Tokenizer, vocab_size: int
 ) -> list[list[int]]:

@@ -274,7 +274,7 @@ def test_an_error_names_the_field_in_openais_shape(server, case):
         assert server.post(path, body | {"stream": True})[0] == status
 
 
-def test_what_fits_no_pool_is_refused_with_the_reason():
+def test_what_no_pool_holds_is_refused_and_a_chat_ends_with_the_pool():
     engine = byte_engine(num_pages=4)
     server = Running(engine)
     try:
@@ -282,7 +282,9 @@ def test_what_fits_no_pool_is_refused_with_the_reason():
             body = {"prompt": "a" * 60, "max_tokens": 30, "stream": streams}
             status, got, _ = server.post(COMPLETE, body)
             assert status == 400
-            assert "need 6 pages, a request can have 4" in got["error"]["message"]
+            assert "at most 64 tokens in all, got 60 of the prompt" in got["error"]["message"]
+        body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+        assert server.post(CHATS, body)[1]["usage"]["total_tokens"] == 64
     finally:
         server.end()
 
