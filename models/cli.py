@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `jax-paged generate`, `chat`, `eval`, `lm-eval` and `bench-serve`.
+"""The command line: `jax-paged generate`, `chat`, `eval`, `lm-eval`, `serve` and `bench-serve`.
 
 stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
 line on stderr and exit code 2, Ctrl-C is exit code 130.
@@ -238,7 +238,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
     named = {
         name: getattr(options, key)
         for name, key in (
-            ("pretrained", "model"), ("dtype", "dtype"), ("weight_dtype", "weight_dtype"),
+            ("pretrained", "model"), ("base", "base"), ("dtype", "dtype"), ("weight_dtype", "weight_dtype"),
             ("kv_dtype", "kv_dtype"),
         )
         if getattr(options, key) is not None
@@ -403,10 +403,21 @@ def _report(result: Generation) -> None:
     print("; ".join(rates), file=sys.stderr)
 
 
+def _serve(options: argparse.Namespace) -> int:
+    from .server import command
+
+    return command.run(options)
+
+
+def _bench_serve(options: argparse.Namespace) -> int:
+    if options.http is None:
+        return bench_serve.run(options)
+    from .server import load
+
+    return load.run(options)
+
+
 _COMMANDS = {
-    "generate": _generate,
-    "chat": chat.run,
-    "eval": _eval,
-    "lm-eval": _lm_eval,
-    "bench-serve": bench_serve.run,
-}
+    "generate": _generate, "chat": chat.run, "eval": _eval, "lm-eval": _lm_eval, "serve": _serve,
+    "bench-serve": _bench_serve,
+}  # fmt: skip

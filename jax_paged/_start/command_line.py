@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 PAGE_SIZE = 16
 WEIGHT_DTYPES = ("int8", "fp8", "fp8_e4m3")
 DRAFT_RULES = ("same_noise", "rejection")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 COUNTS = (  # name, default, least, what it is
     ("requests", 32, 1, "requests in the trace"),
@@ -21,9 +22,21 @@ COUNTS = (  # name, default, least, what it is
     ("draft-branches", 1, 1, "places that a look-up, or tokens that a model, guesses from: a tree"),
     ("drafts", 0, 0, "guesses per row and step, by n-gram look-up or --draft-model"),
 )
+SERVE_COUNTS = (  # of serve, as above
+    ("max-seqs", 16, 1, "requests that run at once"),
+    ("max-tokens", 256, 1, "tokens of a step"),
+    ("max-queue", 256, 0, "answers that wait beside those that run; more get status 429"),
+    ("max-choices", 128, 1, "answers to one request: prompts times n"),
+    ("max-body-bytes", 4 << 20, 1, "size of a request"),
+)
 _CHAT = (
     "Talks to a model under its chat template. Each line is a turn; stdout holds the answers only. "
     "/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
+)
+_SERVE = (
+    "Serves a model over HTTP, by the API of OpenAI: /v1/completions, /v1/chat/completions and "
+    "/v1/models; /health, /metrics, and a page to chat at /. SIGTERM and Ctrl-C let running "
+    "requests end. Clients send the key in JAX_PAGED_API_KEY or --api-key-file, if there is one."
 )
 _BENCH_SERVE = (
     "Replays a trace: requests arrive at random (Poisson), start with one of a few shared prefixes "
@@ -173,6 +186,12 @@ def parser() -> argparse.ArgumentParser:
     _add_model(three)
     _add_trace(three)
     _add_kv_dtype(three)
+
+    five = commands.add_parser("serve", help="serve over HTTP", description=_SERVE)
+    five.set_defaults(command="serve")
+    _add_model(five)
+    _add_kv_dtype(five)
+    _add_server(five)
     return root
 
 
@@ -262,4 +281,69 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw running requests and pages over time (matplotlib)"
+    )
+    parser.add_argument(
+        "--http", nargs="?", const="", metavar="URL",
+        help="over HTTP, without drafts and swapping: against a server that is started with these "
+        "options, or against the one at URL",
+    )  # fmt: skip
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    """The options of serve."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="HOST",
+        help="address to listen to (default 127.0.0.1: this machine alone)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="0 = any that is free (default 8000)"
+    )
+    parser.add_argument(
+        "--api-key-file", metavar="FILE",
+        help="what clients must send as bearer token (default: JAX_PAGED_API_KEY, if set)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN",
+        help="let web pages of this origin ask (CORS); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--served-name", metavar="NAME", help="of the model, in the API (default: its file's)"
+    )
+    for name, default, _, what in SERVE_COUNTS:
+        text = f"{what} (default {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt (default: the model's context)",
+    )
+    parser.add_argument(
+        "--kv-memory-share", type=float, default=0.5, metavar="X",
+        help="of the memory that weights leave free, at most this share is for KV (default 0.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pages", type=int, metavar="N", help=f"instead: so many pages of {PAGE_SIZE} tokens"
+    )
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt in full"
+    )
+    parser.add_argument(
+        "--logprobs", type=int, metavar="K",
+        help="let clients ask for log-probabilities, and for K of the likeliest tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompt-logprobs", action="store_true",
+        help="with --logprobs: those of prompts, too (`echo`), as lm-eval asks for",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain-seconds", type=float, default=30.0, metavar="S",
+        help="for running requests after SIGTERM or Ctrl-C (default 30)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS,
+        help="of messages on stderr (default: JAX_PAGED_LOG, or warning)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", metavar="DIR", help="write a profile of the run there (jax.profiler)"
     )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back; reads the tokenizer.json of a Hugging Face folder."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,26 @@ class Tokenizer:
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_characters: int | None = None,
+        max_seconds: float | None = None,
     ) -> list[int]:
         """The ids of a conversation under the checkpoint's chat template.
 
         Args:
           messages: dicts with "role" ("system", "user", "assistant") and "content".
           add_generation_prompt: end with the start of an assistant turn.
+          tools: descriptions of functions, for templates that know them; None = none.
+          max_characters, max_seconds: of what the template writes, for messages of strangers;
+            looked at between its pieces. None = no bound.
 
         Raises:
-          ValueError: the checkpoint has no template, or the template refuses the messages.
+          ValueError: the checkpoint has no template, the template refuses the messages, or a bound
+            is passed.
         """
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         with reading("tokenizer"):
@@ -81,8 +92,11 @@ class Tokenizer:
             raise ValueError("apply_chat: this checkpoint has no chat template")
         return _render(
             self.chat_template,
+            max_characters=max_characters,
+            max_seconds=max_seconds,
             messages=list(messages),
             add_generation_prompt=add_generation_prompt,
+            **({} if tools is None else {"tools": list(tools)}),
             **self.named_tokens,
         )
 
@@ -103,12 +117,14 @@ class MissingTokenizer:
         """Raises ValueError."""
         raise ValueError(self.reason)
 
-    def apply_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat(self, messages: Any, **options: Any) -> list[int]:
         """Raises ValueError."""
         raise ValueError(self.reason)
 
 
-def _render(template: str, **values: Any) -> str:
+def _render(
+    template: str, *, max_characters: int | None, max_seconds: float | None, **values: Any
+) -> str:
     """Renders a chat template in a sandbox, with the helpers that published templates use."""
     jinja2 = needed("jinja2")
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -124,9 +140,24 @@ def _render(template: str, **values: Any) -> str:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     with reading("chat template"):
         try:
-            return environment.from_string(template).render(**values)
+            pieces = environment.from_string(template).generate(**values)
+            return "".join(_bounded(pieces, max_characters, max_seconds))
         except jinja2.TemplateError as error:
             raise ValueError(error) from None
+
+
+def _bounded(
+    pieces: Iterable[str], max_characters: int | None, max_seconds: float | None
+) -> Iterator[str]:
+    """The pieces; raises ValueError when they become too many or take too long."""
+    size, start = 0, time.monotonic()
+    for piece in pieces:
+        size += len(piece)
+        if max_characters is not None and size > max_characters:
+            raise ValueError(f"expected at most {max_characters} characters of text, got more")
+        if max_seconds is not None and time.monotonic() - start > max_seconds:
+            raise ValueError(f"expected an end within {max_seconds:g} s")
+        yield piece
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer | MissingTokenizer:

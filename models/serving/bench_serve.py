@@ -18,6 +18,7 @@ from jax_paged.ops.batch import pages_for
 
 from ..checkpoint.weights import load_checkpoint, open_checkpoint
 from ..decoder.generation import PAGE_SIZE, check_count
+from ..decoder.protocol import Model, ModelConfig
 from .engine import Engine
 from .request import Request
 
@@ -77,13 +78,13 @@ class Replay:
             "new_tokens": total,
             "seconds": self.seconds,
             "new_tokens_per_s": total / self.seconds,
-            "first_token_ms": _percentiles(first),
-            "inter_token_ms": _percentiles(gaps),
+            "first_token_ms": percentiles(first),
+            "inter_token_ms": percentiles(gaps),
             "peak_pages": max((pages for _, _, pages in self.steps), default=0),
         }
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float | None]:
+def percentiles(seconds: list[float]) -> dict[str, float | None]:
     if not seconds:
         return {"p50": None, "p90": None}
     p50, p90 = np.percentile(seconds, [50, 90]) * 1e3
@@ -122,8 +123,8 @@ def replay(
     return Replay([a.seconds for a in trace], times, requests, steps, seconds)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the command."""
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for an option that is out of range, before weights are loaded."""
     values = vars(options)
     counts = {name.replace("-", "_"): least for name, _, least, _ in COUNTS} | {"repeat": 1}
     for name, least in counts.items():
@@ -137,30 +138,41 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--plot: matplotlib is not installed: pip install 'jax_paged[plot]'")
     if options.one_by_one:
         options.max_seqs, options.no_prefix_cache = 1, True
-    weights = {"weight_dtype": options.weight_dtype}
-    with open_checkpoint(options.model, options.dtype, base=options.base, **weights) as checkpoint:
-        config = checkpoint.config
-        if options.new_tokens >= config.context_length:
-            most = config.context_length - 1
-            raise ValueError(f"new-tokens: expected at most {most}, got {options.new_tokens}")
-        options.status.tell(checkpoint.title)
-        model = checkpoint.load()
-    drafter = None
-    if options.draft_model is not None:
-        drafter, _, _ = load_checkpoint(options.draft_model, options.dtype, **weights)
-    trace_options = (
+
+
+def trace_of(options: argparse.Namespace, config: ModelConfig) -> list[Arrival]:
+    """The trace that the options describe, of a model's tokens.
+
+    Raises:
+      ValueError: the new tokens leave no room in the context.
+    """
+    if options.new_tokens >= config.context_length:
+        most = config.context_length - 1
+        raise ValueError(f"new-tokens: expected at most {most}, got {options.new_tokens}")
+    names = (
         "requests", "rate", "prefixes", "prefix_tokens", "prompt_tokens", "new_tokens", "repeat",
         "seed",
     )  # fmt: skip
-    trace = make_trace(
+    return make_trace(
         vocab_size=config.vocab_size,
         context_length=config.context_length,
-        **{name: values[name] for name in trace_options},
+        **{name: getattr(options, name) for name in names},
     )
+
+
+def num_pages(options: argparse.Namespace, trace: list[Arrival]) -> int:
+    """As asked for, or enough for max_seqs requests of the trace."""
     needs = sorted(pages_for(len(a.prompt) + a.new_tokens, PAGE_SIZE) for a in trace)
-    engine = Engine(
+    return options.pages or sum(needs[-options.max_seqs :])
+
+
+def make_engine(
+    options: argparse.Namespace, model: Model, drafter: Model | None, trace: list[Arrival]
+) -> Engine:
+    """The engine that the options describe."""
+    return Engine(
         model,
-        num_pages=options.pages or sum(needs[-options.max_seqs :]),
+        num_pages=num_pages(options, trace),
         max_seqs=options.max_seqs,
         max_tokens=max(options.max_tokens, options.max_seqs * (1 + options.drafts)),
         prefix_cache=not options.no_prefix_cache,
@@ -172,6 +184,20 @@ def run(options: argparse.Namespace) -> int:
         preemption="recompute" if options.swap_pages is None else "swap",
         swap_pages=options.swap_pages,
     )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command."""
+    check(options)
+    weights = {"weight_dtype": options.weight_dtype}
+    with open_checkpoint(options.model, options.dtype, base=options.base, **weights) as checkpoint:
+        trace = trace_of(options, checkpoint.config)
+        options.status.tell(checkpoint.title)
+        model = checkpoint.load()
+    drafter = None
+    if options.draft_model is not None:
+        drafter, _, _ = load_checkpoint(options.draft_model, options.dtype, **weights)
+    engine = make_engine(options, model, drafter, trace)
     seen = replay(engine, trace)
     _tell_refused(seen.requests)
     figures = seen.summary() | {

@@ -14,7 +14,7 @@ ROOMS = ("layout", "checks", "native", "ops", "cache", "models", "testing")
 # The same of the rooms of the models. Nobody but the command imports `evaluation`.
 MODEL_ROOMS = (
     *("_packages", "progress", "status"),
-    *("decoder", "checkpoint", "testing", "serving", "evaluation", "cli", ""),
+    *("decoder", "checkpoint", "testing", "serving", "evaluation", "server", "cli", ""),
 )
 
 

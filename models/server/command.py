@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax-paged serve`: loads a model, starts the engine, and serves until a signal ends it."""
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_paged._start.command_line import LOG_LEVELS, SERVE_COUNTS
+from jax_paged._start.interrupt import EXIT_CODE
+
+from .._packages import check_installed
+from ..checkpoint.tokenizer import MissingTokenizer
+from ..checkpoint.weights import open_checkpoint
+from ..decoder.generation import check_count
+from ..serving.engine import Engine
+from .limits import Limits
+from .memory import estimate
+
+_log = logging.getLogger("jax_paged.server")
+_KEY = "JAX_PAGED_API_KEY"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code: 0 after SIGTERM, 130 after SIGINT."""
+    check_installed("starlette", "uvicorn", "prometheus_client", extra="serve")
+    _check(options)
+    start_log(options.log_level)
+    key = _api_key(options)
+    listener = _listen(options)
+    try:
+        _warn_of_strangers(options, key)
+        with _profiled(options.profile):
+            return asyncio.run(_serve(_service(options, key), listener))
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise ValueError(out_of_memory(options, error)) from None
+        raise
+    finally:
+        listener.close()
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, _, least, _ in SERVE_COUNTS:
+        check_count(name, getattr(options, name.replace("-", "_")), least)
+    for name, least in (("pages", 1), ("max-prompt-tokens", 1), ("logprobs", 0)):
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None:
+            check_count(name, value, least)
+    if not 0 < options.kv_memory_share <= 1:
+        share = options.kv_memory_share
+        raise ValueError(f"kv-memory-share: expected a number above 0 and at most 1, got {share}")
+    if not 0 <= options.drain_seconds < 86400:
+        raise ValueError(
+            f"drain-seconds: expected a number from 0 to 86400, got {options.drain_seconds}"
+        )
+    if options.prompt_logprobs and options.logprobs is None:
+        raise ValueError("prompt-logprobs: expected --logprobs, too, got none")
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"port: expected an integer from 0 to 65535, got {options.port}")
+
+
+def start_log(level: str | None) -> None:
+    """Messages of `jax_paged` go to stderr from this level on.
+
+    Args:
+      level: a name of `LOG_LEVELS`; None = that of JAX_PAGED_LOG, or "warning".
+
+    Raises:
+      ValueError: there is no such level.
+    """
+    level = level or os.environ.get("JAX_PAGED_LOG") or "warning"
+    if level not in LOG_LEVELS:
+        names = ", ".join(LOG_LEVELS)
+        raise ValueError(f"JAX_PAGED_LOG: expected one of {names}, got {level!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name, least in (("jax_paged", level), ("uvicorn", "warning")):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(max(getattr(logging, level.upper()), getattr(logging, least.upper())))
+
+
+def _api_key(options: argparse.Namespace) -> str | None:
+    """From a file or the environment: arguments of a process can be seen by others."""
+    name, key = _KEY, os.environ.get(_KEY)
+    if options.api_key_file is not None:
+        name = options.api_key_file
+        key = Path(name).read_text(encoding="utf-8").strip()
+    if key is None:
+        return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{name}: expected a key of printable ASCII characters without spaces")
+    return key
+
+
+def _listen(options: argparse.Namespace) -> socket.socket:
+    """Before the weights are loaded: a port in use should not wait for them."""
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(f"host: expected an address, got {options.host!r}: {error}") from None
+    family, kind, _, _, address = found[0]
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        where = f"{options.host}:{options.port}"
+        raise ValueError(f"{where} cannot be listened to: {error.strerror}") from None
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _warn_of_strangers(options: argparse.Namespace, key: str | None) -> None:
+    if key is None and not _is_loopback(options.host):
+        options.status.clear()
+        print(
+            f"jax-paged: warning: {options.host} can be reached from other machines, and anybody "
+            f"may ask: set {_KEY} or --api-key-file",
+            file=sys.stderr,
+        )
+
+
+@contextlib.contextmanager
+def _profiled(folder: str | None) -> Iterator[None]:
+    if folder is None:
+        yield
+        return
+    with jax.profiler.trace(folder):
+        yield
+
+
+def _service(options: argparse.Namespace, key: str | None) -> Any:
+    """The model behind HTTP, ready to start."""
+    from .app import Service
+
+    with open_checkpoint(
+        options.model, options.dtype, base=options.base, weight_dtype=options.weight_dtype
+    ) as checkpoint:
+        config, tokenizer = checkpoint.config, checkpoint.tokenizer
+        if isinstance(tokenizer, MissingTokenizer):
+            raise ValueError(tokenizer.reason)
+        options.status.tell(checkpoint.title)
+        sizes = estimate(
+            checkpoint.shapes(), max_seqs=options.max_seqs, pages=options.pages,
+            share=options.kv_memory_share, kv_dtype=options.kv_dtype,
+        )  # fmt: skip
+        options.status.tell(str(sizes))
+        model = checkpoint.load()
+        name = checkpoint.title.partition(":")[0]
+    more: dict[str, Any] = {"prompt_logprobs": True} if options.prompt_logprobs else {}
+    engine = Engine(
+        model,
+        num_pages=sizes.num_pages,
+        max_seqs=options.max_seqs,
+        max_tokens=max(options.max_tokens, options.max_seqs),
+        prefix_cache=not options.no_prefix_cache,
+        kv_dtype=options.kv_dtype,
+        logprobs=options.logprobs,
+        **more,
+    )
+    return Service(
+        engine,
+        tokenizer,
+        name=options.served_name or name,
+        stop_tokens=sorted({*config.eos_token_ids, *tokenizer.eos_ids}),
+        max_seqs=options.max_seqs,
+        limits=Limits(
+            max_body_bytes=options.max_body_bytes,
+            max_prompt_tokens=options.max_prompt_tokens,
+            max_choices=options.max_choices,
+            max_queue=options.max_queue,
+            drain_seconds=options.drain_seconds,
+        ),
+        api_key=key,
+        origins=options.allow_origin,
+        local_only=key is None and _is_loopback(options.host),
+        prompt_logprobs=options.prompt_logprobs,
+    )
+
+
+def out_of_memory(options: argparse.Namespace, error: BaseException) -> str:
+    """What to lower, and what was asked for."""
+    pages = f"--kv-memory-share (now {options.kv_memory_share:g})"
+    if options.pages is not None:
+        pages = f"--pages (now {options.pages})"
+    return (
+        f"out of memory: lower {pages}, --max-tokens (now {options.max_tokens}) or --max-seqs (now "
+        f"{options.max_seqs}), or take --weight-dtype int8 or --kv-dtype fp8: {error}"
+    )
+
+
+async def _serve(service: Any, listener: socket.socket) -> int:
+    """Serves until a signal, or until the engine fails; returns the exit code."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    signals: list[int] = []
+
+    def note(number: int) -> None:
+        if signals:  # the second one does not wait
+            os._exit(EXIT_CODE if number == signal.SIGINT else 128 + number)
+        signals.append(number)
+        ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, note, number)
+    host, port, *_ = listener.getsockname()
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def tell() -> None:
+        print(f"serving {service.name} at {where}", file=sys.stderr, flush=True)
+
+    failed = await serve_until(service, listener, ended, tell)
+    if failed:
+        print("jax-paged: error: the engine has failed, see the log above", file=sys.stderr)
+        return 1
+    return EXIT_CODE if signals == [signal.SIGINT] else 0
+
+
+async def serve_until(
+    service: Any, listener: socket.socket, ended: asyncio.Event,
+    on_ready: Callable[[], object] = lambda: None,
+) -> bool:  # fmt: skip
+    """Serves on a socket until `ended` is set, then drains; returns whether the engine failed."""
+    import uvicorn
+
+    failures: list[bool] = []
+
+    def on_failure() -> None:
+        failures.append(True)
+        ended.set()
+
+    service.on_failure = on_failure
+    service.start()
+    config = uvicorn.Config(
+        service.app, log_config=None, access_log=False, lifespan="off", server_header=False,
+        limit_concurrency=service.limits.max_connections, timeout_keep_alive=20,
+        timeout_graceful_shutdown=5, h11_max_incomplete_event_size=32 << 10, backlog=1024,
+        ws="none", proxy_headers=False,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  (ours are set)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if not serving.done():
+            on_ready()
+        waiting = asyncio.create_task(ended.wait())
+        await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        _log.info("draining")
+        await service.drain()
+        server.should_exit = True
+        await serving
+    finally:
+        await asyncio.get_running_loop().run_in_executor(None, service.stop)
+    return bool(failures)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax-paged serve`: the command, its memory, and its page in a browser."""
+
+import argparse
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import jax
+import pytest
+from running_server import CONFIG, Running, byte_engine
+from tiny_checkpoint import write_checkpoint
+
+from jax_paged._start.command_line import parser
+from jax_paged.models import Decoder, cli
+from jax_paged.models.decoder.parameters import abstract_source
+from jax_paged.models.server import command, memory
+from jax_paged.models.status import Status
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    arguments = ["--model", checkpoint, "--port", "0", "--no-program-cache", "--max-seqs", "2",
+                 "--max-tokens", "16", "--api-key-file", key, "--log-level", "info",
+                 "--served-name", "mine", "--kv-memory-share", "0.01"]  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "jax_paged", "serve", *map(str, arguments)],
+        stderr=subprocess.PIPE, text=True,
+    ) as child:  # fmt: skip
+        lines = []
+        while not lines or not lines[-1].startswith("serving "):
+            lines.append(child.stderr.readline())
+            assert lines[-1], lines
+        assert lines[0].startswith("tiny0: 38,112 parameters in float32")
+        assert "free; weights 0.00 GiB, KV 0.00 GiB (8 pages, 128 tokens)" in lines[1]
+        url = lines[-1].split()[-1]
+        assert lines[-1] == f"serving mine at {url}\n"
+        headers = {"content-type": "application/json", "authorization": "Bearer s3cret"}
+        data = json.dumps({"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", data, headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["usage"]["completion_tokens"] == 3
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert "jax_paged.server: completions: done, 5 + 3 tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--kv-memory-share", "0"], "kv-memory-share: expected a number above 0 and at most 1"),
+        (["--max-seqs", "0"], "max-seqs: expected an integer >= 1, got 0"),
+        (["--pages", "-1"], "pages: expected an integer >= 1, got -1"),
+        (["--prompt-logprobs"], "prompt-logprobs: expected --logprobs, too, got none"),
+        (["--port", "70000"], "port: expected an integer from 0 to 65535, got 70000"),
+        (["--host", "no.such.host.invalid"], "host: expected an address"),
+        (["--api-key-file", "/nowhere/key"], "/nowhere/key: No such file or directory"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_weights_are_loaded(
+    capsys, monkeypatch, arguments, part
+):
+    monkeypatch.setattr(cli, "kept_programs", contextlib.nullcontext)
+    monkeypatch.setattr(command, "open_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(command, "start_log", lambda level: None)
+    assert cli.main(["serve", "--port", "0", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"jax-paged: error: {part}"), err
+
+
+def test_a_level_or_key_of_the_environment_is_checked(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_PAGED_LOG", "loud")
+    with pytest.raises(ValueError, match="JAX_PAGED_LOG: expected one of debug, info"):
+        command.start_log(None)
+    monkeypatch.setenv("JAX_PAGED_API_KEY", "two words")
+    with pytest.raises(ValueError, match="JAX_PAGED_API_KEY: expected a key"):
+        command._api_key(argparse.Namespace(api_key_file=None))
+
+
+@pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_server_without_a_key_warns_where_strangers_can_reach_it(capsys, host, warns):
+    options = argparse.Namespace(host=host, status=Status())
+    command._warn_of_strangers(options, None)
+    err = capsys.readouterr().err
+    assert ("anybody may ask" in err) == warns
+    command._warn_of_strangers(options, "key")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_estimate_is_what_the_engine_takes(monkeypatch):
+    shapes = Decoder(CONFIG, abstract_source(CONFIG))
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(command_arrays(shapes)))
+    monkeypatch.setattr(memory, "free_bytes", lambda: weights + 2**20)
+    sizes = memory.estimate(shapes, max_seqs=64, pages=None, share=0.5)
+    assert sizes.weight_bytes == weights
+    engine = byte_engine(num_pages=sizes.num_pages)
+    pages = engine.state.k_pages, engine.state.v_pages
+    assert sum(x.nbytes for x in pages) <= 2**19
+    assert sum(x.nbytes for x in pages) > 2**19 - 2 * sizes.page_bytes - 8 * sizes.num_pages
+    assert memory.estimate(shapes, max_seqs=1, pages=None, share=1.0).num_pages == 32, "a context"
+    assert memory.estimate(shapes, max_seqs=1, pages=7, share=1.0).num_pages == 7
+    monkeypatch.setattr(memory, "free_bytes", lambda: weights)
+    with pytest.raises(ValueError, match="kv-memory-share: expected room for a page"):
+        memory.estimate(shapes, max_seqs=1, pages=None, share=1.0)
+
+
+def command_arrays(model):
+    return memory.split_model(model)[1]
+
+
+def test_free_memory_is_within_the_limit_of_the_control_group():
+    found = memory.free_bytes()
+    assert found is not None
+    assert 2**20 < found < 2**50
+
+
+def test_out_of_memory_says_what_to_lower(capsys, monkeypatch, checkpoint):
+    monkeypatch.setattr(cli, "kept_programs", contextlib.nullcontext)
+    monkeypatch.setattr(command, "start_log", lambda level: None)
+
+    def fails(*_, **__):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(command, "Engine", fails)
+    arguments = ["serve", "--port", "0", "--model", str(checkpoint), "--max-seqs", "3"]
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    for part in ("out of memory: lower --kv-memory-share (now 0.5)", "--max-seqs (now 3)"):
+        assert part in err
+
+
+def test_the_options_of_the_command_have_their_defaults():
+    options = parser().parse_args(["serve"])
+    assert (options.host, options.port, options.allow_origin) == ("127.0.0.1", 8000, [])
+
+
+class Browser:
+    """Chromium, driven by WebDriver's HTTP."""
+
+    def __init__(self, folder):
+        self._driver = subprocess.Popen(
+            [shutil.which("chromedriver"), "--port=0"], stdout=subprocess.PIPE, text=True
+        )
+        port = ""
+        while not port:
+            line = self._driver.stdout.readline()
+            assert line, "chromedriver has ended"
+            if "on port " in line and "successfully" in line:
+                port = line.rstrip(".\n").rpartition(" ")[2]
+        self._url = f"http://127.0.0.1:{port}/session"
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                     "--window-size=900,700", f"--user-data-dir={folder}"]  # fmt: skip
+        options = {"args": arguments, "binary": shutil.which("chromium")}
+        made = self._ask("", {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}})
+        self._url += f"/{made['sessionId']}"
+
+    def _ask(self, path, body=None, method="POST"):
+        data = json.dumps(body or {}).encode() if method == "POST" else None
+        request = urllib.request.Request(
+            self._url + path, data, {"content-type": "application/json"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["value"]
+
+    def go(self, url):
+        self._ask("/url", {"url": url})
+
+    def run(self, script):
+        return self._ask("/execute/sync", {"script": script, "args": []})
+
+    def wait(self, script, seconds=30):
+        end = time.monotonic() + seconds
+        while not (value := self.run(script)):
+            assert time.monotonic() < end, script
+            time.sleep(0.05)
+        return value
+
+    def screenshot(self):
+        return base64.b64decode(self._ask("/screenshot", method="GET"))
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self._ask("", method="DELETE")
+        self._driver.terminate()
+        self._driver.communicate()
+
+
+@pytest.fixture
+def browser(tmp_path):
+    missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: apt-get install chromium chromium-driver")
+    opened = Browser(tmp_path / "profile")
+    yield opened
+    opened.close()
+
+
+SAY = """
+document.getElementById("text").value = TEXT;
+document.getElementById("form").requestSubmit();
+"""
+TURNS = 'return [...document.querySelectorAll(".turn")].map((t) => [t.className, t.textContent]);'
+
+
+def test_the_page_holds_a_conversation_and_shows_text_as_text(browser, tmp_path):
+    engine = byte_engine()
+    server = Running(engine, name="<b>tiny</b>")
+    hostile = "<img src=x onerror=\"document.title='hacked'\"> & <script>1</script>"
+    try:
+        browser.go(server.url + "/")
+        name = 'return document.getElementById("model").textContent'
+        browser.wait(f'{name} === "<b>tiny</b>"')
+        browser.run('document.getElementById("max-tokens").value = 20')
+        browser.run(SAY.replace("TEXT", json.dumps(hostile)))
+        browser.wait('return document.querySelectorAll(".note").length === 1')
+        (kind, asked), (answers, answer) = browser.run(TURNS)
+        assert (kind, asked, answers) == ("turn user", hostile, "turn assistant")
+        body = {"messages": [{"role": "user", "content": hostile}], "max_tokens": 20, "seed": 1}
+        assert server.post("/v1/chat/completions", body)[0] == 200
+        assert 0 < len(answer) <= 20
+        # A second turn: the conversation is sent whole.
+        before = engine.num_fed
+        browser.run(SAY.replace("TEXT", json.dumps("again")))
+        browser.wait('return document.querySelectorAll(".note").length === 2')
+        assert len(browser.run(TURNS)) == 4
+        assert engine.num_fed > before
+        assert browser.run("return document.title") == "jax_paged"
+        assert browser.run('return document.querySelectorAll("main img, main script").length') == 0
+        picture = browser.screenshot()
+        assert picture.startswith(b"\x89PNG")
+        if folder := os.environ.get("JAX_PAGED_SCREENSHOTS"):
+            with open(os.path.join(folder, "chat.png"), "wb") as file:
+                file.write(picture)
+        # Errors are shown, and Stop and New chat work.
+        browser.run('document.getElementById("max-tokens").value = 0')
+        browser.run(SAY.replace("TEXT", json.dumps("wrong")))
+        browser.wait('return document.querySelectorAll(".error").length === 1')
+        assert "max_completion_tokens: expected" in browser.run(TURNS)[-1][1]
+        browser.run('document.getElementById("reset").click()')
+        assert browser.run(TURNS) == []
+    finally:
+        server.end()
+
+
+def test_stop_in_the_page_ends_the_request(browser):
+    engine = byte_engine()
+    step = engine.step
+    engine.step = lambda: (time.sleep(0.02), step())[1]
+    server = Running(engine)
+    try:
+        browser.go(server.url + "/")
+        browser.run('document.getElementById("max-tokens").value = 480')
+        browser.run(SAY.replace("TEXT", json.dumps("Hello")))
+        browser.wait('return document.querySelector(".assistant")?.textContent.length > 0')
+        steps = engine.num_steps
+        browser.run('document.getElementById("stop").click()')
+        server.wait_until_idle()
+        assert engine.num_steps - steps < 100
+        browser.wait('return !document.getElementById("send").hidden')
+    finally:
+        server.end()
