@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         draft_model = drafter if way.startswith("draft model") else None
         engine = Engine(
             model, num_pages=pages * len(prompts), pages_per_seq=pages, max_seqs=len(prompts),
-            max_tokens=64, prefix_cache=False, draft_model=draft_model, **WAYS[way],
+            max_tokens=9 * len(prompts), prefix_cache=False, draft_model=draft_model, **WAYS[way],
         )  # fmt: skip
         stops = config.eos_token_ids
         served = engine.generate(prompts, max_new_tokens=options.new_tokens, stop_tokens=stops)

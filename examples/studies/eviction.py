@@ -10,47 +10,19 @@ positions that RoPE has turned their keys by.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from common import add_text, options_for, read_tokens, save_lines, show
 from eviction_model import forward
+from eviction_rules import RULES, Rule, keep
 
 from jax_paged.models import create_state, load_checkpoint, merge_model, split_model
 
 
-class Rule(NamedTuple):
-    """Keeps the first pages, the newest, and of the others those with most attention so far."""
-
-    budget: Any  # pages, all in all
-    first: Any
-    newest: Any
-    by_layer: Any  # whether each layer forgets for itself
-
-
-RULES = {
-    "newest": lambda budget: Rule(budget, 0, budget, False),
-    "first and newest": lambda budget: Rule(budget, 1, budget - 1, False),
-    "mass": lambda budget: Rule(budget, 0, budget // 2, False),
-    "mass by layer": lambda budget: Rule(budget, 0, budget // 2, True),
-}
-
-
-def keep(mass: jax.Array, last: jax.Array, rule: Rule) -> jax.Array:
-    """Which pages to keep, bool[layers, rows, pages]; −inf in `mass` is one forgotten before."""
-    page = jnp.arange(mass.shape[-1], dtype=jnp.int32)
-    budget, first, newest, by_layer, last = (x[:, None] for x in (*rule, last))
-    mass = jnp.where(by_layer, mass, jnp.mean(mass, axis=0, keepdims=True))
-    is_safe = (page < first) | (page > last - newest)
-    mass = jnp.where(is_safe, jnp.inf, mass)
-    mass = jnp.where(page > last, -jnp.inf, mass)
-    rank = jnp.argsort(jnp.argsort(mass, axis=-1, descending=True), axis=-1)
-    return (rank < budget) & (mass > -jnp.inf)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0)
 def read(graph, weights, state, tokens, rule: Rule) -> tuple[jax.Array, jax.Array]:
     """−log p of each next token, and the likeliest one: [tokens − 1, rows] each."""
     rows, pages = state.table.page_table.shape
@@ -58,11 +30,11 @@ def read(graph, weights, state, tokens, rule: Rule) -> tuple[jax.Array, jax.Arra
     def step(carry, now):
         state, mass = carry
         state, batch, _ = state.append(jnp.arange(rows, dtype=jnp.int32), 1)
-        last = (batch.seq_lens - 1) // state.page_size
+        last = (batch.seq_lens - 1) // state.table.page_size
         kept = keep(mass, last, rule)
         model = merge_model(graph, weights)
         logits, state, more = forward(model, jnp.full(rows, now[0]), batch, state, kept)
-        forgotten = ~kept & (jnp.arange(pages, dtype=jnp.int32) <= last[:, None])
+        forgotten = ~kept & (jnp.arange(pages)[None, None] <= last[None, :, None])
         mass = jnp.where(forgotten, -jnp.inf, mass + more)
         loss = jax.nn.logsumexp(logits, axis=-1) - logits[:, now[1]]
         return (state, mass), (loss, jnp.argmax(logits, axis=-1))
@@ -85,13 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     rule = Rule(*map(jnp.asarray, zip(*(rule for _, rule in named), strict=True)))
     sizes = {"max_seqs": len(named), "pages_per_seq": pages, "page_size": options.page_size}
     state = create_state(model, num_pages=len(named) * pages, **sizes)
-    losses, guesses = read(*split_model(model), state, jnp.asarray(tokens), rule)
+    found = read(*split_model(model), state, jnp.asarray(tokens), rule)
+    losses, guesses = map(np.asarray, found)
     perplexity = np.exp(np.mean(losses, axis=0, dtype=np.float64))
     same = np.mean(guesses == guesses[:, :1], axis=0)
     rows, lines = [], {}
     for i, (name, (budget, *_)) in enumerate(named):
-        rows.append({"kept": name, "pages": budget, "perplexity": float(perplexity[i]),
-                     "× all": float(perplexity[i] / perplexity[0]), "same guess": float(same[i])})  # fmt: skip
+        rows.append({
+            "kept": name, "pages": budget, "perplexity": float(perplexity[i]),
+            "× all": float(perplexity[i] / perplexity[0]), "same guess": float(same[i]),
+        })  # fmt: skip
         if i:
             lines.setdefault(name, []).append((budget, rows[-1]["× all"]))
     show(rows)

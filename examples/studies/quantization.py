@@ -14,17 +14,10 @@ import jax
 import jax.numpy as jnp
 from common import add_text, options_for, read_tokens, save_bars, show
 
-from jax_paged.models import (
-    Decoder,
-    TensorSource,
-    default_checkpoint,
-    evaluate,
-    load_checkpoint,
-    tensor_source,
-)
+import jax_paged.models as jpm
 
 
-def int4_source(source: TensorSource, group: int) -> TensorSource:
+def int4_source(source: jpm.TensorSource, group: int) -> jpm.TensorSource:
     """A source whose projections are rounded to 4 bits: a scale for each `group` of inputs.
 
     A weight becomes scale · q with q in −7 … 7 and scale = max|w| / 7 of its group.
@@ -48,15 +41,16 @@ def int4_source(source: TensorSource, group: int) -> TensorSource:
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = options_for(__doc__)
     add_text(parser, tokens=1800)
+    parser.add_argument("--dtypes", nargs="*", default=["int8", "fp8"], help="of 8 bits")
     parser.add_argument("--groups", type=int, nargs="*", default=[32, 64, 192])
     options = parser.parse_args(arguments)
-    path = options.model or default_checkpoint()
-    model, config, tokenizer = load_checkpoint(path)
+    path = options.model or jpm.default_checkpoint()
+    model, config, tokenizer = jpm.load_checkpoint(path)
     tokens = read_tokens(options, tokenizer)
     rows: list[dict[str, Any]] = []
 
-    def add(weights: str, model: Decoder, kv_dtype: str = "auto") -> None:
-        result = evaluate(model, tokens, kv_dtype=kv_dtype)
+    def add(weights: str, model: jpm.Decoder, kv_dtype: str = "auto") -> None:
+        result = jpm.evaluate(model, tokens, kv_dtype=kv_dtype)
         cost = result["nll"] - (rows[0]["nll"] if rows else result["nll"])
         kv = jnp.dtype(model.dtype).name if kv_dtype == "auto" else kv_dtype
         rows.append({"weights": weights, "K and V": kv, "perplexity": result["perplexity"],
@@ -64,15 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
     name = jnp.dtype(model.dtype).name
     add(name, model)
-    for kv_dtype in ("int8", "fp8"):
+    for kv_dtype in options.dtypes:
         add(name, model, kv_dtype)
-    source = tensor_source(path, model.dtype)
-    for weight_dtype in ("int8", "fp8"):
-        small = Decoder(config, source, weight_dtype=weight_dtype)
+    source = jpm.tensor_source(path, model.dtype)
+    for weight_dtype in options.dtypes:
+        small = jpm.Decoder(config, source, weight_dtype=weight_dtype)
         add(weight_dtype, small)
         add(weight_dtype, small, weight_dtype)
     for group in options.groups:
-        add(f"int4, groups of {group}", Decoder(config, int4_source(source, group)))
+        add(f"int4, groups of {group}", jpm.Decoder(config, int4_source(source, group)))
     show(rows)
     bars = {f"{row['weights']}; K and V {row['K and V']}": float(row["more nats"]) for row in rows}
     save_bars(options.plot, bars, x="more nats per token")
