@@ -46,7 +46,7 @@ def read(graph, weights, state, tokens, rule: Rule) -> tuple[jax.Array, jax.Arra
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = options_for(__doc__)
     add_text(parser, tokens=1024)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32], help="pages")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32], help="pages")
     parser.add_argument("--page-size", type=int, default=16)
     options = parser.parse_args(arguments)
     model, _, tokenizer = load_checkpoint(options.model)

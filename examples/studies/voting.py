@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = options_for(__doc__)
     parser.add_argument("--questions", type=Path, default=DATA / "questions.json")
     parser.add_argument("--count", type=int, help="how many of the questions; all by default")
-    parser.add_argument("--samples", type=int, default=16, help="answers to each question")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each question")
     parser.add_argument("--new-tokens", type=int, default=60, help="most of an answer")
     parser.add_argument("--temperature", type=float, default=0.7)
     options = parser.parse_args(arguments)
