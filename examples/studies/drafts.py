@@ -46,18 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         draft_model = drafter if way.startswith("draft model") else None
         engine = Engine(
             model, num_pages=pages * len(prompts), pages_per_seq=pages, max_seqs=len(prompts),
-            max_tokens=9 * len(prompts), prefix_cache=False, draft_model=draft_model, **WAYS[way],
+            max_tokens=9 * len(prompts), prefix_cache=False, ahead=0, draft_model=draft_model,
+            **WAYS[way],
         )  # fmt: skip
-        stops = config.eos_token_ids
-        served = engine.generate(prompts, max_new_tokens=options.new_tokens, stop_tokens=stops)
+        told: list[tuple] = []  # each request is told once after each step that draws for it
+        served = engine.generate(
+            prompts, max_new_tokens=options.new_tokens, stop_tokens=config.eos_token_ids,
+            on_tokens=lambda *new, told=told: told.append(new),
+        )  # fmt: skip
         tokens = [request.tokens for (request,) in served]
         plain = plain or tokens
-        count = sum(map(len, tokens))
+        count = sum(len(request.tokens) + (request.reason == "stop_token") for (request,) in served)
         drafted, accepted = engine.num_drafted, engine.num_accepted
         rows.append({
             "drafts": way, "new tokens": count, "drafted": drafted, "accepted": accepted,
             "share": accepted / drafted if drafted else 0.0,
-            "tokens a step": count / max(count - accepted, 1),
+            "tokens a step": count / len(told),
             "answers as without": sum(map(list.__eq__, tokens, plain)),
         })  # fmt: skip
     show(rows)

@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32], help="pages")
     parser.add_argument("--page-size", type=int, default=16)
     options = parser.parse_args(arguments)
+    if min(options.budgets) < 2:
+        parser.error("--budgets: expected at least 2 pages, the first and the newest")
     model, _, tokenizer = load_checkpoint(options.model)
     tokens = read_tokens(options, tokenizer)
     pages = -(-len(tokens) // options.page_size)
