@@ -44,8 +44,10 @@ def forward(
         table = jnp.where(kept[number], batch.page_table, -1)
         rows = {"page_table": table, "seq_lens": batch.seq_lens, "layer": number}
         out = paged_attention(q, state.k_pages, state.v_pages, **rows)
-        masses.append(page_attention_mass(q, state.k_pages, **rows).sum(1))
-        x = x + linear(out.reshape(*row.shape, -1), attention.out[...])
+        mass = page_attention_mass(q, state.k_pages, **rows).sum(1)
+        masses.append(mass)
+        # 0 · mass: the next layer's write waits for the mass, too. Else XLA copies the pool for it.
+        x = x + linear(out.reshape(*row.shape, -1), attention.out[...]) + 0 * jnp.sum(mass)
         normed = rms_norm(x, layer.mlp_norm[...], config.rms_norm_eps)
         x = x + gated_mlp(normed, mlp.gate_up[...], mlp.down[...])
     return model.logits(x), state, jnp.stack(masses)

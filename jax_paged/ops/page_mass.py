@@ -55,6 +55,9 @@ def page_attention_mass(
       NotImplementedError: the native kernels do not take this head_dim; or a derivative is asked
         for, which the masses do not have.
 
+    In a program that writes to the pages later, let that write depend on the masses. XLA does not
+    order the two by itself, and may then copy the pool for the sake of the masses.
+
     alibi_slopes, rope and trees are not taken. The work is one call of `paged_attention` that has
     every page as a row of its own, with q repeated. vmap runs one call after another.
 

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from tiny_checkpoint import write_checkpoint
 
-from jax_paged.models import evaluate, load_checkpoint
+from jax_paged.models import Decoder, create_state, evaluate, load_checkpoint, split_model
+from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.testing import small_config
+from jax_paged.testing import pool_sized_ops
 
 STUDIES = Path(__file__).parents[2] / "examples" / "studies"
 CHAT = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
@@ -139,6 +142,17 @@ def test_a_budget_of_all_pages_loses_nothing_and_a_small_one_does(run, checkpoin
     model, _, tokenizer = load_checkpoint(checkpoint)
     whole = evaluate(model, tokenizer.encode(TEXT * 2)[:60])["perplexity"]
     assert rows[0]["perplexity"] == pytest.approx(whole, rel=1e-4)
+
+
+def test_the_eviction_study_copies_the_pool_once_and_not_in_each_layer(study):
+    """The mass of a layer is read before the next layer writes."""
+    config = small_config("llama", num_hidden_layers=3)
+    model = Decoder(config, random_source(config))
+    state = create_state(model, num_pages=64, max_seqs=4, pages_per_seq=16, page_size=4)
+    rule = study("eviction_rules").Rule(*(jnp.full(4, x) for x in (8, 0, 4, False)))
+    program = study("eviction").read.lower(*split_model(model), state, jnp.arange(50), rule)
+    copies = pool_sized_ops(program.compile(), state.k_pages)
+    assert len(copies) <= 2, "K and V at the start, which the caller keeps"
 
 
 def test_a_rule_keeps_the_first_the_newest_and_the_heaviest_pages_and_none_again(study):
