@@ -238,8 +238,8 @@ def _lm_eval(options: argparse.Namespace) -> int:
     named = {
         name: getattr(options, key)
         for name, key in (
-            ("pretrained", "model"), ("base", "base"), ("dtype", "dtype"), ("weight_dtype", "weight_dtype"),
-            ("kv_dtype", "kv_dtype"),
+            ("pretrained", "model"), ("base", "base"), ("dtype", "dtype"),
+            ("weight_dtype", "weight_dtype"), ("kv_dtype", "kv_dtype"),
         )
         if getattr(options, key) is not None
     }  # fmt: skip

@@ -37,6 +37,7 @@ from jax_paged.ops.mla import write_mla_kv as write_mla_kv
 from jax_paged.ops.moe import moe_experts as moe_experts
 from jax_paged.ops.move import copy_pages as copy_pages
 from jax_paged.ops.move import move_slots as move_slots
+from jax_paged.ops.page_mass import page_attention_mass as page_attention_mass
 from jax_paged.ops.plan import AttentionPlan as AttentionPlan
 from jax_paged.ops.qkv import qkv_norm_rope_write as qkv_norm_rope_write
 from jax_paged.ops.ranges import gather_kv as gather_kv

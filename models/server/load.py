@@ -73,8 +73,8 @@ def _server(options: argparse.Namespace, trace: list[Arrival]) -> Iterator[str]:
     given = {
         "port": 0, "max-seqs": options.max_seqs, "kv-dtype": options.kv_dtype,
         "max-tokens": max(options.max_tokens, options.max_seqs), "max-queue": len(trace),
-        "pages": bench_serve.num_pages(options, trace), "model": options.model, "base": options.base,
-        "dtype": options.dtype, "weight-dtype": options.weight_dtype,
+        "pages": bench_serve.num_pages(options, trace), "model": options.model,
+        "base": options.base, "dtype": options.dtype, "weight-dtype": options.weight_dtype,
         "log-level": "warning",  # nobody reads on what it says
     }  # fmt: skip
     command = [sys.executable, "-P", "-m", "jax_paged", "serve"]
