@@ -13,7 +13,6 @@ from jax_paged.models import (
     Adapter,
     Decoder,
     Stepper,
-    evaluate,
     generate,
     merge_adapter,
     score,
@@ -116,18 +115,12 @@ def test_8_bit_weights_stay_and_the_adapter_is_not_quantized(weight_dtype):
         merge_adapter(quantized, adapter)
 
 
-def test_generate_and_evaluate_run_with_an_adapter(model):
+def test_generate_runs_with_an_adapter(model):
     adapter = make_adapter(CONFIG, 4)
-    merged = merge_adapter(model, adapter)
     options = {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}
-    expected = generate(merged, PROMPTS, **options).tokens
+    expected = generate(merge_adapter(model, adapter), PROMPTS, **options).tokens
     assert generate(model, PROMPTS, adapter=adapter, **options).tokens == expected
     assert generate_many(model, PROMPTS, adapter=adapter, **options).tokens == expected
-    assert generate(model, PROMPTS, **options).tokens != expected, "the model stays as it is"
-    perplexity = [
-        evaluate(m, range(40))["perplexity"] for m in (merged, with_adapter(model, adapter))
-    ]
-    np.testing.assert_allclose(*perplexity, rtol=1e-5)
 
 
 def test_an_adapter_of_experts_layers_is_that_of_their_attention():

@@ -18,7 +18,6 @@ NAMES = ["a", None, "b", "c", "a", None]
 DRAW = {"temperature": 0.8, "seed": 3}
 KINDS = {
     "plain": {},
-    "few pages": {"num_pages": 13},
     "few pages, swap": {"num_pages": 13, "preemption": "swap"},
     "look-up trees": {"max_drafts": 4, "draft_branches": 2},
     "draft model": {"max_drafts": 3, "draft_model": True},

@@ -237,12 +237,11 @@ def test_the_command_generates_with_an_adapter(base, folder, capsys, monkeypatch
         return code, [json.loads(line)["tokens"] for line in out.splitlines()], err
 
     beside = run("--model", base, "--adapter", folder)
-    merged = run("--model", folder)
-    given = run("--model", folder, "--base", base)
-    plain = run("--model", base)
-    assert beside[0] == merged[0] == given[0] == plain[0] == 0
-    assert beside[1] == merged[1] == given[1]
-    assert plain[1] != merged[1]
+    merged = run("--model", folder, "--base", base)
+    assert beside[0] == merged[0] == 0
+    assert beside[1] == merged[1]
+    if len(prompts) == 1:
+        assert run("--model", base)[1] != merged[1]
     code, _, err = run("--model", base, "--adapter", base)
     assert code == 2
     assert "adapter_config.json: no such file" in err

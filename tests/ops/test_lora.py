@@ -187,16 +187,20 @@ def test_the_base_is_updated_in_place():
     assert "output_to_operand_aliasing={{}: (4, {})}" in call
 
 
+def ones(shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
 WRONG = {
-    "x: expected shape [tokens, in], got [8]": {"x": jnp.ones(8)},
-    "x: expected dtype": {"x": jnp.ones((3, 8), jnp.int8)},
-    "a: expected shape [num_adapters=2, parts·rank=8, in=8]": {"a": jnp.ones((2, 16, 8))},
-    "a: expected dtype float32": {"a": jnp.ones((2, 8, 8), jnp.bfloat16)},
-    "b: expected shape [num_adapters, out, rank]": {"b": jnp.ones((2, 8))},
+    "x: expected shape [tokens, in], got [8]": {"x": ones(8)},
+    "x: expected dtype": {"x": ones((3, 8), jnp.int8)},
+    "a: expected shape [num_adapters=2, parts·rank=8, in=8]": {"a": ones((2, 16, 8))},
+    "a: expected dtype float32": {"a": ones((2, 8, 8), jnp.bfloat16)},
+    "b: expected shape [num_adapters, out, rank]": {"b": ones((2, 8))},
     "adapters: expected shape [tokens=3]": {"adapters": jnp.zeros(2, jnp.int32)},
     "adapters: expected an integer dtype": {"adapters": jnp.zeros(3)},
-    "base: expected shape [tokens=3, out=8]": {"base": jnp.ones((3, 4))},
-    "base: expected dtype float32": {"base": jnp.ones((3, 8), jnp.float16)},
+    "base: expected shape [tokens=3, out=8]": {"base": ones((3, 4))},
+    "base: expected dtype float32": {"base": ones((3, 8), jnp.float16)},
     "part_sizes: expected integers of at least 1 that add up to 8": {"part_sizes": (4, 5)},
     "part_sizes: expected integers": {"part_sizes": (8, 0)},
     "implementation: expected": {"implementation": "fast"},
@@ -207,7 +211,7 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_arguments_are_named(text):
     call = {
-        "x": jnp.ones((3, 8)), "a": jnp.ones((2, 8, 8)), "b": jnp.ones((2, 8, 8)),
+        "x": ones((3, 8)), "a": ones((2, 8, 8)), "b": ones((2, 8, 8)),
         "adapters": jnp.zeros(3, jnp.int32),
     } | WRONG[text]  # fmt: skip
     with pytest.raises(ValueError, match="^" + text.replace("[", r"\[")):
