@@ -84,7 +84,8 @@ def _ragged_dot(x, gate_up, down, experts, weights):
 def _call(x, layer: Layer, *, contender: Any):
     if contender == "ragged_dot":
         return _ragged_dot(x, **layer)
-    return moe_experts(x, **layer, implementation=contender)
+    arrays: dict[str, Any] = layer
+    return moe_experts(x, **arrays, implementation=contender)
 
 
 @functools.partial(jax.jit, static_argnames=("contender", "calls"))

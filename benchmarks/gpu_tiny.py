@@ -231,7 +231,8 @@ def choose(dtype: str, quantized: bool) -> None:
     )
     experts = np.array([[3, 1], [3, -1]] * (tokens // 2), np.int32)
     weights = rng.random(experts.shape, "f4")
-    scales, meant = {}, [gate_up, down]
+    scales: dict[str, Any] = {}
+    meant = [gate_up, down]
     if quantized:
         (gate_up, of_gate_up), (down, of_down) = map(quantize_weight, meant)
         scales = {"gate_up_scale": of_gate_up, "down_scale": of_down}

@@ -44,11 +44,13 @@ def write_folder(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from jax_paged.models import default_checkpoint, tensor_source
+    from jax_paged.models.checkpoint.tokenizer import Tokenizer
     from jax_paged.models.checkpoint.weights import open_checkpoint
     from jax_paged.models.decoder.parameters import expected_tensors
 
     with open_checkpoint(None, "float32") as checkpoint:
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
     source = tensor_source(default_checkpoint())
     tensors = {}
     for name in expected_tensors(config):
@@ -189,7 +191,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--save", metavar="FILE", type=Path, help="write a result file")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of a task: a test")
     parser.add_argument(

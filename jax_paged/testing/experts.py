@@ -29,7 +29,7 @@ def make_options(case, activation="silu", bias_dtype: Any = None, seed=1):
     down = case[2]
     num_experts, hidden, inner = down.shape
     rng = np.random.default_rng(seed)
-    options = {"activation": activation}
+    options: dict[str, Any] = {"activation": activation}
     if activation == "swiglu_oai":
         options["limit"] = 0.75
     if bias_dtype is not None:
@@ -39,7 +39,7 @@ def make_options(case, activation="silu", bias_dtype: Any = None, seed=1):
     return options
 
 
-def activate(gate, up, activation="silu", limit=None):
+def activate(gate, up, activation="silu", limit: Any = None):
     """What an activation makes of a gate and an up, in float64."""
     gate, up = np.asarray(gate, np.float64), np.asarray(up, np.float64)
     with np.errstate(over="ignore"):

@@ -58,7 +58,13 @@ class Tokenizer:
         with reading("tokenizer"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat(
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The ids of a conversation under the checkpoint's chat template; as `render_chat`."""
+        text = self.render_chat(messages, **options)
+        with reading("tokenizer"):
+            return self.backend.encode(text, add_special_tokens=False).ids
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -66,8 +72,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_characters: int | None = None,
         max_seconds: float | None = None,
-    ) -> list[int]:
-        """The ids of a conversation under the checkpoint's chat template.
+    ) -> str:
+        """The text of a conversation under the checkpoint's chat template.
 
         Args:
           messages: dicts with "role" ("system", "user", "assistant") and "content".
@@ -80,14 +86,6 @@ class Tokenizer:
           ValueError: the checkpoint has no template, the template refuses the messages, or a bound
             is passed.
         """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        with reading("tokenizer"):
-            return self.backend.encode(text, add_special_tokens=False).ids
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """The text whose ids `apply_chat` gives."""
         if self.chat_template is None:
             raise ValueError("apply_chat: this checkpoint has no chat template")
         return _render(

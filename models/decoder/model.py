@@ -20,6 +20,7 @@ longer see. A state with some of the layers only serves a pipeline stage:
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,7 @@ class Layer(nnx.Module):
         )
         x = x + out
         normed = rms_norm(x, self.mlp_norm[...], self.eps)
-        own = {"live": step.live} if self.is_mixture else {"adapters": adapters}
+        own: dict[str, Any] = {"live": step.live} if self.is_mixture else {"adapters": adapters}
         x = x + self.mlp(normed, implementation=step.implementation, **own)
         return x, state
 

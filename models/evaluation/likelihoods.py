@@ -202,17 +202,17 @@ def _checked_pair(
 
 
 class _Step(NamedTuple):
-    """What a step takes from the host; -1 takes no part."""
+    """What a step takes from the host, as numpy arrays; -1 takes no part."""
 
-    releases: np.ndarray  # i32[max_seqs], rows
-    parents: np.ndarray  # i32[max_seqs], rows to fork from, into children, of lengths
-    children: np.ndarray
-    lengths: np.ndarray
-    rows: np.ndarray  # i32[max_seqs], that feed q_lens tokens each
-    q_lens: np.ndarray
-    room: np.ndarray  # i32[max_seqs], tokens that they reserve
-    tokens: np.ndarray  # i32[T], flat, then padding
-    logit_rows: np.ndarray  # i32[R], tokens whose logits are wanted, then padding
+    releases: Any  # i32[max_seqs], rows
+    parents: Any  # i32[max_seqs], rows to fork from, into children, of lengths
+    children: Any
+    lengths: Any
+    rows: Any  # i32[max_seqs], that feed q_lens tokens each
+    q_lens: Any
+    room: Any  # i32[max_seqs], tokens that they reserve
+    tokens: Any  # i32[T], flat, then padding
+    logit_rows: Any  # i32[R], tokens whose logits are wanted, then padding
 
 
 class _Wanted(NamedTuple):
@@ -303,13 +303,10 @@ def _filled(orders: Orders, max_seqs: int, sizes: list[int]) -> tuple[_Step, _Wa
     feeds = [
         (row, stop - begin, len(text.tokens) - begin) for text, row, begin, stop in orders.feeds
     ]
-    step = _Step(
-        _column([(row,) for row in orders.releases], max_seqs, -1)[0],
-        *_column(orders.forks, max_seqs, -1, -1, 0),
-        *_column(feeds, max_seqs, -1, 0, 0),
-        tokens,
-        logit_rows,
-    )
+    (releases,) = _column([(row,) for row in orders.releases], max_seqs, -1)
+    parents, children, lengths = _column(orders.forks, max_seqs, -1, -1, 0)
+    fed, q_lens, room = _column(feeds, max_seqs, -1, 0, 0)
+    step = _Step(releases, parents, children, lengths, fed, q_lens, room, tokens, logit_rows)
     wanted = _Wanted(np.concatenate(pairs), np.concatenate(rows), np.concatenate(targets))
     return step, wanted
 

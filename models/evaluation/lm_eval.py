@@ -159,8 +159,9 @@ class JaxPagedLM(TemplateLM):
         if add_special_tokens is None:
             return tokenizer.encode(string)
         plain = tokenizer.backend.encode(string, add_special_tokens=False).ids
-        starts = add_special_tokens and self._start_id is not None
-        return [self._start_id, *plain] if starts else plain
+        has_start = add_special_tokens and self._start_id is not None
+        start: list[Any] = [self._start_id] if has_start else []
+        return [*start, *plain]
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids."""
@@ -195,7 +196,7 @@ class JaxPagedLM(TemplateLM):
             self.model, [(context, continuation) for _, context, continuation in requests],
             progress=not disable_tqdm, **self._options,
         )  # fmt: skip
-        answers = [tuple(one) for one in found]
+        answers = [(one.log_p, one.is_greedy) for one in found]
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers

@@ -649,7 +649,7 @@ class Engine:
         if holds or releases or evictions or adoptions:
             self._send_orders(as_page_orders(self._nothing, holds, releases, evictions, adoptions))
         for request in orders.starts:
-            if request.edits.is_active:
+            if request.edits.is_active and request.row is not None:
                 seen, bias = memory_of(
                     request.edits, self.config.vocab_size, request.prompt, request.tokens
                 )
@@ -725,5 +725,5 @@ class Engine:
 
 def _log_probability(told: LogProbabilities, at: Any) -> LogProbability:
     """What was told of the token in one place."""
-    model, drawn, ids, values = (x[at].tolist() for x in told)
+    model, drawn, ids, values = (np.asarray(x)[at].tolist() for x in told)
     return LogProbability(model, drawn, tuple(zip(ids, values, strict=True)))

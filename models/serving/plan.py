@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host has planned, as the arrays that the engine's programs take."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -40,7 +42,7 @@ def fill_plan(feeds: list[Feed], max_seqs: int, size: int, all_tokens: jax.Array
     Args:
       all_tokens: the mask of a step in which no row has a constraint.
     """
-    mask = all_tokens
+    mask: Any = all_tokens
     if any(feed.draws and feed.request.matcher is not None for feed in feeds):
         mask = np.full(all_tokens.shape, ALL, np.uint32)
     plan = StepPlan.create(max_seqs, size, mask)

@@ -67,9 +67,8 @@ def _experts(row: Row, seed: int, implementation: Any) -> float:
     x, gate_up, down, ids, weights = case
     bias_dtype = row["dtype"] if row["bias"] == "x" else row["bias"]
     options = experts.make_options(case, row["activation"], bias_dtype, seed)
-    out = moe_experts(
-        x, gate_up, down, ids, weights, **scales, **options, implementation=implementation
-    )
+    given: dict[str, Any] = {**scales, **options}
+    out = moe_experts(x, gate_up, down, ids, weights, **given, implementation=implementation)
     expected = experts.oracle(*meant, **options)
     tolerance = 2e-5 if row["dtype"] == "float32" else 0.04
     return _share(out, expected, tolerance)
