@@ -139,14 +139,15 @@ def test_it_works_under_jit_scan_and_vmap(implementation):
 
         return jax.lax.scan(one, base, None, length=2)[0]
 
-    np.testing.assert_allclose(twice(base) - base, 2 * (expected - base), atol=1e-5)
+    added = expected - np.asarray(base)
+    np.testing.assert_allclose(np.asarray(twice(base) - base), 2 * added, atol=1e-5)
     call = jax.vmap(
         lambda x, adapters: lora(
             x, *operands[1:3], adapters, part_sizes=(8, 8), implementation=implementation
         )
     )
     got = call(operands[0].reshape(2, 3, 16), operands[3].reshape(2, 3)).reshape(6, 16)
-    np.testing.assert_allclose(got + base, expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(got + base), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
