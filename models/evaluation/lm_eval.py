@@ -40,7 +40,7 @@ from ..serving.engine import Engine, Request
 from .likelihoods import loglikelihoods, rolling_loglikelihoods, round_up
 
 _POOL_PAGES = 2048
-_SAMPLING = ("temperature", "top_k", "top_p")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @register_model("jax-paged")

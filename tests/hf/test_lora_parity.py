@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from jax_paged.models import load_adapter, load_checkpoint, score, with_adapter
+from jax_paged.models import load_adapter, load_checkpoint, token_logits, with_adapter
 
 ATOL = 2e-4  # as for models without adapters
 SIZES = {
@@ -68,14 +68,16 @@ def test_logits_match_peft(transformers, peft, tmp_path, case):
     assert np.abs(expected - plain).max() > 10 * ATOL
 
     ours, sizes, _ = load_checkpoint(tmp_path / "base", "float32", progress=False)
-    np.testing.assert_allclose(score(ours, tokens), plain, atol=ATOL)
+    np.testing.assert_allclose(token_logits(ours, tokens), plain, atol=ATOL)
     adapter = load_adapter(tmp_path / "adapter", sizes)
-    np.testing.assert_allclose(score(with_adapter(ours, adapter), tokens), expected, atol=ATOL)
+    np.testing.assert_allclose(
+        token_logits(with_adapter(ours, adapter), tokens), expected, atol=ATOL
+    )
     base_folder = tmp_path / "base"
     merged, _, _ = load_checkpoint(
         tmp_path / "adapter", "float32", base=base_folder, progress=False
     )
-    np.testing.assert_allclose(score(merged, tokens), expected, atol=ATOL)
+    np.testing.assert_allclose(token_logits(merged, tokens), expected, atol=ATOL)
 
 
 def test_dora_is_refused(transformers, peft, tmp_path):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models import Decoder, generate, score
+from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.decoder.sample import Sampler
 from jax_paged.models.serving.engine import Engine
@@ -70,7 +70,7 @@ def greedy(model, prompt, count, options):
     """What a loop over `score` gives."""
     new = []
     for _ in range(count):
-        logits = score(model, [*prompt, *new])[-1]
+        logits = token_logits(model, [*prompt, *new])[-1]
         new.append(int(np.argmax(edited(logits, prompt, new, options))))
     return new
 
@@ -86,7 +86,7 @@ def test_edited_requests_get_what_a_plain_loop_gets(model, name):
     assert plain.tokens == alone
     for prompt, request in zip(PROMPTS, requests, strict=True):
         assert request.tokens == greedy(model, prompt, 8, EDITS[name])
-        told = score(model, [*prompt, *request.tokens])[len(prompt) - 1 : -1]
+        told = token_logits(model, [*prompt, *request.tokens])[len(prompt) - 1 : -1]
         own = np.asarray(jax.nn.log_softmax(told, axis=-1))[np.arange(8), request.tokens]
         np.testing.assert_allclose([x.model for x in request.logprobs], own, atol=1e-4)
 
@@ -120,7 +120,7 @@ def test_log_probabilities_are_of_what_was_drawn_from(model):
     engine.run()
     for i, told in enumerate(request.logprobs):
         new = request.tokens[:i]
-        logits = score(model, [*PROMPTS[2], *new])[-1]
+        logits = token_logits(model, [*PROMPTS[2], *new])[-1]
         logits = edited(logits, PROMPTS[2], new, EDITS["all"]) / 0.7
         weights = np.exp(logits - logits.max())
         weights[weights < 0.05] = 0
@@ -260,7 +260,7 @@ def test_log_probabilities_of_prompts_are_those_of_score(model, preemption):
     assert requests[3].prompt_logprobs == []
     for request in (*requests[:3], short):
         prompt = request.prompt
-        every = np.asarray(jax.nn.log_softmax(score(model, prompt.tolist()), axis=-1))
+        every = np.asarray(jax.nn.log_softmax(token_logits(model, prompt.tolist()), axis=-1))
         told = request.prompt_logprobs
         assert len(told) == len(prompt)
         assert told[0] is None

@@ -15,8 +15,8 @@ from jax_paged.models import (
     Stepper,
     generate,
     merge_adapter,
-    score,
     split_model,
+    token_logits,
     with_adapter,
 )
 from jax_paged.models.decoder.adapters import (
@@ -63,19 +63,19 @@ def test_64_adapters_in_one_batch_give_what_their_merged_models_give(model):
     merged = None
     for row in range(0, count, 5):  # a merged model each
         merged = merge_adapter(model, adapters[slots[row]])
-        expected = score(merged, [*texts[row], row])
+        expected = token_logits(merged, [*texts[row], row])
         got = np.concatenate([first[row], second[row]])
         np.testing.assert_allclose(got, expected, atol=ATOL)
-    assert np.abs(score(merged, [1, 2]) - score(model, [1, 2])).max() > 0.1
+    assert np.abs(token_logits(merged, [1, 2]) - token_logits(model, [1, 2])).max() > 0.1
 
 
 @pytest.mark.parametrize("modules", [["q_proj"], ["k_proj", "down_proj"], ["v_proj", "up_proj"]])
 def test_modules_without_an_adapter_add_nothing(model, modules):
     adapter = make_adapter(CONFIG, 1, modules=modules)
     text = list(range(30))
-    got = score(with_adapter(model, adapter), text)
-    np.testing.assert_allclose(got, score(merge_adapter(model, adapter), text), atol=ATOL)
-    assert np.abs(got - score(model, text)).max() > 1e-3
+    got = token_logits(with_adapter(model, adapter), text)
+    np.testing.assert_allclose(got, token_logits(merge_adapter(model, adapter), text), atol=ATOL)
+    assert np.abs(got - token_logits(model, text)).max() > 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -109,8 +109,10 @@ def test_8_bit_weights_stay_and_the_adapter_is_not_quantized(weight_dtype):
                 getattr(ours, name)[...] = value
     head = quantized.head[...].astype(jnp.float32) * quantized.head_scale[...][:, None]
     meant.head[...] = head
-    got = score(with_adapter(quantized, adapter), list(range(20)))
-    np.testing.assert_allclose(got, score(merge_adapter(meant, adapter), range(20)), atol=1e-4)
+    got = token_logits(with_adapter(quantized, adapter), list(range(20)))
+    np.testing.assert_allclose(
+        got, token_logits(merge_adapter(meant, adapter), range(20)), atol=1e-4
+    )
     with pytest.raises(ValueError, match=r"^model: expected weights that are not quantized, got"):
         merge_adapter(quantized, adapter)
 
@@ -128,8 +130,10 @@ def test_an_adapter_of_experts_layers_is_that_of_their_attention():
     model = Decoder(config, random_source(config))
     adapter = make_adapter(config, 1)
     assert set(adapter.layers[0]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    got = score(with_adapter(model, adapter), range(20))
-    np.testing.assert_allclose(got, score(merge_adapter(model, adapter), range(20)), atol=ATOL)
+    got = token_logits(with_adapter(model, adapter), range(20))
+    np.testing.assert_allclose(
+        got, token_logits(merge_adapter(model, adapter), range(20)), atol=ATOL
+    )
     wrong = dataclasses.replace(
         adapter, layers=({**adapter.layers[0], "up_proj": LowRank(*np.ones((2, 8, 8)))}, {})
     )
@@ -174,5 +178,5 @@ def test_a_slot_is_written_in_place_and_the_program_stays(model):
     assert jax.tree.structure(swapped) == jax.tree.structure(params.adapters)
     got = Stepper(dataclasses.replace(both, adapters=swapped), max_seqs=2).step({0: [1], 1: [1]})
     for row, seed in enumerate((0, 2)):
-        expected = score(merge_adapter(model, adapters[seed]), [1])
+        expected = token_logits(merge_adapter(model, adapters[seed]), [1])
         np.testing.assert_allclose(got[row], expected, atol=ATOL)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from adapters import make_adapter
 
-from jax_paged.models import Decoder, generate, merge_adapter, score, with_adapter
+from jax_paged.models import Decoder, generate, merge_adapter, token_logits, with_adapter
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
 from jax_paged.models.testing import noisy, small_config
@@ -162,7 +162,7 @@ def test_new_weights_go_with_the_adapters_that_are_there(model, adapters):
     for request, name in zip(requests, NAMES, strict=True):
         text = [*request.prompt.tolist(), *request.tokens]
         merged = other if name is None else merge_adapter(other, adapters[name])
-        every = jax.nn.log_softmax(score(merged, text), axis=-1)
+        every = jax.nn.log_softmax(token_logits(merged, text), axis=-1)
         places = len(request.prompt) - 1 + np.arange(9)
         told = [x.model for x in request.logprobs]
         np.testing.assert_allclose(told, every[places, request.tokens], atol=1e-4)

@@ -19,7 +19,7 @@ from jax_paged.models import (
     load_adapter,
     load_checkpoint,
     merge_adapter,
-    score,
+    token_logits,
 )
 from jax_paged.models.decoder.adapters import module_shapes
 from jax_paged.models.testing import small_config
@@ -206,7 +206,7 @@ def test_the_base_of_an_adapter_is_given_or_asked_for(base, folder, tmp_path):
             load_checkpoint(other, progress=False)
     model, _, _ = load_checkpoint(other, base=base, progress=False)
     expected, _, _ = load_checkpoint(folder, progress=False)
-    np.testing.assert_array_equal(score(model, [1, 2]), score(expected, [1, 2]))
+    np.testing.assert_array_equal(token_logits(model, [1, 2]), token_logits(expected, [1, 2]))
     with pytest.raises(
         ValueError, match=r"base: expected a model, got .*, which is a LoRA adapter"
     ):
