@@ -9,6 +9,10 @@ import numpy as np
 
 from jax_paged.ops.linear import quantize_weight
 
+# Half a unit in the last place of an output, which biases make large: it counts beside an absolute
+# tolerance.
+ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-9}
+
 
 def make_case(tokens, num_experts, k, hidden=16, inner=24, seed=0, dtype: Any = np.float32):
     rng = np.random.default_rng(seed)
