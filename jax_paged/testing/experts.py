@@ -25,7 +25,7 @@ def make_case(tokens, num_experts, k, hidden=16, inner=24, seed=0, dtype: Any = 
     return [*as_jax, jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32)]
 
 
-def make_options(case, activation="silu", bias_dtype: Any = None, seed=1):
+def make_options(case, activation="silu", bias_dtype: Any = None, seed=1) -> dict[str, Any]:
     """An activation, and biases where they have a dtype, as `moe_experts` takes them.
 
     The limit is one that cuts about every second gate and up.
@@ -33,7 +33,7 @@ def make_options(case, activation="silu", bias_dtype: Any = None, seed=1):
     down = case[2]
     num_experts, hidden, inner = down.shape
     rng = np.random.default_rng(seed)
-    options = {"activation": activation}
+    options: dict[str, Any] = {"activation": activation}
     if activation == "swiglu_oai":
         options["limit"] = 0.75
     if bias_dtype is not None:
