@@ -43,7 +43,7 @@ def make_options(case, activation="silu", bias_dtype: Any = None, seed=1) -> dic
     return options
 
 
-def activate(gate, up, activation="silu", limit=None):
+def activate(gate, up, activation="silu", limit: Any = None):
     """What an activation makes of a gate and an up, in float64."""
     gate, up = np.asarray(gate, np.float64), np.asarray(up, np.float64)
     with np.errstate(over="ignore"):
