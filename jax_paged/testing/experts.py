@@ -9,6 +9,10 @@ import numpy as np
 
 from jax_paged.ops.linear import quantize_weight
 
+# Half a unit in the last place of an output, which biases make large: it counts beside an absolute
+# tolerance.
+ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-9}
+
 
 def make_case(tokens, num_experts, k, hidden=16, inner=24, seed=0, dtype: Any = np.float32):
     rng = np.random.default_rng(seed)
@@ -21,7 +25,7 @@ def make_case(tokens, num_experts, k, hidden=16, inner=24, seed=0, dtype: Any = 
     return [*as_jax, jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32)]
 
 
-def make_options(case, activation="silu", bias_dtype: Any = None, seed=1):
+def make_options(case, activation="silu", bias_dtype: Any = None, seed=1) -> dict[str, Any]:
     """An activation, and biases where they have a dtype, as `moe_experts` takes them.
 
     The limit is one that cuts about every second gate and up.

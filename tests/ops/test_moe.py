@@ -12,7 +12,14 @@ from jax_paged import moe_experts
 from jax_paged.models.decoder.moe import gated_mlp, route
 from jax_paged.ops.activations import ACTIVATIONS
 from jax_paged.ops.moe import _reference
-from jax_paged.testing.experts import activate, make_case, make_options, oracle, quantized
+from jax_paged.testing.experts import (
+    ROUNDING,
+    activate,
+    make_case,
+    make_options,
+    oracle,
+    quantized,
+)
 
 pytestmark = pytest.mark.cuda
 # Two roundings (product, output) over sums of some 24 terms; f16 has three bits more than bf16.
@@ -155,7 +162,7 @@ def test_activations_and_biases_match_a_float64_loop(
     case = make_case(30, 5, 3, hidden, inner, dtype=dtype)
     case = with_experts(case, np.where(np.arange(90).reshape(30, 3) % 11, case[3], -1))
     options = make_options(case, activation, dtype if bias_dtype == "x" else bias_dtype)
-    check(case, implementation, kind=kind, rtol=1e-5, **options)
+    check(case, implementation, kind=kind, rtol=ROUNDING[dtype], **options)
 
 
 @pytest.mark.parametrize("name", ["gate_up_bias", "down_bias"])
