@@ -37,7 +37,7 @@ def completion_prompts(
     Raises:
       ApiError: a prompt has no tokens, or an id that is not in the vocabulary.
     """
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)  # so is a list of ids
     made = []
     for place, one in enumerate([prompt] if is_one else prompt):
         where = "prompt" if is_one else f"prompt[{place}]"

@@ -67,7 +67,7 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
         (["--pages", "-1"], "pages: expected an integer >= 1, got -1"),
         (["--prompt-logprobs"], "prompt-logprobs: expected --logprobs, too, got none"),
         (["--port", "70000"], "port: expected an integer from 0 to 65535, got 70000"),
-        (["--host", "no.such.host.invalid"], "host: expected an address"),
+        (["--host", "a" * 70], "host: expected an address, got 'aaa"),
         (["--api-key-file", "/nowhere/key"], "/nowhere/key: No such file or directory"),
     ],
 )
@@ -219,7 +219,7 @@ TURNS = 'return [...document.querySelectorAll(".turn")].map((t) => [t.className,
 
 def test_the_page_holds_a_conversation_and_shows_text_as_text(browser, tmp_path):
     engine = byte_engine()
-    server = Running(engine, name="<b>tiny</b>")
+    server = Running(engine, name="<b>tiny</b>", stop_tokens=[])
     hostile = "<img src=x onerror=\"document.title='hacked'\"> & <script>1</script>"
     try:
         browser.go(server.url + "/")
@@ -261,7 +261,7 @@ def test_stop_in_the_page_ends_the_request(browser):
     engine = byte_engine()
     step = engine.step
     engine.step = lambda: (time.sleep(0.02), step())[1]
-    server = Running(engine)
+    server = Running(engine, stop_tokens=[])
     try:
         browser.go(server.url + "/")
         browser.run('document.getElementById("max-tokens").value = 480')

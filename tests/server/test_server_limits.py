@@ -167,7 +167,11 @@ def test_web_pages_elsewhere_may_not_ask(start):
 
 def test_more_than_the_queue_holds_is_told_to_come_again(start, engine):
     server, engine.pause = start(), 0.02
-    clients = [open_stream(server, LONG | {"n": 4}) for _ in range(3)]  # 8 rows + 4 wait
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+    for client in clients:
+        send(client, LONG | {"n": 4})
+    while server.service.num_active < 12:  # 8 rows, and 4 that wait
+        time.sleep(0.01)
     status, body, headers = server.post(COMPLETE, {"prompt": "a"})
     assert status == 429
     assert body["error"]["type"] == "rate_limit_error"
@@ -222,16 +226,15 @@ def test_a_killed_client_leaves_nothing_behind(start, engine):
 
 def test_a_slow_reader_holds_nobody_up_and_is_cut_off(start):
     """Its pieces become longer until its connection takes none for stall_seconds."""
-    server = start()
-    # Log-probabilities make 4 MB of it, more than the buffers of the connection.
-    slow = open_stream(server, LONG | {"n": 8, "logprobs": 5}, buffer=4096)
+    server = start(send_buffer=32_768)
+    # Log-probabilities make it several times what the buffers of the connection hold.
+    slow = open_stream(server, LONG | {"n": 4, "logprobs": 5}, buffer=4096)
     start_time = time.monotonic()
     while ("completions", "stalled") not in outcomes(server):
         check_alive(server)
         assert time.monotonic() - start_time < 30
     server.wait_until_idle()
-    with pytest.raises(ConnectionError):  # a reset, behind what is on its way
-        read_all(slow)
+    assert b"[DONE]" not in read_all(slow)
     slow.close()
     check_alive(server)
 
@@ -239,7 +242,6 @@ def test_a_slow_reader_holds_nobody_up_and_is_cut_off(start):
 def test_a_server_that_ends_lets_running_requests_end_and_takes_no_others(start, engine):
     server, engine.pause = start(), 0.01
     client = open_stream(server, LONG | {"max_tokens": 60})
-    other = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     server.begin_to_end()
     while not server.service.is_draining:
         time.sleep(0.01)
@@ -251,7 +253,6 @@ def test_a_server_that_ends_lets_running_requests_end_and_takes_no_others(start,
     assert b'"finish_reason":"length"' in data
     assert b"data: [DONE]" in data
     client.close()
-    other.close()
     server.thread.join(30)
     assert server.failed is False
 
@@ -291,7 +292,7 @@ def test_when_the_engine_fails_requests_get_an_error_and_the_server_ends():
 SEEDS = [
     {"prompt": "Hello", "max_tokens": 2, "temperature": 0.5, "stop": ["a", "b"], "n": 1},
     {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "logprobs": True,
-     "top_logprobs": 1, "logit_bias": {"5": 1}, "tools": [], "seed": 3},
+     "top_logprobs": 1, "stop": "zz", "tools": [], "seed": 3},
 ]  # fmt: skip
 VALUES = [
     None, True, -1, 0, 1e308, 10**400, 2**63, "", "x" * 300, "\ud800", "\0", [], {}, [[]], [None],
@@ -389,7 +390,11 @@ def test_sigterm_lets_a_stream_end():
         [sys.executable, "-P", "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     ) as child:  # fmt: skip
-        url = child.stderr.readline().split()[-1]
+        line = ""
+        while not line.startswith("serving "):
+            line = child.stderr.readline()
+            assert line, "it has ended"
+        url = line.split()[-1]
         data = json.dumps(LONG | {"max_tokens": 40}).encode()
         request = urllib.request.Request(url + COMPLETE, data, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:

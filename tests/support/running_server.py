@@ -43,11 +43,13 @@ def tokenizer() -> Tokenizer:
 class Running:
     """A service on a port of its own; `end` drains it."""
 
-    def __init__(self, engine: Engine, **options):
+    def __init__(self, engine: Engine, *, send_buffer=None, **options):
         options = {"name": "tiny", "stop_tokens": [256], "max_seqs": 8} | options
         self.engine = engine
         self.service = Service(engine, tokenizer(), **options)
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if send_buffer is not None:  # connections have what their listener has
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._ready, self._loop, self._ended = threading.Event(), None, None
