@@ -203,9 +203,9 @@ def test_bad_options_are_refused(loaded, options, message):
     ("asked", "message"),
     [
         (
-            {"repetition_penalty": 1.2},
+            {"typical_p": 0.9},
             "generation_kwargs: expected until, max_gen_toks, do_sample, temperature, top_k, "
-            "top_p, got also {'repetition_penalty': 1.2}",
+            "top_p, min_p, repetition_penalty, got also {'typical_p': 0.9}",
         ),
         ({"max_gen_toks": 64}, "max_gen_toks: expected below max_length=64, got 64"),
     ],
