@@ -226,16 +226,16 @@ def test_new_weights_compile_nothing_after_the_first_two(model):
     for seed in (2, 3):
         engine.update_weights(changed(model, seed))
         engine.generate(PROMPTS, max_new_tokens=3)
-    compiled = []
+    compiled, listens = [], [False]
 
     def listen(name, *_, **__):
-        if "backend_compile" in name:
+        if listens[0] and "backend_compile" in name:
             compiled.append(name)
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(listen)  # jax 0.7 lets none go again
+    others = [changed(model, seed) for seed in (4, 5)]
+    listens[0] = True
     try:
-        others = [changed(model, seed) for seed in (4, 5)]
-        compiled.clear()  # what made them
         for other in others:
             engine.update_weights(other)
             engine.generate(PROMPTS, max_new_tokens=3)
@@ -243,4 +243,4 @@ def test_new_weights_compile_nothing_after_the_first_two(model):
         jax.jit(lambda x: x + 3)(jnp.ones(3)).block_until_ready()
         assert compiled, "the listener hears of a program"
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        listens[0] = False

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling options, log-probabilities of prompts, and constraints, asked for over HTTP."""
 
-import inspect
 import json
 
 import pytest
 from running_server import Running, byte_engine, tokenizer
 
-from jax_paged.models import Engine
-
-pytestmark = pytest.mark.skipif(
-    "prompt_logprobs" not in inspect.signature(Engine).parameters,
-    reason="this engine has no sampling options yet",
-)
 COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
