@@ -116,7 +116,8 @@ def _generate(options: argparse.Namespace) -> int:
         raise ValueError(f"{source}: expected {expected}")
     for number, prompt in enumerate(prompts, 1):
         _check_unicode(f"prompt {number}", prompt)
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    sampling = {name: getattr(options, name) for name in names}
     Sampler.create(**sampling)  # bad options should not wait for the weights
     check_count("max-new-tokens", options.max_new_tokens, 0)
     if options.pages is not None:

@@ -231,6 +231,12 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         help="draw from the likeliest tokens up to probability P",
     )
     command.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="drop tokens less than P times as likely as the likeliest",
+    )
+    command.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the draws (default 0)"
     )
 

@@ -160,7 +160,8 @@ class Conversation:
 
 def run(options: argparse.Namespace) -> int:
     """`jax-paged chat`; returns the exit code."""
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    sampling = {name: getattr(options, name) for name in names}
     Sampler.create(**sampling)  # bad options should not wait for the weights
     check_count("max-new-tokens", options.max_new_tokens, 1)
     if options.context is not None:

@@ -90,7 +90,7 @@ def test_stdout_is_the_continuation_and_stderr_the_rates(run, loaded):
 
 
 def test_options_reach_the_sampler(run, loaded):
-    options = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 5}
+    options = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 5}
     flags = [x for name, v in options.items() for x in ("--" + name.replace("_", "-"), v)]
     _, out, _ = run("generate", "Hello", *LENGTH, *flags)
     assert out == continuation(loaded, "Hello", **options)[1] + "\n"
@@ -273,6 +273,7 @@ def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
         (["--temperature", "x", "a"], ["--temperature", "invalid float value: 'x'"]),
         (["--top-k", "0", "a"], ["top_k: expected None or an integer >= 1, got 0"]),
         (["--top-p", "2", "a"], ["top_p: expected None or a number in (0, 1], got 2.0"]),
+        (["--min-p", "-1", "a"], ["min_p: expected None or a number in [0, 1], got -1.0"]),
         (["--seed", "-3", "a"], ["seed: expected an integer in [0, 2**32), got -3"]),
         (["--max-new-tokens", "-3", "a"], ["max-new-tokens: expected an integer >= 0, got -3"]),
         (["--pages", "0", "a"], ["pages: expected an integer >= 1, got 0"]),
