@@ -27,7 +27,14 @@ from jax_paged.checks.fields import (
     short,
 )
 
-from ..decoder.adapters import MAX_RANK, Adapter, LowRank, module_shapes
+from ..decoder.adapters import (
+    FUSED,
+    MAX_RANK,
+    Adapter,
+    LowRank,
+    module_shapes,
+    published_shapes,
+)
 from ..decoder.config import DecoderConfig, read_json
 from .outside import check_keys, reading
 from .shards import Shards
@@ -62,7 +69,7 @@ _PREFIX = "base_model.model."
 _TENSOR = re.compile(
     r"(model\.layers\.(\d{1,5})\.(self_attn|mlp)\.(\w{1,40}))\.lora_([AB])\.weight", re.ASCII
 )
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 _PLAIN = re.compile(r"\^?[\w.]{1,200}", re.ASCII)  # a pattern that means what it says
 
 
@@ -76,8 +83,9 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> Adapter:
 
     Args:
       path: a folder with adapter_config.json and adapter_model.safetensors. Its modules may be
-        q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, of rank up to 64. Of its
-        keys r, lora_alpha, use_rslora, rank_pattern and alpha_pattern count.
+        q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, of rank up to 64; of a
+        model that has them fused (Phi-3), qkv_proj and gate_up_proj. Of its keys r, lora_alpha,
+        use_rslora, rank_pattern and alpha_pattern count.
       config: of the base model.
 
     Returns:
@@ -143,7 +151,7 @@ class LoraFolder:
     def _read(self, file: Path, shards: Shards, config: DecoderConfig) -> Adapter:
         found: dict[str, dict[str, str]] = {}  # module → "A" or "B" → name in the file
         layers: list[dict[str, LowRank]] = [{} for _ in range(config.num_layers)]
-        shapes = [module_shapes(config, number) for number in range(config.num_layers)]
+        shapes = [published_shapes(config, number) for number in range(config.num_layers)]
         for name in shards.shapes:
             match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
             if match is None or not name.startswith(_PREFIX):
@@ -166,7 +174,11 @@ class LoraFolder:
                         f"{short(shards.shapes[sides[side]])}"
                     )
             a, b = (shards.get(sides[side]).astype(np.float32) for side in "AB")
-            layers[int(layer)][name] = LowRank(a, b * np.float32(scale))
+            whole, begin = b * np.float32(scale), 0
+            for part in FUSED.get(name, (name,)):
+                end = begin + module_shapes(config, int(layer))[part][0]
+                layers[int(layer)][part] = LowRank(a, whole[begin:end])
+                begin = end
         return Adapter(tuple(layers))
 
     def _check_place(self, file: Path, name: str, match: re.Match, shapes: list[dict]) -> None:

@@ -272,7 +272,7 @@ def _open(
         base = _base_of(adapter, base)
         with reading(base):
             config, tokenizer, fill = _open(base, None, stack, context_length)
-        return config, tokenizer, merging_fill(fill, adapter.load(config))
+        return config, tokenizer, merging_fill(fill, adapter.load(config), config)
     if base is not None:
         raise ValueError(f"base: expected None for a path that is no LoRA adapter, got {base}")
     if path.is_dir():

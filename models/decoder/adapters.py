@@ -38,6 +38,8 @@ PROJECTIONS = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+# What some checkpoints (Phi-3) have in place of the modules of a projection.
+FUSED = {"qkv_proj": PROJECTIONS["qkv"], "gate_up_proj": PROJECTIONS["gate_up"]}
 
 
 class LowRank(NamedTuple):
@@ -76,6 +78,16 @@ def module_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int
     if not config.moe_layers[layer]:
         shapes |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
         shapes["down_proj"] = hidden, inner
+    return shapes
+
+
+def published_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """(out, in) of the same modules as the model's checkpoints have them, some fused into one."""
+    shapes = module_shapes(config, layer)
+    for name, parts in FUSED.items() if config.fused_projections else ():
+        if parts[0] in shapes:
+            inner = shapes[parts[0]][1]
+            shapes[name] = sum(shapes.pop(part)[0] for part in parts), inner
     return shapes
 
 

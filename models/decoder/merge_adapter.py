@@ -8,7 +8,8 @@ from flax import nnx
 
 from jax_paged.checks import WEIGHT_DTYPES, expect, kind_text
 
-from .adapters import PROJECTIONS, Adapter, LowRank, check_adapter, module_shapes
+from .adapters import FUSED, PROJECTIONS, Adapter, LowRank, check_adapter, module_shapes
+from .config import DecoderConfig
 from .model import Decoder
 from .parameters import Fill
 from .protocol import merge_model, split_model
@@ -51,20 +52,26 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> Decoder:
     return merged
 
 
-def merging_fill(fill: Fill, adapter: Adapter) -> Fill:
+def merging_fill(fill: Fill, adapter: Adapter, config: DecoderConfig) -> Fill:
     """What gives the tensors of a checkpoint with the adapter merged in, rounded once."""
 
     def merged(name: str, out: np.ndarray) -> None:
         parts = name.split(".")  # model.layers.N.self_attn.q_proj.weight
         number = int(parts[2]) if name.startswith("model.layers.") else 0
         module = parts[-2] if len(parts) > 3 and parts[-1] == "weight" else ""
-        added = adapter.layers[number].get(module) if "experts" not in parts else None
-        if added is None:
+        own = {} if "experts" in parts else adapter.layers[number]
+        merged_in = FUSED.get(module, (module,))
+        if own.keys().isdisjoint(merged_in):
             fill(name, out)
             return
-        value = np.empty(out.shape, np.float32)
+        value, begin = np.empty(out.shape, np.float32), 0
         fill(name, value)
-        out[...] = value + np.asarray(_product(added))
+        for part in merged_in:
+            end = begin + module_shapes(config, number)[part][0]
+            if part in own:
+                value[begin:end] += np.asarray(_product(own[part]))
+            begin = end
+        out[...] = value
 
     return merged
 

@@ -15,18 +15,21 @@ from tiny_checkpoint import write_checkpoint
 from jax_paged.models import (
     Engine,
     cli,
+    config_from_hf,
     generate,
     load_adapter,
     load_checkpoint,
     merge_adapter,
     token_logits,
+    with_adapter,
 )
-from jax_paged.models.decoder.adapters import module_shapes
-from jax_paged.models.testing import small_config
+from jax_paged.models.decoder.adapters import FUSED, module_shapes, published_shapes
+from jax_paged.models.decoder.parameters import expected_tensors
+from jax_paged.models.testing import small_config, small_hf_config
 
 CONFIG = small_config("llama")
 LAYER = "base_model.model.model.layers.{}."
-BLOCKS = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
+BLOCKS = dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "mlp")
 KEYS = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, "bias": "none",
     "lora_dropout": 0.1, "inference_mode": True, "fan_in_fan_out": False, "use_dora": False,
@@ -47,7 +50,7 @@ def write_adapter(folder, config, *, modules=None, ranks=None, dtype=np.float32,
     keys = KEYS | keys
     rng, tensors = np.random.default_rng(4), {}
     for layer in range(config.num_layers):
-        for module, (out, inner) in module_shapes(config, layer).items():
+        for module, (out, inner) in published_shapes(config, layer).items():
             if modules is not None and module not in modules:
                 continue
             rank = (ranks or {}).get(module, keys["r"])
@@ -81,6 +84,39 @@ def test_a_folder_gives_what_was_saved(tmp_path, dtype, modules, model_type):
     tensors = write_adapter(tmp_path, config, modules=modules, dtype=dtype)
     adapter = load_adapter(tmp_path, config)
     assert_is(adapter, config, tensors, lambda *_: 16 / 4)
+
+
+def test_fused_modules_are_cut_into_those_of_the_model(tmp_path):
+    """A Phi-3 with its adapter beside it is the Phi-3 of its checkpoint with the adapter merged."""
+    raw = small_hf_config("phi3", eos_token_id=1, pad_token_id=0)
+    config, rng, base = config_from_hf(raw), np.random.default_rng(1), tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(raw))
+    weights = {
+        name: rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        for name, shape in expected_tensors(config).items()
+    }
+    save_file(weights, base / "model.safetensors")
+    folder = tmp_path / "adapter"
+    tensors = write_adapter(folder, config)
+    assert {name.split(".")[-3] for name in tensors} == {*FUSED, "o_proj", "down_proj"}
+    model, _, _ = load_checkpoint(base, progress=False)
+    merged, _, _ = load_checkpoint(folder, base=base, progress=False)
+    adapter = load_adapter(folder, config)
+    text = list(range(5, 25))
+    expected = token_logits(merged, text)
+    np.testing.assert_allclose(
+        token_logits(with_adapter(model, adapter), text), expected, atol=2e-4
+    )
+    np.testing.assert_allclose(
+        token_logits(merge_adapter(model, adapter), text), expected, atol=1e-5
+    )
+    assert np.abs(token_logits(model, text) - expected).max() > 0.1
+    name = published_name(0, "qkv_proj", "A")
+    wrong = {published_name(0, "q_proj", "A"): tensors[name]} | tensors
+    save_file(wrong, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"expected modules o_proj, down_proj, qkv_proj, gate_up"):
+        load_adapter(folder, config)
 
 
 def test_scales_and_ranks_follow_their_patterns(tmp_path):
