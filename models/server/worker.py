@@ -155,7 +155,7 @@ class Worker:
         begin = len(request.tokens) - len(new)
         prompt_logprobs = None
         if answer.options.get("prompt_logprobs"):
-            prompt_logprobs = request.prompt_logprobs  # type: ignore[attr-defined]
+            prompt_logprobs = request.prompt_logprobs
         self._put(
             answer,
             News(
