@@ -15,6 +15,7 @@ import urllib.request
 
 import jax
 import pytest
+from children import child
 from running_server import CONFIG, Running, byte_engine
 from tiny_checkpoint import write_checkpoint
 
@@ -36,15 +37,13 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
     arguments = ["--model", checkpoint, "--port", "0", "--no-program-cache", "--max-seqs", "2",
                  "--max-tokens", "16", "--api-key-file", key, "--log-level", "info",
                  "--served-name", "mine", "--kv-memory-share", "0.01"]  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", "jax_paged", "serve", *map(str, arguments)],
-        stderr=subprocess.PIPE, text=True,
-    ) as child:  # fmt: skip
+    started = [sys.executable, "-P", "-m", "jax_paged", "serve", *arguments]
+    with child(started, stderr=subprocess.PIPE, text=True) as server:
         lines = []
         while not lines or not lines[-1].startswith("serving "):
-            lines.append(child.stderr.readline())
+            lines.append(server.stderr.readline())
             assert lines[-1], lines
-        assert lines[0].startswith("tiny0: 38,112 parameters in float32")
+        assert lines[0].startswith(f"{checkpoint.name}: 38,112 parameters in float32")
         assert "free; weights 0.00 GiB, KV 0.00 GiB (8 pages, 128 tokens)" in lines[1]
         url = lines[-1].split()[-1]
         assert lines[-1] == f"serving mine at {url}\n"
@@ -53,9 +52,9 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
         request = urllib.request.Request(f"{url}/v1/completions", data, headers)
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["usage"]["completion_tokens"] == 3
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
-    assert child.returncode == 130, err
+        server.send_signal(signal.SIGINT)
+        _, err = server.communicate(timeout=60)
+    assert server.returncode == 130, err
     assert "jax_paged.server: completions: done, 5 + 3 tokens" in err
 
 
@@ -197,7 +196,10 @@ class Browser:
         with contextlib.suppress(OSError):
             self._ask("", method="DELETE")
         self._driver.terminate()
-        self._driver.communicate()
+        try:
+            self._driver.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._driver.kill()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from children import child
 from running_server import Running, byte_engine
 
 from jax_paged.models.server.limits import Limits
@@ -214,9 +215,9 @@ with urllib.request.urlopen(request) as response:
 def test_a_killed_client_leaves_nothing_behind(start, engine):
     server, engine.pause = start(), 0.01
     command = [sys.executable, "-c", KILLED, server.url + COMPLETE, json.dumps(LONG)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
-        assert child.stdout.readline().startswith(b"data: ")
-        child.kill()
+    with child(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout.readline().startswith(b"data: ")
+        client.kill()
     steps = engine.num_steps
     server.wait_until_idle()
     assert engine.num_steps - steps < 100
@@ -368,6 +369,7 @@ def test_what_is_no_http_is_refused(start):
 
 CHILD = """
 import asyncio, socket, time
+from children import child
 from running_server import byte_engine, tokenizer
 from jax_paged.models.server import app, command
 engine = byte_engine()
@@ -386,23 +388,23 @@ def test_sigterm_lets_a_stream_end():
     """In a process of its own, with its own handlers of signals."""
     support = os.path.dirname(sys.modules["running_server"].__file__)
     paths = [support, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-P", "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    ) as child:  # fmt: skip
+    ) as process:  # fmt: skip
         line = ""
         while not line.startswith("serving "):
-            line = child.stderr.readline()
+            line = process.stderr.readline()
             assert line, "it has ended"
         url = line.split()[-1]
         data = json.dumps(LONG | {"max_tokens": 40}).encode()
         request = urllib.request.Request(url + COMPLETE, data, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             first = response.readline()
-            child.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             rest = response.read()
         assert first.startswith(b"data: ")
         assert rest.endswith(b"data: [DONE]\n\n")
         assert b'"finish_reason":"length"' in rest
-        out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (0, "0\n"), err
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "0\n"), err

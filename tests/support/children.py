@@ -1,8 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of processes that tests start. Not a test."""
+"""Processes that tests start, and their environment. Not a test."""
 
+import contextlib
 import os
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def child(
+    command: Sequence[Any], *, seconds: float = 240, **options: Any
+) -> Iterator[subprocess.Popen]:
+    """A process that lives no longer than the block, whatever fails there, nor so many seconds."""
+    with subprocess.Popen([*map(str, command)], **options) as process:
+        watch = threading.Timer(seconds, process.kill)
+        watch.start()
+        try:
+            yield process
+        finally:
+            watch.cancel()
+            process.kill()
 
 
 def on_devices(count: int) -> dict[str, str]:
