@@ -192,13 +192,11 @@ class JaxPagedLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        found = loglikelihoods(
-            self.model, [(context, continuation) for _, context, continuation in requests],
-            progress=not disable_tqdm, **self._options,
-        )  # fmt: skip
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        found = loglikelihoods(self.model, pairs, progress=not disable_tqdm, **self._options)
         answers = [(one.log_p, one.is_greedy) for one in found]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
     def loglikelihood_rolling(

@@ -107,7 +107,7 @@ Call Linear(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w, 
 }
 
 Call Lora(const std::string& name, XLA_FFI_DataType type) {
-  constexpr int64_t kTokens = 60, kAdapters = 5, kDepth = 264, kRank = 16, kColumns = 300;
+  constexpr int64_t kTokens = 60, kAdapters = 5, kDepth = 520, kRank = 16, kColumns = 300;
   std::vector<int32_t> adapters;
   for (int32_t t = 0; t < kTokens; ++t) {
     adapters.push_back(t % 9 == 4 ? -1 : t * t % (kAdapters - 1));  // the last one is nobody's
@@ -125,24 +125,6 @@ Call Lora(const std::string& name, XLA_FFI_DataType type) {
 
 Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w,
          const std::string& activation) {
-Call Lora(const std::string& name, XLA_FFI_DataType type) {
-  constexpr int64_t kTokens = 60, kAdapters = 5, kDepth = 264, kRank = 16, kColumns = 300;
-  std::vector<int32_t> adapters;
-  for (int32_t t = 0; t < kTokens; ++t) {
-    adapters.push_back(t % 9 == 4 ? -1 : t * t % (kAdapters - 1));  // the last one is nobody's
-  }
-  Call call;
-  call.name = name;
-  call.handler = cpu::LoraHandler;
-  call.operands = {Random(type, {kTokens, kDepth}), Random(type, {kAdapters, 2 * kRank, kDepth}),
-                   Random(type, {kAdapters, kColumns, kRank}), Ints({kTokens}, adapters),
-                   Random(type, {kTokens, kColumns})};
-  call.attributes = {{"part_sizes", std::vector<int64_t>{200, 100}}};
-  call.results = {{type, {kTokens, kColumns}, -1, /*is_real=*/true}};
-  return call;
-}
-
-Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w) {
   constexpr int64_t kTokens = 35, kExperts = 6, kChosen = 2, kHidden = 48, kInner = 40;
   std::vector<int32_t> experts;
   for (int32_t i = 0; i < kTokens * kChosen; ++i) {
