@@ -124,8 +124,8 @@ def weights(bench: Bench, name: str, dtype: str, model: Decoder) -> None:
 
     ours()
     times = bench.paired({"native": ours, "copied": copied})
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    bench.add("weights", name, f"{size / 1e6:.0f} MB", dtype, times, amount=size / 1e9, unit="GB/s")
+    amount = float(sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+    bench.add("weights", name, f"{amount / 1e6:.0f} MB", dtype, times, amount=amount, unit="GB/s")
 
 
 def main() -> None:
