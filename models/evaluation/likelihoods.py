@@ -10,6 +10,7 @@ behind.
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +26,10 @@ from ..decoder.executables import compiled
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, create_state
 from ..decoder.protocol import Graph, Model, check_model, run_model, split_model
 from ..progress import progress_bar
-from .shared_texts import Orders, Schedule, share_texts
+from .shared_texts import Orders, Schedule, in_sizes, share_texts
 
 _BEHIND = 2  # steps that are dispatched before the oldest is read back
-_POOL_PAGES = 256
+_POOL_PAGES = 512
 
 
 class LogLikelihood(NamedTuple):
@@ -50,7 +51,7 @@ def loglikelihoods(
     context: int | None = None,
     chunk: int = 512,
     num_pages: int | None = None,
-    max_seqs: int = 128,
+    max_seqs: int = 256,
     kv_dtype: str = "auto",
     progress: bool = False,
 ) -> list[LogLikelihood]:
@@ -72,7 +73,7 @@ def loglikelihoods(
       context: most tokens that a prediction sees; None = the model's context_length, which is the
         most.
       chunk: tokens per forward step, ≥ 1. It changes speed and, by rounding, the last bits.
-      num_pages: of the pool, pages of 16 tokens; None = 256, or twice what the longest pair
+      num_pages: of the pool, pages of 16 tokens; None = 512, or twice what the longest pair
         needs. With few pages, beginnings may be computed again.
       max_seqs: rows of the state: texts of a step, and texts that others wait to share.
       kv_dtype: of K and V, as for `generate`.
@@ -232,7 +233,7 @@ def _run(
     feeds: dict[Any, Any] = {}
     look_ups: dict[int, Any] = {}
     flying: deque[tuple[_Wanted, list[tuple[jax.Array, jax.Array]], jax.Array]] = deque()
-    for orders in schedule:
+    for orders in chain.from_iterable(in_sizes(each, sizes) for each in schedule):
         step, wanted = _filled(orders, max_seqs, sizes)
         size = step.logit_rows.size
         with uninterrupted():  # Ctrl-C must not leave XLA compiling
@@ -336,6 +337,10 @@ def feed(
 @jax.jit
 def look_up(logits: jax.Array, rows: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log p(targets[i]) under logits[rows[i]], and whether it is the first of the largest."""
-    total = jax.nn.logsumexp(logits, axis=-1)
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return logits[rows, targets] - total[rows], likeliest[rows] == targets
+    total, largest = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
+    found = logits[rows, targets]
+    # Not by argmax, which XLA does not vectorize on a CPU.
+    ids = jax.lax.broadcasted_iota(jnp.int32, (len(rows), logits.shape[1]), 1)
+    is_before = (logits[rows] == largest[rows, None]) & (ids < targets[:, None])
+    is_likeliest = (found == largest[rows]) & ~jnp.any(is_before, axis=-1)
+    return found - total[rows], is_likeliest

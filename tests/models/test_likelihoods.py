@@ -9,7 +9,7 @@ import pytest
 from jax_paged.models import Decoder, loglikelihoods, rolling_loglikelihoods, score, token_logits
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.evaluation.likelihoods import rolling_windows
-from jax_paged.models.evaluation.shared_texts import Schedule, share_texts
+from jax_paged.models.evaluation.shared_texts import Orders, Schedule, in_sizes, share_texts
 from jax_paged.models.testing import small_config
 
 CONTEXT = 40
@@ -103,6 +103,21 @@ def fed_tokens(pairs, **sizes) -> int:
         assert min(counts) > 0
         total += sum(counts)
     return total
+
+
+def test_steps_have_the_sizes_that_cost_least():
+    """Nothing is lost or fed twice, and releases and forks come first."""
+    arrays = [(np.array(tokens(i, 46), np.int32), np.array([1], np.int32)) for i in range(3)]
+    texts = share_texts(arrays)
+    feeds = [(text, row, 0, 46) for row, text in enumerate(texts)]
+    parts = list(in_sizes(Orders([7], [(0, 1, 5)], feeds), [32, 128, 512]))
+    assert [(part.releases, part.forks) for part in parts] == [([7], [(0, 1, 5)]), ([], [])]
+    assert [[feed[1:] for feed in part.feeds] for part in parts] == [
+        [(0, 0, 46), (1, 0, 46), (2, 0, 36)], [(2, 36, 46)],
+    ]  # fmt: skip
+    for count, sizes in {10: [32], 60: [128], 239: [128, 128], 300: [512], 512: [512]}.items():
+        (part, *rest) = in_sizes(Orders([], [], [(texts[0], 0, 0, count)]), [32, 128, 512])
+        assert [len(rest) + 1, part.feeds[0][3]] == [len(sizes), min(count, sizes[0])], count
 
 
 def test_what_pairs_share_is_fed_once():
