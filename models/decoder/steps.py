@@ -25,6 +25,7 @@ from .protocol import Graph, run_model
 from .sample import Sampler
 
 _SMALLEST_CHUNK = 8
+_TOKENS_PER_STEP = 64  # what a step costs beside its tokens, in tokens
 
 
 class Reason(enum.IntEnum):
@@ -51,6 +52,22 @@ class Chunk:
 def chunk_size(num_tokens: int) -> int:
     """The compiled size for a chunk: the next power of two, at least 8."""
     return max(_SMALLEST_CHUNK, 1 << (num_tokens - 1).bit_length())
+
+
+def cheapest_sizes(count: int, sizes: Sequence[int]) -> list[int]:
+    """Of the sizes, ascending, those of the steps that feed `count` tokens soonest.
+
+    All but the last are full.
+
+    >>> cheapest_sizes(138, [32, 128, 512]), cheapest_sizes(400, [32, 128, 512])
+    ([128, 32], [512])
+    """
+    one = [next(size for size in sizes if size >= count)]
+    below = max((size for size in sizes if size < count), default=None)
+    if below is None:
+        return one
+    several = [below, *cheapest_sizes(count - below, sizes)]
+    return min(one, several, key=lambda found: sum(found) + _TOKENS_PER_STEP * len(found))
 
 
 def plan_chunks(

@@ -20,10 +20,10 @@ import numpy as np
 
 from jax_paged.ops.batch import pages_for
 
+from ..decoder.steps import cheapest_sizes
+
 # A fork of fewer tokens is not worth waiting for.
 _LEAST_SHARED = 4
-# What a step costs beside its tokens, in tokens.
-_TOKENS_PER_STEP = 64
 
 
 @dataclasses.dataclass(eq=False)
@@ -125,7 +125,7 @@ def in_sizes(orders: Orders, sizes: Sequence[int]) -> Iterator[Orders]:
     138 tokens are fed as 128 and 10 where the sizes are 32, 128 and 512, as 512 would take longer.
     """
     releases, forks, feeds = orders.releases, orders.forks, list(orders.feeds)
-    for size in _cheapest(sum(end - begin for _, _, begin, end in feeds), sizes):
+    for size in cheapest_sizes(sum(end - begin for _, _, begin, end in feeds), sizes):
         room, part = size, []
         while room and feeds:
             text, row, begin, end = feeds.pop(0)
@@ -136,16 +136,6 @@ def in_sizes(orders: Orders, sizes: Sequence[int]) -> Iterator[Orders]:
                 feeds.insert(0, (text, row, stop, end))
         yield Orders(releases, forks, part)
         releases, forks = [], []
-
-
-def _cheapest(count: int, sizes: Sequence[int]) -> list[int]:
-    """Sizes that hold `count` tokens, all but the last one full."""
-    one = [next(size for size in sizes if size >= count)]
-    below = max((size for size in sizes if size < count), default=None)
-    if below is None:
-        return one
-    several = [below, *_cheapest(count - below, sizes)]
-    return min(one, several, key=lambda found: sum(found) + _TOKENS_PER_STEP * len(found))
 
 
 class Schedule:

@@ -200,14 +200,14 @@ class Engine:
         if max_adapters is not None:
             self._adapters = AdapterSlots(model, max_adapters, max_rank)
             self._step_graph = AdaptedGraph(self._graph)
+        self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._cache = PrefixCache(num_pages, page_size, self._salt) if prefix_cache else None
         self._scheduler = Scheduler(
             num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
-            page_size=page_size, max_tokens=max_tokens, cache=self._cache, swap_pages=swap_pages,
+            page_size=page_size, step_sizes=self._sizes, cache=self._cache, swap_pages=swap_pages,
             chunk_pages=chunk_pages(pages_per_seq), window=self._window,
         )  # fmt: skip
         self._swapper: Swapper | None = None
-        self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._num_holds = max_seqs + -(-max_tokens // page_size)
         self._nothing = PageOrders.create(table, self._num_holds)
         self._flying: deque[tuple[Drawn, list[Feed]]] = deque()

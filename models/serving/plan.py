@@ -13,11 +13,11 @@ from .step import PageOrders, StepPlan
 
 
 def step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
-    """The compiled sizes: all rows decoding, then by factors of 4 to 8 up to a full step."""
+    """The compiled sizes: all rows decoding, then by factors of 4 (the last: 1.5 to 6) to all."""
     sizes = [min(chunk_size(decode_tokens), max_tokens)]
     while sizes[-1] < max_tokens:
         larger = 4 * sizes[-1]
-        sizes.append(larger if 2 * larger < max_tokens else max_tokens)
+        sizes.append(larger if 3 * larger < 2 * max_tokens else max_tokens)
     return sizes
 
 

@@ -14,16 +14,17 @@ reservation will succeed, and what to do when it would not:
   do not fit into what is free of `swap_pages`, it computes anew as it would without.
   The first in the order is never preempted and fits the pool, so everything comes to its end.
 - A request of higher priority that waits preempts running ones of lower priority.
-- Decode rows come first, then prefill chunks fill the step up.
+- Decode rows come first, then prefill chunks fill the step up, to one of its compiled sizes.
 """
 
 import bisect
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_paged.ops.batch import pages_for
 
+from ..decoder.steps import cheapest_sizes
 from .prefix_cache import PrefixCache
 from .request import Request
 
@@ -67,7 +68,7 @@ class Scheduler:
 
     Args:
       num_pages, max_seqs, pages_per_seq, page_size: of the page table.
-      max_tokens: most tokens of a step.
+      step_sizes: the compiled sizes of steps, ascending; the last is the most tokens of a step.
       cache: the prefix cache, or None.
       swap_pages: pages of preempted requests in host memory; 0 = none, they compute anew.
       chunk_pages: host memory is taken by so many pages at a time.
@@ -77,10 +78,11 @@ class Scheduler:
 
     def __init__(
         self, *, num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int,
-        max_tokens: int, cache: PrefixCache | None, swap_pages: int = 0, chunk_pages: int = 1,
-        window: tuple[int, int] | None = None,
+        step_sizes: Sequence[int], cache: PrefixCache | None, swap_pages: int = 0,
+        chunk_pages: int = 1, window: tuple[int, int] | None = None,
     ):  # fmt: skip
-        self.page_size, self.max_tokens, self.cache = page_size, max_tokens, cache
+        self.page_size, self._step_sizes, self.cache = page_size, step_sizes, cache
+        self.max_tokens = max_tokens = step_sizes[-1]
         self.num_free_swap, self.chunk_pages = swap_pages, chunk_pages
         self.num_swapped_out = self.num_swapped_in = 0
         self.most_pages = min(num_pages, pages_per_seq)
@@ -151,6 +153,8 @@ class Scheduler:
         prefill = sum(r.num_to_feed for r in self.running if r.num_to_feed > 1)
         while room > prefill and self._start_one():
             prefill += self.running[-1].num_to_feed
+        used = self.max_tokens - room
+        room = self._filling(used, min(used + prefill, self.max_tokens)) - used
         fed = {feed.request.number for feed in feeds}
         for request in sorted(self.running, key=lambda r: r.order):
             row, count = request.row, min(room, request.num_to_feed)
@@ -159,6 +163,15 @@ class Scheduler:
                 room -= count
         # A victim of a start above may have been planned already.
         return [feed for feed in feeds if feed.request.row is not None]
+
+    def _filling(self, used: int, wanted: int) -> int:
+        """How many of `wanted` tokens a step feeds so that it is hardly padded.
+
+        Args:
+          used: those that it feeds in any case.
+        """
+        size = cheapest_sizes(wanted, self._step_sizes)[0]
+        return size if used < size < wanted else wanted
 
     def dispatched(self, feeds: list[Feed]) -> None:
         """A step with these feeds has gone to the device."""
