@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API on a small random model: what comes back is what the engine gives, in OpenAI's shapes."""
 
+import http.client
 import json
 import re
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -301,6 +303,19 @@ def test_64_clients_at_once_get_what_each_gets_alone(server, alone):
 
     with ThreadPoolExecutor(64) as clients:
         assert list(clients.map(ask, range(64))) == expected
+
+
+def test_a_kept_connection_gets_a_body_at_once(server):
+    """Not 40 ms behind the head, when the client has confirmed that."""
+    client, seconds = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60), []
+    for _ in range(8):
+        client.request("GET", "/v1/models")
+        with client.getresponse() as response:
+            begin = time.perf_counter()
+            assert response.read()
+            seconds.append(time.perf_counter() - begin)
+    client.close()
+    assert min(seconds[1:]) < 0.02
 
 
 def test_metrics_count_what_was_served(server):
