@@ -199,8 +199,8 @@ class Service:
         if prompt_logprobs and not self._prompt_logprobs:
             raise bad("echo", "echo: with logprobs it needs --prompt-logprobs of the server")
         self._check_model(values)
-        given, vocab_size = values["prompt"], self.engine.config.vocab_size
-        self._check_choices(prompts.num_prompts(given) * values["n"])
+        given, vocab_size = prompts.all_prompts(values["prompt"]), self.engine.config.vocab_size
+        self._check_choices(len(given) * values["n"])
         ids = await self._prepared(prompts.completion_prompts, given, self.tokenizer, vocab_size)
         options = await self._options(values)
         if prompt_logprobs:

@@ -24,24 +24,23 @@ _MORE: dict[str, Domain] = {  # fields of a message beside role and content
 }  # fmt: skip
 
 
-def num_prompts(prompt: str | Sequence[Any]) -> int:
-    """How many prompts the field has."""
-    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+def all_prompts(field: str | Sequence[Any]) -> Sequence[Any]:
+    """The prompts of the field, which may itself be one: a text, or a list of token ids."""
+    return [field] if isinstance(field, str) or isinstance(field[0], int) else field
 
 
 def completion_prompts(
-    prompt: str | Sequence[Any], tokenizer: Tokenizer, vocab_size: int
+    given: Sequence[Any], tokenizer: Tokenizer, vocab_size: int
 ) -> list[list[int]]:
-    """The token ids of each prompt.
+    """The token ids of each of `all_prompts`.
 
     Raises:
       ApiError: a prompt has no tokens, or an id that is not in the vocabulary.
     """
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)  # so is a list of ids
     made = []
-    for place, one in enumerate([prompt] if is_one else prompt):
-        where = "prompt" if is_one else f"prompt[{place}]"
-        ids = tokenizer.encode(one) if isinstance(one, str) else list(one)
+    for place, prompt in enumerate(given):
+        where = "prompt" if len(given) == 1 else f"prompt[{place}]"
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise bad(where, f"{where}: expected at least one token, got none")
         if max(ids) >= vocab_size:
