@@ -48,13 +48,11 @@ class Service:
       tokenizer: of the model.
       name: of the model, in /v1/models.
       stop_tokens: ids that end an answer.
-      max_seqs: of the engine.
       limits: what clients may ask for.
       api_key: clients must send it, as `Authorization: Bearer …`; None = nobody must.
       origins: of web pages elsewhere that may ask (CORS).
       local_only: answer only to names of this machine, so that no web page elsewhere gets in by a
         name of its own for 127.0.0.1.
-      prompt_logprobs: whether the engine tells those of prompts.
       on_failure: called when the engine cannot go on.
     """
 
@@ -65,12 +63,10 @@ class Service:
         *,
         name: str,
         stop_tokens: Sequence[int],
-        max_seqs: int,
         limits: Limits | None = None,
         api_key: str | None = None,
         origins: Sequence[str] = (),
         local_only: bool = True,
-        prompt_logprobs: bool = False,
         on_failure: Callable[[], object] = lambda: None,
     ):
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
@@ -78,8 +74,7 @@ class Service:
         self.metrics = Metrics(engine)
         self.is_draining = False
         self.num_active = 0  # answers that were let in and have not ended
-        self._stops, self._max_seqs = list(stop_tokens), max_seqs
-        self._prompt_logprobs = prompt_logprobs
+        self._stops, self._max_seqs = list(stop_tokens), engine.state.table.max_seqs
         self.on_failure = on_failure
         self._gate = Gate(self.limits, api_key=api_key, local_only=local_only)
         self._token_bytes = TokenBytes(tokenizer)
@@ -196,7 +191,7 @@ class Service:
         top = values["logprobs"]
         self._check_top("logprobs", top)
         prompt_logprobs = values["echo"] and top is not None
-        if prompt_logprobs and not self._prompt_logprobs:
+        if prompt_logprobs and not self.engine.prompt_logprobs:
             raise bad("echo", "echo: with logprobs it needs --prompt-logprobs of the server")
         self._check_model(values)
         given, vocab_size = prompts.all_prompts(values["prompt"]), self.engine.config.vocab_size

@@ -167,7 +167,6 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         options.status.tell(str(sizes))
         model = checkpoint.load()
         name = checkpoint.title.partition(":")[0]
-    more: dict[str, Any] = {"prompt_logprobs": True} if options.prompt_logprobs else {}
     engine = Engine(
         model,
         num_pages=sizes.num_pages,
@@ -176,14 +175,13 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         prefix_cache=not options.no_prefix_cache,
         kv_dtype=options.kv_dtype,
         logprobs=options.logprobs,
-        **more,
+        prompt_logprobs=options.prompt_logprobs,
     )
     return Service(
         engine,
         tokenizer,
         name=options.served_name or name,
         stop_tokens=sorted({*config.eos_token_ids, *tokenizer.eos_ids}),
-        max_seqs=options.max_seqs,
         limits=Limits(
             max_body_bytes=options.max_body_bytes,
             max_prompt_tokens=options.max_prompt_tokens,
@@ -194,7 +192,6 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         api_key=key,
         origins=options.allow_origin,
         local_only=key is None and _is_loopback(options.host),
-        prompt_logprobs=options.prompt_logprobs,
     )
 
 

@@ -45,8 +45,7 @@ def test_a_server_is_started_and_compared_with_the_engine_alone(run):
 
 
 def test_a_server_elsewhere_gets_the_same_trace(run):
-    engine = byte_engine(max_seqs=2)
-    server = Running(engine)
+    server = Running(byte_engine())
     try:
         code, out, err = run("--http", server.url + "/")
     finally:

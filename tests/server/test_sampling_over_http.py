@@ -12,8 +12,8 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def server():
-    engine = byte_engine(prompt_logprobs=True)
-    running = Running(engine, prompt_logprobs=True)
+    engine = byte_engine()
+    running = Running(engine)
     yield running
     running.end()
     engine.clear_cache()
@@ -22,7 +22,7 @@ def server():
 
 
 def test_options_reach_the_engine(server):
-    engine = byte_engine(prompt_logprobs=True)
+    engine = byte_engine()
     options = {
         "temperature": 1.2, "seed": 4, "min_p": 0.02, "repetition_penalty": 1.3,
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "top_k": 60, "top_p": 0.95,
@@ -45,7 +45,7 @@ def test_options_reach_the_engine(server):
 
 @pytest.mark.parametrize("new", [0, 1])
 def test_log_probabilities_of_a_prompt_are_those_lm_eval_reads(server, new):
-    engine = byte_engine(prompt_logprobs=True)
+    engine = byte_engine()
     ids = tokenizer().encode("Hello you")
     request = engine.submit(ids, max_new_tokens=new, prompt_logprobs=True)
     engine.run()

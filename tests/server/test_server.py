@@ -232,9 +232,6 @@ ERRORS = {  # what is asked for: status, param, parts of the message
     "a flag": (COMPLETE, {"prompt": "a", "n": True}, 400, "n", "an integer from 1"),
     "too many": (COMPLETE, {"prompt": ["a"] * 50, "n": 5}, 400, "n", "at most 128 answers"),
     "top": (COMPLETE, {"prompt": "a", "logprobs": 6}, 400, "logprobs", "at most 5"),
-    "echo": (
-        COMPLETE, {"prompt": "a", "logprobs": 1, "echo": True}, 400, "echo", "--prompt-logprobs",
-    ),
     "bias": (COMPLETE, {"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "below 257"),
     "stops": (COMPLETE, {"prompt": "a", "stop": [""]}, 400, "stop", "1 to 256 characters"),
     "options": (
@@ -276,15 +273,21 @@ def test_an_error_names_the_field_in_openais_shape(server, case):
         assert server.post(path, body | {"stream": True})[0] == status
 
 
-def test_what_no_pool_holds_is_refused_and_a_chat_ends_with_the_pool():
-    engine = byte_engine(num_pages=4)
-    server = Running(engine)
+def test_what_an_engine_has_not_is_refused_and_a_chat_ends_with_the_pool():
+    server = Running(byte_engine(num_pages=4, max_tokens=8, logprobs=0, prompt_logprobs=False))
     try:
         for streams in (False, True):
             body = {"prompt": "a" * 60, "max_tokens": 30, "stream": streams}
             status, got, _ = server.post(COMPLETE, body)
             assert status == 400
             assert "at most 64 tokens in all, got 60 of the prompt" in got["error"]["message"]
+        for body, part in (
+            ({"logprobs": 1}, "logprobs: expected at most 0"),
+            ({"logprobs": 0, "echo": True}, "echo: with logprobs it needs --prompt-logprobs"),
+        ):
+            status, got, _ = server.post(COMPLETE, {"prompt": "a"} | body)
+            assert status == 400
+            assert part in got["error"]["message"]
         body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
         assert server.post(CHATS, body)[1]["usage"]["total_tokens"] == 64
     finally:

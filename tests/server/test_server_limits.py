@@ -270,7 +270,7 @@ def test_what_has_no_time_to_end_is_cancelled(start, engine):
 
 
 def test_when_the_engine_fails_requests_get_an_error_and_the_server_ends():
-    engine = byte_engine(num_pages=64)
+    engine = byte_engine()
     step, left = engine.step, [5]
 
     def failing():
@@ -372,10 +372,10 @@ import asyncio, socket, time
 from children import child
 from running_server import byte_engine, tokenizer
 from jax_paged.models.server import app, command
-engine = byte_engine()
+engine = byte_engine(max_tokens=8, prompt_logprobs=False)
 step = engine.step
 engine.step = lambda: (time.sleep(0.02), step())[1]
-service = app.Service(engine, tokenizer(), name="tiny", stop_tokens=[256], max_seqs=8)
+service = app.Service(engine, tokenizer(), name="tiny", stop_tokens=[256])
 listener = socket.create_server(("127.0.0.1", 0))
 code = asyncio.run(command._serve(service, listener))
 engine.clear_cache()

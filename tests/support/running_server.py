@@ -3,17 +3,21 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from tiny_checkpoint import byte_tokenizer
 
 from jax_paged.models import Decoder, Engine
 from jax_paged.models.checkpoint.tokenizer import Tokenizer
+from jax_paged.models.decoder.executables import Executables, kept_in
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.server.app import Service
 from jax_paged.models.server.command import serve_until
@@ -27,10 +31,24 @@ TEMPLATE = (
 )
 
 
+FOLDER = tempfile.TemporaryDirectory(prefix="programs_of_servers_")
+PROGRAMS = Executables(Path(FOLDER.name), on_unreadable=lambda: None)
+
+
+@functools.cache
+def byte_model() -> Decoder:
+    """Its tokens are the 256 bytes and <eos>."""
+    return Decoder(CONFIG, random_source(CONFIG, seed=1))
+
+
 def byte_engine(**changes) -> Engine:
-    """An engine of a model whose tokens are the 256 bytes and <eos>."""
-    sizes = {"num_pages": 512, "max_seqs": 8, "max_tokens": 64, "logprobs": 5, "progress": False}
-    return Engine(Decoder(CONFIG, random_source(CONFIG, seed=1)), **(sizes | changes))
+    """An engine of `byte_model`; those with the same sizes share their programs."""
+    sizes = {
+        "num_pages": 512, "max_seqs": 8, "max_tokens": 64, "logprobs": 5, "prompt_logprobs": True,
+        "progress": False,
+    }  # fmt: skip
+    with kept_in(PROGRAMS):
+        return Engine(byte_model(), **(sizes | changes))
 
 
 def tokenizer() -> Tokenizer:
@@ -41,12 +59,13 @@ def tokenizer() -> Tokenizer:
 
 
 class Running:
-    """A service on a port of its own; `end` drains it."""
+    """A service, or that of an engine, on a port of its own; `end` drains it."""
 
-    def __init__(self, engine: Engine, *, send_buffer=None, **options):
-        options = {"name": "tiny", "stop_tokens": [256], "max_seqs": 8} | options
-        self.engine = engine
-        self.service = Service(engine, tokenizer(), **options)
+    def __init__(self, served: Engine | Service, *, send_buffer=None, **options):
+        if isinstance(served, Engine):
+            options = {"name": "tiny", "stop_tokens": [256]} | options
+            served = Service(served, tokenizer(), **options)
+        self.service, self.engine = served, served.engine
         self._listener = socket.create_server(("127.0.0.1", 0))
         if send_buffer is not None:  # connections have what their listener has
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
