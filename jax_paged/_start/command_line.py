@@ -315,6 +315,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--served-name", metavar="NAME", help="of the model, in the API (default: its file's)"
     )
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER",
+        help="a LoRA adapter beside the model, for requests whose `model` is NAME; may be repeated",
+    )  # fmt: skip
     for name, default, _, what in SERVE_COUNTS:
         text = f"{what} (default {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)

@@ -19,6 +19,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from jax_paged.checks import expect
+
 from ..checkpoint.tokenizer import Tokenizer
 from ..serving.engine import Engine
 from . import parameters, prompts
@@ -44,7 +46,8 @@ class Service:
     """A model behind the API of OpenAI.
 
     Args:
-      engine: stepped by a thread of the service alone, from `start` to `stop`.
+      engine: stepped by a thread of the service alone, from `start` to `stop`. Its adapters are
+        models of their own to clients.
       tokenizer: of the model.
       name: of the model, in /v1/models.
       stop_tokens: ids that end an answer.
@@ -54,6 +57,9 @@ class Service:
       local_only: answer only to names of this machine, so that no web page elsewhere gets in by a
         name of its own for 127.0.0.1.
       on_failure: called when the engine cannot go on.
+
+    Raises:
+      ValueError: an adapter has the name of the model.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Service:
         local_only: bool = True,
         on_failure: Callable[[], object] = lambda: None,
     ):
+        expect(name not in engine.adapters, "name", f"none of {engine.adapters}", repr(name))
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.limits = Limits() if limits is None else limits
         self.metrics = Metrics(engine)
@@ -231,10 +238,16 @@ class Service:
             can = can if have is None else f"at most {have}, which --logprobs of this server says"
             raise bad(name, f"{name}: expected {can}, got {top}")
 
+    @property
+    def _names(self) -> list[str]:
+        """Of the model, and then of its adapters."""
+        return [self.name, *self.engine.adapters]
+
     def _check_model(self, values: dict[str, Any]) -> None:
-        if values["model"] not in (None, self.name):
+        names = self._names
+        if values["model"] not in (None, *names):
             raise ApiError(
-                404, f"model: expected {self.name!r}, got {parameters.short(values['model'])}",
+                404, f"model: expected one of {names}, got {parameters.short(values['model'])}",
                 param="model", code="model_not_found",
             )  # fmt: skip
 
@@ -263,6 +276,8 @@ class Service:
         """Of `Engine.submit`, but for the number of new tokens."""
         options = parameters.sampling(values, self.engine.config.vocab_size)
         options.setdefault("seed", secrets.randbits(32))
+        if values["model"] not in (None, self.name):
+            options["adapter"] = values["model"]
         stops = set(values["stop_token_ids"] or ())
         options["stop_tokens"] = sorted(stops if values["ignore_eos"] else {*stops, *self._stops})
         if strings := parameters.stop_strings(values):
@@ -289,7 +304,7 @@ class Service:
         self._check_queue(n * len(ids))
         name = "chatcmpl" if shape_of is ChatShape else "cmpl"
         head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()),
-                "model": self.name}  # fmt: skip
+                "model": values["model"] or self.name}  # fmt: skip
         shape = shape_of(head, self._token_bytes, top)
         reply = Reply(
             self.tokenizer, self._token_bytes, self.metrics, tells_logprobs=top is not None,
@@ -381,11 +396,15 @@ class Service:
 
     async def _models(self, request: Request) -> Response:
         self._gate.admit(request)
-        entry = {
-            "id": self.name, "object": "model", "created": self._created, "owned_by": "jax_paged",
-            "max_model_len": self._most_tokens,
-        }  # fmt: skip
-        return Response(as_json({"object": "list", "data": [entry]}), media_type="application/json")
+        entries = [
+            {
+                "id": name, "object": "model", "created": self._created, "owned_by": "jax_paged",
+                "parent": None if name == self.name else self.name,
+                "max_model_len": self._most_tokens,
+            }
+            for name in self._names
+        ]  # fmt: skip
+        return Response(as_json({"object": "list", "data": entries}), media_type="application/json")
 
     async def _health(self, request: Request) -> Response:
         self._gate.admit(request, keyed=False)

@@ -4,13 +4,14 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ import jax
 
 from jax_paged._start.command_line import LOG_LEVELS, SERVE_COUNTS
 from jax_paged._start.interrupt import EXIT_CODE
+from jax_paged.checks import expect
 
 from .._packages import check_installed
+from ..checkpoint.peft import load_adapter
 from ..checkpoint.tokenizer import MissingTokenizer
-from ..checkpoint.weights import open_checkpoint
+from ..checkpoint.weights import Checkpoint, open_checkpoint
+from ..decoder.adapters import AdaptedModel, Adapter, Adapters
 from ..decoder.generation import check_count
 from ..serving.engine import Engine
 from .limits import Limits
-from .memory import estimate
+from .memory import Estimate, estimate
 
 _log = logging.getLogger("jax_paged.server")
 _KEY = "JAX_PAGED_API_KEY"
@@ -68,6 +72,18 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("prompt-logprobs: expected --logprobs, too, got none")
     if not 0 <= options.port < 2**16:
         raise ValueError(f"port: expected an integer from 0 to 65535, got {options.port}")
+    _adapter_folders(options)
+
+
+def _adapter_folders(options: argparse.Namespace) -> dict[str, str]:
+    """What --adapter says: name → folder."""
+    folders: dict[str, str] = {}
+    for text in options.adapter:
+        name, _, folder = text.partition("=")
+        expect(bool(name and folder), "adapter", "NAME=FOLDER", repr(text))
+        expect(name not in folders, "adapter", "one folder for each name", f"two for {name!r}")
+        folders[name] = folder
+    return folders
 
 
 def start_log(level: str | None) -> None:
@@ -159,14 +175,15 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
         if isinstance(tokenizer, MissingTokenizer):
             raise ValueError(tokenizer.reason)
+        served = options.served_name or checkpoint.title.partition(":")[0]
+        folders = _adapter_folders(options)
+        expect(served not in folders, "adapter", "another name than the model's", repr(served))
+        adapters = {name: load_adapter(folder, config) for name, folder in folders.items()}
         options.status.tell(checkpoint.title)
-        sizes = estimate(
-            checkpoint.shapes(), max_seqs=options.max_seqs, pages=options.pages,
-            share=options.kv_memory_share, kv_dtype=options.kv_dtype,
-        )  # fmt: skip
+        slots = _slots(adapters)
+        sizes = _estimate(options, checkpoint, slots)
         options.status.tell(str(sizes))
         model = checkpoint.load()
-        name = checkpoint.title.partition(":")[0]
     engine = Engine(
         model,
         num_pages=sizes.num_pages,
@@ -176,11 +193,14 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         kv_dtype=options.kv_dtype,
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
+        **slots,
     )
+    for name, adapter in adapters.items():
+        engine.add_adapter(name, adapter)
     return Service(
         engine,
         tokenizer,
-        name=options.served_name or name,
+        name=served,
         stop_tokens=sorted({*config.eos_token_ids, *tokenizer.eos_ids}),
         limits=Limits(
             max_body_bytes=options.max_body_bytes,
@@ -193,6 +213,28 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         origins=options.allow_origin,
         local_only=key is None and _is_loopback(options.host),
     )
+
+
+def _estimate(
+    options: argparse.Namespace, checkpoint: Checkpoint, slots: Mapping[str, int]
+) -> Estimate:
+    """What the model and its slots for adapters take, and how many pages the rest holds."""
+    model: Any = checkpoint.shapes()
+    if slots:
+        create = functools.partial(Adapters.create, checkpoint.config, dtype=model.dtype, **slots)
+        model = AdaptedModel(model, jax.eval_shape(create), None)
+    return estimate(
+        model, max_seqs=options.max_seqs, pages=options.pages,
+        share=options.kv_memory_share, kv_dtype=options.kv_dtype,
+    )  # fmt: skip
+
+
+def _slots(adapters: Mapping[str, Adapter]) -> dict[str, int]:
+    """The options of an engine with room for just these adapters."""
+    if not adapters:
+        return {}
+    rank = max(adapter.rank for adapter in adapters.values())
+    return {"max_adapters": len(adapters), "max_rank": max(rank, 1)}
 
 
 def out_of_memory(options: argparse.Namespace, error: BaseException) -> str:

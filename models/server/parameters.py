@@ -85,7 +85,7 @@ class Parameter(NamedTuple):
 
 
 _SHARED = {
-    "model": Parameter(TEXT, None, "the name that /v1/models tells, or none"),
+    "model": Parameter(TEXT, None, "a name that /v1/models tells; none = the model"),
     "stream": Parameter(FLAG, False, "whether to answer by server-sent events"),
     "stream_options": Parameter(
         OBJECT, None, "with `stream`: `include_usage`, counts of tokens in a last event"

@@ -9,6 +9,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import published_name, write_adapter
 from safetensors.numpy import save_file
 from tiny_checkpoint import write_checkpoint
 
@@ -23,43 +24,11 @@ from jax_paged.models import (
     token_logits,
     with_adapter,
 )
-from jax_paged.models.decoder.adapters import FUSED, module_shapes, published_shapes
+from jax_paged.models.decoder.adapters import FUSED, module_shapes
 from jax_paged.models.decoder.parameters import expected_tensors
 from jax_paged.models.testing import small_config, small_hf_config
 
 CONFIG = small_config("llama")
-LAYER = "base_model.model.model.layers.{}."
-BLOCKS = dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "mlp")
-KEYS = {
-    "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, "bias": "none",
-    "lora_dropout": 0.1, "inference_mode": True, "fan_in_fan_out": False, "use_dora": False,
-    "use_rslora": False, "modules_to_save": None, "init_lora_weights": True, "rank_pattern": {},
-    "alpha_pattern": {}, "target_modules": ["q_proj"], "base_model_name_or_path": None,
-    "peft_version": "0.18.0", "layer_replication": None, "loftq_config": {}, "revision": None,
-}  # fmt: skip
-
-
-def published_name(layer, module, side):
-    block = BLOCKS.get(module, "self_attn")
-    return LAYER.format(layer) + f"{block}.{module}.lora_{side}.weight"
-
-
-def write_adapter(folder, config, *, modules=None, ranks=None, dtype=np.float32, **keys):
-    """Writes a random adapter; gives its tensors as f32: name in the file → values."""
-    folder.mkdir(exist_ok=True)
-    keys = KEYS | keys
-    rng, tensors = np.random.default_rng(4), {}
-    for layer in range(config.num_layers):
-        for module, (out, inner) in published_shapes(config, layer).items():
-            if modules is not None and module not in modules:
-                continue
-            rank = (ranks or {}).get(module, keys["r"])
-            for side, shape in (("A", (rank, inner)), ("B", (out, rank))):
-                values = rng.standard_normal(shape, np.float32) * np.float32(0.5 / inner**0.5)
-                tensors[published_name(layer, module, side)] = values.astype(dtype)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(keys))
-    return {name: values.astype(np.float32) for name, values in tensors.items()}
 
 
 def assert_is(adapter, config, tensors, scale_of):

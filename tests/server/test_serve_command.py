@@ -68,6 +68,11 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
         (["--port", "70000"], "port: expected an integer from 0 to 65535, got 70000"),
         (["--host", "a" * 70], "host: expected an address, got 'aaa"),
         (["--api-key-file", "/nowhere/key"], "/nowhere/key: No such file or directory"),
+        (["--adapter", "a"], "adapter: expected NAME=FOLDER, got 'a'"),
+        (
+            ["--adapter", "a=b", "--adapter", "a=c"],
+            "adapter: expected one folder for each name, got",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_the_weights_are_loaded(

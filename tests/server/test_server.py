@@ -225,7 +225,7 @@ ERRORS = {  # what is asked for: status, param, parts of the message
     "no prompt": (COMPLETE, {}, 400, "prompt", "expected a text, a list of token ids"),
     "empty": (COMPLETE, {"prompt": ""}, 400, "prompt", "at least one token"),
     "a token": (COMPLETE, {"prompt": [[1], [999]]}, 400, "prompt[1]", "below 257, got 999"),
-    "another model": (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "model", "'tiny', got 'gpt'"),
+    "another model": (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "model", "of ['tiny'], got"),
     "unknown": (COMPLETE, {"prompt": "a", "best_of": 2}, 400, "best_of", "no such option"),
     "too long": (COMPLETE, {"prompt": "a" * 500}, 400, "prompt", "500 of the prompt and 16 new"),
     "range": (COMPLETE, {"prompt": "a", "top_p": 0}, 400, "top_p", "above 0 and at most 1, got 0"),
@@ -346,7 +346,7 @@ def test_metrics_count_what_was_served(server):
 def test_the_other_pages(server):
     assert server.get("/health")[:2] == (200, {"status": "ok"})
     [model] = server.get("/v1/models")[1]["data"]
-    assert (model["id"], model["max_model_len"]) == ("tiny", 512)
+    assert (model["id"], model["parent"], model["max_model_len"]) == ("tiny", None, 512)
     status, _, headers = server.get("/")
     assert status == 200
     assert headers["content-security-policy"].startswith("default-src 'self'")
