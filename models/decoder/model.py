@@ -103,23 +103,25 @@ class Layer(nnx.Module):
     def __call__(
         self, x, step: _Step, state: KVState, index: jax.Array, adapters: LayerAdapters | None
     ):
-        normed = rms_norm(x, self.attention_norm[...], self.eps)
-        out, state = self.attention(
-            normed,
-            state,
-            step.batch,
-            step.cos,
-            step.sin,
-            layer=index,
-            positions=jnp.arange(x.shape[0], dtype=jnp.int32),
-            plan=step.plan,
-            adapters=adapters,
-            implementation=step.implementation,
-        )
-        x = x + out
-        normed = rms_norm(x, self.mlp_norm[...], self.eps)
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, self.attention_norm[...], self.eps)
+            out, state = self.attention(
+                normed,
+                state,
+                step.batch,
+                step.cos,
+                step.sin,
+                layer=index,
+                positions=jnp.arange(x.shape[0], dtype=jnp.int32),
+                plan=step.plan,
+                adapters=adapters,
+                implementation=step.implementation,
+            )
+            x = x + out
         own: dict[str, Any] = {"live": step.live} if self.is_mixture else {"adapters": adapters}
-        x = x + self.mlp(normed, implementation=step.implementation, **own)
+        with jax.named_scope("mlp"):
+            normed = rms_norm(x, self.mlp_norm[...], self.eps)
+            x = x + self.mlp(normed, implementation=step.implementation, **own)
         return x, state
 
 
@@ -219,6 +221,7 @@ class Decoder(Projections):
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
         return self.logits(x), state
 
+    @jax.named_scope("embed")
     def embed(self, tokens: jax.Array) -> jax.Array:
         """[T, hidden_size], what the first layer takes."""
         # The barrier keeps XLA from widening a whole table of bf16 ahead of a loop of steps (CPU).
@@ -251,12 +254,14 @@ class Decoder(Projections):
                 steps[kind] = _Step(of_group, plan, cos, sin, live, self.implementation)
             layer = nnx.split(self.layers[number])
             own = None if adapters is None else adapters.layer(number)
-            x, groups[group] = _run_layer(
-                *layer, x, steps[kind], groups[group], jnp.int32(index), own
-            )
+            with jax.named_scope(f"layer_{number}"):
+                x, groups[group] = _run_layer(
+                    *layer, x, steps[kind], groups[group], jnp.int32(index), own
+                )
         parts = tuple(part.groups[0] for part in groups)
         return x, dataclasses.replace(state, groups=parts)
 
+    @jax.named_scope("plan")
     def _plan(
         self, x: jax.Array, state: KVState, batch: StepBatch, window: int | None
     ) -> AttentionPlan | None:
@@ -272,6 +277,7 @@ class Decoder(Projections):
             implementation=self.implementation,
         )
 
+    @jax.named_scope("logits")
     def logits(self, x: jax.Array) -> jax.Array:
         """f32[R, vocab_size] of what the last layer gave, [R, hidden_size]."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)

@@ -35,17 +35,19 @@ def gated_mlp(
     The projections and the gated product are rounded to x's dtype.
     """
     limit = check_activation(activation, limit)
-    hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
-    if adapters is not None:
-        hidden = adapters.add("gate_up", x, hidden, implementation)
-    if gate_up_bias is not None:
-        hidden = hidden + gate_up_bias[None, :]
+    with jax.named_scope("gate_up"):
+        hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
+        if adapters is not None:
+            hidden = adapters.add("gate_up", x, hidden, implementation)
+        if gate_up_bias is not None:
+            hidden = hidden + gate_up_bias[None, :]
     gate, up = jnp.split(hidden, 2, axis=-1)
     inner = gated_product(gate, up, activation, limit)
-    out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
-    if adapters is not None:
-        out = adapters.add("down", inner, out, implementation)
-    return out if down_bias is None else out + down_bias[None, :]
+    with jax.named_scope("down"):
+        out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
+        if adapters is not None:
+            out = adapters.add("down", inner, out, implementation)
+        return out if down_bias is None else out + down_bias[None, :]
 
 
 def route(

@@ -41,6 +41,7 @@ WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
 
 
+@jax.named_scope("norm")
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / √(mean(x²) + eps) · weight over the last axis; the mean and root are f32."""
     wide = x.astype(jnp.float32)
@@ -81,8 +82,11 @@ class Projections(nnx.Module):
     def _project(
         self, name: str, x: jax.Array, adapters: LayerAdapters | None = None, **options
     ) -> jax.Array:
-        out = linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
-        return out if adapters is None else adapters.add(name, x, out, options["implementation"])
+        with jax.named_scope(name):
+            out = linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+            if adapters is not None:
+                out = adapters.add(name, x, out, options["implementation"])
+        return out
 
 
 def own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
@@ -192,32 +196,34 @@ class Attention(Projections):
             qkv = qkv + self.qkv_bias[...][None, :]
         if not is_eight_bit(pages):  # bf16 pages under f32 weights: ops take equal dtypes
             qkv = qkv.astype(pages.dtype)
-        q, state = write_qkv(
-            qkv,
-            state,
-            batch,
-            cos,
-            sin,
-            positions=positions,
-            q_norm=self.q_norm[...] if hasattr(self, "q_norm") else None,
-            k_norm=self.k_norm[...] if hasattr(self, "k_norm") else None,
-            eps=self.eps,
-            num_q_heads=self.num_q_heads,
-            rotary_dim=2 * cos.shape[1],
-            style=self.style,
-            layer=layer,
-            implementation=implementation,
-        )
-        attended = attend(
-            q,
-            state,
-            batch,
-            layer=layer,
-            sliding_window=own_window(self.window, batch.groups[state.find(layer)[0]]),
-            plan=plan,
-            implementation=implementation,
-            **options,
-        )
+        with jax.named_scope("write_qkv"):
+            q, state = write_qkv(
+                qkv,
+                state,
+                batch,
+                cos,
+                sin,
+                positions=positions,
+                q_norm=self.q_norm[...] if hasattr(self, "q_norm") else None,
+                k_norm=self.k_norm[...] if hasattr(self, "k_norm") else None,
+                eps=self.eps,
+                num_q_heads=self.num_q_heads,
+                rotary_dim=2 * cos.shape[1],
+                style=self.style,
+                layer=layer,
+                implementation=implementation,
+            )
+        with jax.named_scope("attend"):
+            attended = attend(
+                q,
+                state,
+                batch,
+                layer=layer,
+                sliding_window=own_window(self.window, batch.groups[state.find(layer)[0]]),
+                plan=plan,
+                implementation=implementation,
+                **options,
+            )
         attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
         out = self._project("out", attended, adapters, implementation=implementation)
         if hasattr(self, "out_bias"):
@@ -329,18 +335,20 @@ class ExpertsMLP(Projections):
             step `batch.slot_mapping >= 0`.
           options: of `moe_experts`.
         """
-        router = self.router[...]
-        logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
-        experts, weights = route(logits, self.experts_per_token, renormalize=self.renormalize)
-        return moe_experts(
-            x,
-            self.gate_up[...],
-            self.down[...],
-            experts,
-            weights,
-            gate_up_scale=self._scale("gate_up"),
-            down_scale=self._scale("down"),
-            live=live,
-            implementation=implementation,
-            **options,
-        )
+        with jax.named_scope("router"):
+            router = self.router[...]
+            logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
+            experts, weights = route(logits, self.experts_per_token, renormalize=self.renormalize)
+        with jax.named_scope("experts"):
+            return moe_experts(
+                x,
+                self.gate_up[...],
+                self.down[...],
+                experts,
+                weights,
+                gate_up_scale=self._scale("gate_up"),
+                down_scale=self._scale("down"),
+                live=live,
+                implementation=implementation,
+                **options,
+            )

@@ -76,6 +76,7 @@ class Sampler:
             floored=not greedy and bool(min_p),
         )
 
+    @jax.named_scope("sample")
     def __call__(
         self,
         logits: Float[Array, "rows vocab_size"],
@@ -156,6 +157,7 @@ class RowSamplers:
         """Draws one token per row: i32[rows]."""
         return self.ranked(logits, positions, 1)[:, 0]
 
+    @jax.named_scope("sample")
     def ranked(
         self, logits: Float[Array, "rows vocab_size"], positions: Int[Array, "rows"], count: int
     ) -> Int[Array, "rows count"]:

@@ -12,8 +12,12 @@ from flax import nnx
 from steppers import NUM_TOKENS, ids, make_stepper
 
 from jax_paged import KVState
+from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.model import Decoder, rms_norm
 from jax_paged.models.decoder.parameters import abstract_source, expected_tensors, random_source
+from jax_paged.models.decoder.protocol import split_model
+from jax_paged.models.decoder.sample import Sampler
+from jax_paged.models.decoder.steps import Progress, decode
 from jax_paged.models.testing import Stepper, small_config
 from jax_paged.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from jax_paged.testing import pool_sized_ops
@@ -362,6 +366,29 @@ def test_an_abstract_decoder_lowers_without_weights():
     leaves = jax.tree.leaves(weights)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
     assert not any(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mlp"), [("llama", ["gate_up", "down"]), ("qwen3_moe", ["router", "experts"])]
+)
+def test_instructions_have_the_names_of_their_layer_and_part(model_type, mlp):
+    """What a profiler shows. Layers of one kind are lowered once all the same."""
+    config = small_config(model_type, num_hidden_layers=3)
+    model = Decoder(config, abstract_source(config, jnp.float32))
+    sizes = {"num_pages": 4, "max_seqs": 2, "pages_per_seq": 2}
+    state = jax.eval_shape(lambda: create_state(model, **sizes))
+    rows = jnp.arange(2, dtype=jnp.int32)
+    lowered = decode.lower(
+        *split_model(model), state, Progress(rows, rows, rows), rows, rows, rows,
+        Sampler.create(temperature=1.0), jnp.int32(4), chunk=4,
+    )  # fmt: skip
+    assert lowered.as_text().count("func private @_run_layer") == 1
+    names = set(re.findall(r'op_name="([^"]*)"', lowered.compile().as_text()))
+    parts = [f"attention/{part}" for part in ("norm", "qkv", "write_qkv", "attend", "out")]
+    parts += ["mlp/norm", *(f"mlp/{part}" for part in mlp)]
+    paths = [rf"layer_{layer}/[^/]*/{part}" for layer in range(3) for part in parts]
+    for path in (*paths, "embed", "logits/norm", "logits/head", "sample"):
+        assert any(re.search(rf"/{path}/", name) for name in names), path
 
 
 def test_rms_norm_keeps_the_dtype_and_divides_by_the_root_mean_square():

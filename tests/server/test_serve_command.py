@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -147,6 +148,16 @@ def test_out_of_memory_says_what_to_lower(capsys, monkeypatch, checkpoint):
     err = capsys.readouterr().err.splitlines()[-1]
     for part in ("out of memory: lower --kv-memory-share (now 0.5)", "--max-seqs (now 3)"):
         assert part in err
+
+
+def test_a_profile_has_the_names_of_layers_and_ops(tmp_path):
+    engine = byte_engine()
+    with command._profiled(str(tmp_path)):
+        engine.submit([1, 2, 3], max_new_tokens=2)
+        engine.run()
+    [file] = tmp_path.rglob("*.xplane.pb")
+    found = set(re.findall(rb"/layer_(\d)/[^/]+/attention/(\w+)/", file.read_bytes()))
+    assert found >= {(layer, op) for layer in (b"0", b"1") for op in (b"write_qkv", b"attend")}
 
 
 def test_the_options_of_the_command_have_their_defaults():
