@@ -164,6 +164,8 @@ class Answer:
         for token, known in zip(news.tokens, news.logprobs, strict=True):
             self._held.append((token, known, self._token_end))
             self._token_end += len(self._plain.push([token]))
+        if news.stop is not None:
+            self._held.append((*news.stop, self._token_end))
         self._text_end += len(piece.text)
         everything = piece.reason is not None and piece.reason != "stop_string"
         while self._held and (everything or self._held[0][2] < self._text_end):

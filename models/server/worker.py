@@ -26,8 +26,9 @@ class News(NamedTuple):
     logprobs: list[Any]
     reason: str | None
     detail: str
-    num_cached: int
-    prompt_logprobs: list[Any] | None
+    num_cached: int = 0
+    prompt_logprobs: list[Any] | None = None
+    stop: tuple[int, Any] | None = None
 
 
 class Asked(Protocol):
@@ -103,7 +104,7 @@ class Worker:
             _log.exception("the engine has failed")
             self.failure = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             for answer in list(self._asked):
-                self._put(answer, News([], [], "failed", self.failure, 0, None))
+                self._put(answer, News([], [], "failed", self.failure))
             self._flush()
             self._call(self._on_failure, self.failure)
             while self._take_orders(wait=True):
@@ -134,15 +135,15 @@ class Worker:
 
         if self.failure or first in self._dropped:
             reason = "failed" if self.failure else "cancelled"
-            self._put(first, News([], [], reason, self.failure, 0, None))
+            self._put(first, News([], [], reason, self.failure))
         else:
             try:
                 request = self.engine.submit(first.prompt, on_tokens=take, **first.options)
             except (ValueError, NotImplementedError) as error:
-                self._put(first, News([], [], "refused", str(error), 0, None))
+                self._put(first, News([], [], "refused", str(error)))
             except Exception as error:  # the engine is as it was
                 _log.exception("the engine did not take a request")
-                self._put(first, News([], [], "failed", str(error), 0, None))
+                self._put(first, News([], [], "failed", str(error)))
             else:
                 first.request = request
                 if not request.is_done:
@@ -160,7 +161,7 @@ class Worker:
             answer,
             News(
                 new, request.logprobs[begin:], reason, request.detail, request.num_cached,
-                prompt_logprobs,
+                prompt_logprobs, request.stop,
             ),
         )  # fmt: skip
 

@@ -50,6 +50,7 @@ class Request:
 
     tokens: the new ids so far, without the stop token.
     logprobs: of each of them, where the engine tells log-probabilities.
+    stop: the stop token that has ended it, and what is known of that, as in logprobs; or None.
     prompt_logprobs: of each token of the prompt, where the request asks for them: None for the
       first one, behind which there is nothing, and for those that are not computed yet.
     reason: None while it goes on, else "stop_token", "stop_string" (the last tokens hold it),
@@ -75,6 +76,7 @@ class Request:
     adapter: AdapterVersion | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[LogProbability] = dataclasses.field(default_factory=list)
+    stop: tuple[int, LogProbability | None] | None = None
     reason: str | None = None
     detail: str = ""
     num_preemptions: int = 0
@@ -145,6 +147,7 @@ class Request:
                 break
             if token in self.stop_tokens:
                 self.reason = "stop_token"
+                self.stop = token, logprobs[len(kept)] if logprobs else None
                 break
             kept.append(token)
             if self.matcher is not None:

@@ -86,7 +86,7 @@ def test_without_them_nothing_is_told_and_the_tokens_are_the_same(model):
         assert [x.top for x in other.logprobs] == [()] * 9
 
 
-def test_tokens_that_stop_have_none(model):
+def test_a_token_that_stops_is_told_apart(model):
     engine = Engine(model, **SIZES, logprobs=0)
     first = engine.submit([1, 2, 3], max_new_tokens=6)
     engine.run()
@@ -97,6 +97,8 @@ def test_tokens_that_stop_have_none(model):
     kept = first.tokens.index(stop)
     assert again.tokens == first.tokens[:kept]
     assert again.logprobs == first.logprobs[:kept]
+    assert again.stop == (stop, first.logprobs[kept])
+    assert first.stop is None
 
 
 @pytest.mark.parametrize("logprobs", [-1, 65, 1.5])

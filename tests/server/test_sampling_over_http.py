@@ -43,8 +43,9 @@ def test_options_reach_the_engine(server):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("new", [0, 1])
-def test_log_probabilities_of_a_prompt_are_those_lm_eval_reads(server, new):
+@pytest.mark.parametrize(("new", "stops"), [(0, False), (1, False), (1, True)])
+def test_log_probabilities_of_a_prompt_are_those_lm_eval_reads(server, new, stops):
+    """A token that stops the answer is told, too: lm-eval leaves the last one out."""
     engine = byte_engine()
     ids = tokenizer().encode("Hello you")
     request = engine.submit(ids, max_new_tokens=new, prompt_logprobs=True)
@@ -52,9 +53,12 @@ def test_log_probabilities_of_a_prompt_are_those_lm_eval_reads(server, new):
     expected = [None if p is None else p.model for p in request.prompt_logprobs]
     expected += [p.model for p in request.logprobs]
     body = {"prompt": [ids], "max_tokens": new, "temperature": 0, "logprobs": 1, "echo": True}
+    if stops:
+        body["stop_token_ids"] = request.tokens
     choice = server.post(COMPLETE, body | {"seed": 1234})[1]["choices"][0]
     told = choice["logprobs"]
-    assert choice["text"].startswith("Hello you")
+    assert choice["text"] == tokenizer().decode([*ids, *([] if stops else request.tokens)])
+    assert choice["finish_reason"] == ("stop" if stops else "length")
     assert told["tokens"][:9] == list("Hello you")
     assert told["text_offset"][:9] == list(range(9))
     assert told["token_logprobs"][0] is None
