@@ -21,6 +21,7 @@ from .decoder.generation import generate as generate
 from .decoder.merge_adapter import merge_adapter as merge_adapter
 from .decoder.model import Decoder as Decoder
 from .decoder.parameters import TensorSource as TensorSource
+from .decoder.partition import make_mesh as make_mesh
 from .decoder.parts import Attention as Attention
 from .decoder.parts import DenseMLP as DenseMLP
 from .decoder.parts import ExpertsMLP as ExpertsMLP

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.table import PageCopies, SlotMoves
@@ -19,7 +20,16 @@ from jax_paged.checks import (
     expect,
     is_per_token,
 )
-from jax_paged.layout import LAYOUTS, Layout, PagesShape, make_shape, pages_rank, pages_shape
+from jax_paged.layout import (
+    LAYOUTS,
+    Layout,
+    PagesShape,
+    Pool,
+    kv_heads_axis,
+    make_shape,
+    pages_rank,
+    pages_shape,
+)
 from jax_paged.ops.mla import check_latent_scale
 from jax_paged.ops.move import copy_pages, copy_rows, move_slots
 from jax_paged.ops.zero_pool import zero_pool
@@ -114,6 +124,29 @@ class KVGroup:
         shape = (num_layers, table.num_pages, table.page_size, latent_dim)
         kv_pages = zero_pool(shape, jnp.dtype(dtype))
         return KVGroup(kv_pages, None, table, "HND", _own(check_latent_scale(kv_scale, kv_pages)))
+
+    def specs(self, heads: str | None = None, pages: str | None = None) -> "KVGroup":
+        """The group with the `PartitionSpec` of each leaf, see `KVState.specs`."""
+
+        def split(x: Any, heads_axis: int | None) -> Any:
+            axes: list[str | None] = [None, pages, *(None,) * (x.ndim - 2)]
+            if heads_axis is not None:
+                axes[heads_axis] = heads
+            return P(*axes)
+
+        def axis(x: Any, pool: Pool) -> int | None:
+            return None if self.is_latent else kv_heads_axis(x, self.layout, pool)
+
+        v_pages, k_scale, v_scale = self.v_pages, self.k_scale, self.v_scale
+        per_token = is_per_token(k_scale)
+        return KVGroup(
+            k_pages=split(self.k_pages, axis(self.k_pages, "k")),
+            v_pages=None if v_pages is None else split(v_pages, axis(v_pages, "v")),
+            table=jax.tree.map(lambda _: P(pages) if pages else P(), self.table),
+            layout=self.layout,
+            k_scale=split(k_scale, 2) if per_token else jax.tree.map(lambda _: P(), k_scale),
+            v_scale=split(v_scale, 2) if per_token else jax.tree.map(lambda _: P(), v_scale),
+        )
 
     def with_copies(self, table: PageTable, copies: PageCopies) -> "KVGroup":
         """With another table, and pages copied as its verb says; donates the pages."""

@@ -27,6 +27,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.pools import KVGroup
@@ -131,6 +132,7 @@ class KVState:
         v_scale: Any = None,
         kv_scale: Any = None,
         layer_begin: int = 0,
+        mesh: Mesh | None = None,
     ) -> "KVState":
         """An empty state with zeroed pages.
 
@@ -153,6 +155,10 @@ class KVState:
             compute; they add 8 bytes per token, head and layer to the 2 · head_dim of K and V.
           kv_scale: of 8-bit latent rows: a scalar or [num_layers].
           layer_begin: the number in the model of the first of these layers, for a pipeline stage.
+          mesh: devices that share the state. An axis "tp" splits the KV heads. The replicas of an
+            axis "dp" have pages and page tables of their own: num_pages, pages_per_seq and max_seqs
+            are those of one, and the leaves are as `specs(heads="tp", pages="dp")` says. Each
+            device makes its own zeros.
 
         Raises:
           ValueError: a size, a kind, the dtype, the layout or a scale is wrong.
@@ -179,6 +185,15 @@ class KVState:
         ok = isinstance(layer_begin, int) and layer_begin >= 0
         expect(ok, "layer_begin", "an integer of at least 0", repr(layer_begin))
         expect(isinstance(windows, bool), "windows", "a bool", repr(windows))
+        if mesh is not None:
+            arguments = {
+                "num_pages": num_pages, "page_size": page_size, "max_seqs": max_seqs,
+                "pages_per_seq": pages_per_seq, "dtype": dtype, "layer_kinds": kinds,
+                "head_dim": head_dim, "v_head_dim": v_head_dim, "latent_dim": latent_dim,
+                "layout": layout, "max_tree": max_tree, "windows": windows, "k_scale": k_scale,
+                "v_scale": v_scale, "kv_scale": kv_scale, "layer_begin": layer_begin,
+            }  # fmt: skip
+            return _create_on(mesh, num_kv_heads, arguments)
         groups = []
         for kind, sizes in _per_kind(
             kinds, num_pages=num_pages, pages_per_seq=pages_per_seq
@@ -200,6 +215,19 @@ class KVState:
                 )  # fmt: skip
             groups.append(group)
         return KVState(tuple(groups), kinds, layer_begin)
+
+    def specs(self, *, heads: str | None = None, pages: str | None = None) -> "KVState":
+        """The state with the `PartitionSpec` of each leaf, for shardings and `jax.shard_map`.
+
+        Args:
+          heads: the mesh axis over which the KV heads are split. None = none.
+          pages: the mesh axis of replicas that have pages and page tables of their own. The pages
+            of all replicas then lie in one array, split along its axis of pages (an axis of its own
+            would make XLA copy the pools); the leaves of the tables have a leading axis of
+            replicas. None = one table.
+        """
+        groups = tuple(group.specs(heads, pages) for group in self.groups)
+        return dataclasses.replace(self, groups=groups)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -378,6 +406,30 @@ class KVState:
 
 def _each(values: list[jax.Array]) -> jax.Array:
     return values[0] if len(values) == 1 else jnp.stack(values)
+
+
+def _create_on(mesh: Mesh, num_kv_heads: int | None, arguments: dict[str, Any]) -> KVState:
+    """`KVState.create` over a mesh: each device makes its part."""
+    heads, pages = (name if name in mesh.axis_names else None for name in ("tp", "dp"))
+    axes = "axes 'tp', 'dp' or both"
+    expect(bool(heads or pages), "mesh", axes, f"axes {mesh.axis_names}")
+    count = mesh.shape[heads] if heads else 1
+    if num_kv_heads is not None:
+        check_size("num_kv_heads", num_kv_heads)
+        expect(num_kv_heads % count == 0, "num_kv_heads", f"a multiple of tp={count}", num_kv_heads)
+        num_kv_heads //= count
+
+    def create() -> KVState:
+        return KVState.create(num_kv_heads=num_kv_heads, **arguments)
+
+    specs = jax.eval_shape(create).specs(heads=heads, pages=pages)
+    of_replica = PartitionSpec(pages) if pages else None
+
+    def own() -> KVState:
+        return jax.tree.map(lambda x, s: x[None] if s == of_replica else x, create(), specs)
+
+    made = jax.shard_map(own, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False)
+    return jax.jit(made)()
 
 
 def _checked_kinds(layer_kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax_paged.checks.fields import FLAG, TEXT, Domain, either, integer, short
 
 from ..decoder.config import DOMAINS, ROPE_DOMAINS, DecoderConfig, RopeConfig
-from ..decoder.parameters import Fill, Shape, check_tensors, each_expected_tensor
+from ..decoder.parameters import Fill, Part, Shape, check_tensors, each_expected_tensor
 from .gguf_quants import KINDS, QUANTIZATIONS, dequantize, kind_name
 from .gguf_reader import read_gguf
 from .gguf_vocab import tokenizer_from_gguf
@@ -258,10 +258,10 @@ class GGUFFile:
         return tokenizer_from_gguf(self.metadata, str(self.path))
 
     def open_tensors(self, config: DecoderConfig) -> Fill:
-        """Checks names, shapes and quantizations; returns fill(name, out), which dequantizes.
+        """Checks names, shapes and quantizations; returns a `Fill`, which dequantizes.
 
         Args:
-          config: from `config`. fill takes the names of `expected_tensors`.
+          config: from `config`. it takes the names of `expected_tensors`.
         """
         weights = ((gguf_name(name), shape) for name, shape in each_expected_tensor(config))
         half = (config.rope.rotary_dim or config.head_dim) // 2
@@ -273,18 +273,32 @@ class GGUFFile:
         if self.architecture == "llama":
             heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads}
 
-        def fill(name: str, out: np.ndarray) -> None:
-            num_heads = heads.get(name.split(".")[-2])
-            self._dequantize(gguf_name(name), out, num_heads)
+        def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
+            stored, num_heads = gguf_name(name), heads.get(name.split(".")[-2])
+            if part is None:
+                self._dequantize(stored, out, num_heads)
+                return
+            rows, *rest = part  # of a part of each row the whole is dequantized
+            count = len(range(*rows.indices(self.shapes[stored][0])))
+            whole = np.empty((count, *self.shapes[stored][1:]), out.dtype)
+            self._dequantize(stored, whole, num_heads, rows)
+            out[...] = whole[(slice(None), *rest)]
 
         return fill
 
-    def _dequantize(self, name: str, out: np.ndarray, num_heads: int | None = None) -> None:
-        """Fills `out` with a tensor; with num_heads its rows are unpermuted, while packed."""
+    def _dequantize(
+        self, name: str, out: np.ndarray, num_heads: int | None, which: slice | None = None
+    ) -> None:
+        """Fills `out` with a tensor, or with some of its rows.
+
+        Args:
+          num_heads: rows are unpermuted, while packed. None = they are in order.
+        """
         _, number, data = self._tensors[name]
-        if num_heads:
-            rows = data.reshape(len(out), -1)
-            data = _unpermute(rows, num_heads).reshape(-1)
+        if num_heads or which is not None:
+            rows = data.reshape(self.shapes[name][0], -1)
+            rows = _unpermute(rows, num_heads) if num_heads else rows
+            data = (rows if which is None else rows[which]).reshape(-1)
         with reading(f"{self.path}: tensor {name!r}"):
             dequantize(KINDS[number], data, out, self._pool)
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from jax_paged.checks.fields import short
 
-from ..decoder.parameters import Shape, is_finite
+from ..decoder.parameters import Part, Shape, is_finite
 from .outside import reading
 
 _DTYPES = {"F32", "F16", "BF16"}
@@ -45,11 +45,12 @@ class Shards:
                 f"{dtype}"
             )
 
-    def get(self, name: str) -> np.ndarray:
+    def get(self, name: str, part: Part | None = None) -> np.ndarray:
+        """A tensor, or a part of it: no more than that is read."""
         self.check_dtype(name)
         path, file, _ = self._of[name]
         with reading(f"{path}: tensor {name!r}"):
-            values = file.get_tensor(name)
+            values = file.get_tensor(name) if part is None else file.get_slice(name)[part]
             if not is_finite(values):
                 raise ValueError("expected finite weights, got NaN or infinity")
         return values

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_paged.checks import Implementation, check_choice
@@ -34,13 +35,14 @@ from ..decoder.merge_adapter import merging_fill
 from ..decoder.model import WEIGHT_DTYPES, Decoder, WeightDtype
 from ..decoder.parameters import (
     Fill,
+    FillingSource,
+    Part,
     Shape,
     TensorSource,
     abstract_source,
     check_tensors,
     each_expected_tensor,
     expected_tensors,
-    filling_source,
 )
 from ..progress import progress_bar
 from . import gguf_file
@@ -78,6 +80,7 @@ def load_checkpoint(
     base: str | Path | None = None,
     weight_dtype: WeightDtype = None,
     context_length: int | None = None,
+    mesh: Mesh | Callable[[DecoderConfig], Mesh] | None = None,
     progress: bool = True,
     implementation: Implementation = None,
 ) -> tuple[Decoder, DecoderConfig, Tokenizer | MissingTokenizer]:
@@ -95,6 +98,8 @@ def load_checkpoint(
         one as they are read; see `Decoder`.
       context_length: most tokens of a row; None = as the checkpoint says. A LongRoPE model takes
         its original context then; see `config_from_hf`.
+      mesh: the devices that share the model, or what makes them of the configuration, such as
+        `make_mesh`. Each process reads only what its devices get. None = one device.
       progress: whether to show a bar on stderr, if that is a terminal.
       implementation: of the attention ops, see `Decoder`.
 
@@ -109,7 +114,7 @@ def load_checkpoint(
     """
     options: dict[str, Any] = {"weight_dtype": weight_dtype, "context_length": context_length}
     with open_checkpoint(path, dtype, base=base, **options) as checkpoint:
-        model = checkpoint.load(progress=progress, implementation=implementation)
+        model = checkpoint.load(mesh=mesh, progress=progress, implementation=implementation)
     return model, checkpoint.config, checkpoint.tokenizer
 
 
@@ -180,7 +185,7 @@ def tensor_source(
     path, default = Path(path), _checked_dtype(dtype)
     with reading(path):
         tensors = _Published(path, rename or (lambda name: name))
-    joined = filling_source(tensors.shape_of, tensors.fill, default)
+    joined = FillingSource(tensors.shape_of, tensors.fill, default)
 
     def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
         if not names:
@@ -221,8 +226,8 @@ class _Published:
             )
         shards = Shards(paths, ExitStack())  # open as long as somebody has the source
 
-        def fill(name: str, out: np.ndarray) -> None:
-            out[...] = shards.get(name)
+        def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
+            out[...] = shards.get(name, part)
 
         self._shapes, self._fill = shards.shapes, fill
 
@@ -236,10 +241,14 @@ class _Published:
             )
         return (len(stored), *first) if is_stack else first
 
-    def fill(self, name: str, out: np.ndarray) -> None:
+    def fill(self, name: str, out: np.ndarray, part: Part | None = None) -> None:
         stored, is_stack = self._stored(name)
-        for number, piece in enumerate(stored):
-            self._fill(piece, out[number] if is_stack else out)
+        if not is_stack:
+            self._fill(stored[0], out, part)
+            return
+        experts, *rest = part or (slice(None),)
+        for number, piece in enumerate(stored[experts]):
+            self._fill(piece, out[number], tuple(rest) or None)
 
     def _stored(self, name: str) -> tuple[list[str], bool]:
         """The names in the files, and whether these tensors are to be stacked."""
@@ -339,15 +348,17 @@ class Checkpoint:
     def load(
         self,
         *,
+        mesh: Mesh | Callable[[DecoderConfig], Mesh] | None = None,
         progress: bool = True,
         implementation: Implementation = None,
         stop: threading.Event | None = None,
     ) -> Decoder:
-        """The model.
+        """The model; the options are those of `load_checkpoint`.
 
         Raises:
           Stopped: `stop` has been set.
         """
+        mesh = mesh(self.config) if callable(mesh) else mesh
         shapes = expected_tensors(self.config)
         total = len(shapes)
         with progress_bar(total, "loading weights", "tensors", shown=progress) as update:
@@ -357,10 +368,11 @@ class Checkpoint:
                     raise Stopped
                 update()
 
-            source = filling_source(shapes.__getitem__, self.fill, self.dtype, on_tensor)
+            source = FillingSource(shapes.__getitem__, self.fill, self.dtype, on_tensor)
             return Decoder(
-                self.config, source, weight_dtype=self.weight_dtype, implementation=implementation
-            )
+                self.config, source, weight_dtype=self.weight_dtype, implementation=implementation,
+                mesh=mesh,
+            )  # fmt: skip
 
     def load_and(
         self, work: Callable[[Decoder], object], on_loaded: Callable[[], object] = lambda: None
@@ -418,7 +430,7 @@ def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
       stack: closes the files when it is left.
 
     Returns:
-      fill(name, out) for the names of `expected_tensors`.
+      fill(name, out, part) for the names of `expected_tensors`.
     """
     shards = Shards([folder / shard for shard in _shard_names(folder)], stack)
     for name in shards.shapes:
@@ -427,8 +439,8 @@ def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
     _drop_derived(folder, config, shards.shapes, shards.get)
     check_tensors(folder, layout.stored(), shards.shapes)
 
-    def fill(name: str, out: np.ndarray) -> None:
-        out[...] = layout.load(name, shards.get)
+    def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
+        layout.fill(name, out, part, shards.get)
 
     return fill
 
@@ -466,16 +478,27 @@ class _Layout:
             elif part == "down_proj":
                 yield prefix + part, shape
 
-    def load(self, name: str, get: Callable[[str], np.ndarray]) -> np.ndarray:
-        """A tensor of `expected_tensors`; get(name): one that is stored."""
-        prefix, part = self._expert_part(name)
-        if not part:
-            return get(name)
+    def fill(
+        self, name: str, out: np.ndarray, part: Part | None,
+        get: Callable[[str, Part | None], np.ndarray],
+    ) -> None:  # fmt: skip
+        """As `Fill`, for a tensor of `expected_tensors`; get(name, part): of what is stored."""
+        prefix, projection = self._expert_part(name)
+        if not projection:
+            out[...] = get(name, part)
+            return
+        count, inner = self.config.num_experts, self.config.moe_intermediate_size
+        experts, rows, columns = part or (slice(None),) * 3
         if not self._is_fused(prefix):
-            return np.stack([get(p) for p in _pieces(prefix, part, self.config.num_experts)])
-        inner = self.config.moe_intermediate_size
-        rows = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
-        return get(prefix + "gate_up_proj")[:, rows[part]] if part in rows else get(prefix + part)
+            for number, piece in enumerate([*_pieces(prefix, projection, count)][experts]):
+                out[number] = get(piece, None if part is None else (rows, columns))
+        elif projection == "down_proj":
+            out[...] = get(prefix + projection, part)
+        else:
+            first = inner * (projection == "up_proj")
+            begin, end, _ = rows.indices(inner)
+            of_both = experts, slice(first + begin, first + end), columns
+            out[...] = get(prefix + "gate_up_proj", of_both)
 
     def _expert_part(self, name: str) -> tuple[str, str]:
         """For experts what their stored names begin with, and "gate_proj" or such; else empty."""

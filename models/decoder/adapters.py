@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jax_paged import StepBatch, lora
@@ -29,6 +31,7 @@ from jax_paged.checks import Implementation, check_size, expect, kind_text, shap
 from jax_paged.checks.fields import integer
 
 from .config import DecoderConfig
+from .partition import TP, Partition, put
 
 MAX_RANK = 64
 # The modules, by their published names, that each projection of a layer consists of.
@@ -38,6 +41,7 @@ PROJECTIONS = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+_BY_OUTPUTS = ("qkv", "gate_up")  # which several devices split by their outputs; others by inputs
 # What some checkpoints (Phi-3) have in place of the modules of a projection.
 FUSED = {"qkv_proj": PROJECTIONS["qkv"], "gate_up_proj": PROJECTIONS["gate_up"]}
 
@@ -132,11 +136,14 @@ class Adapters:
     """The adapters of all slots: for each layer its projections."""
 
     layers: tuple[dict[str, Stack], ...]
+    # Over several devices `a` and `b` are split as the weights that they belong to.
+    partition: Partition | None = dataclasses.field(metadata={"static": True}, default=None)
 
     @staticmethod
     def create(
-        config: DecoderConfig, *, max_adapters: int, max_rank: int, dtype: DTypeLike
-    ) -> "Adapters":
+        config: DecoderConfig, *, max_adapters: int, max_rank: int, dtype: DTypeLike,
+        partition: Partition | None = None,
+    ) -> "Adapters":  # fmt: skip
         """Slots for max_adapters adapters of rank up to max_rank, which add nothing yet.
 
         max_rank is at most 64 and is rounded up to a multiple of 8.
@@ -148,11 +155,15 @@ class Adapters:
         expect(ok, "model", "a Decoder, which alone takes adapters", kind_text(config))
         rank = -(-max_rank // 8) * 8
 
-        def stack(shapes: list[tuple[int, int]]) -> Stack:
+        def stack(name: str, shapes: list[tuple[int, int]]) -> Stack:
             sizes, inner = tuple(out for out, _ in shapes), shapes[0][1]
+            rows = sum(sizes)
+            if partition is not None:
+                sizes = partition.own_sizes(name, sizes)
+                rows = sum(sizes) * (partition.tp if name in _BY_OUTPUTS else 1)
             return Stack(
                 a=jnp.zeros((max_adapters, len(sizes) * rank, inner), dtype),
-                b=jnp.zeros((max_adapters, sum(sizes), rank), dtype),
+                b=jnp.zeros((max_adapters, rows, rank), dtype),
                 is_used=jnp.zeros(max_adapters, jnp.bool_),
                 part_sizes=sizes,
             )
@@ -161,12 +172,27 @@ class Adapters:
         for number in range(config.num_layers):
             shapes = module_shapes(config, number)
             of_layer = {
-                name: stack([shapes[module] for module in modules])
+                name: stack(name, [shapes[module] for module in modules])
                 for name, modules in PROJECTIONS.items()
                 if modules[0] in shapes
             }
             layers.append(of_layer)
-        return Adapters(tuple(layers))
+        made = Adapters(tuple(layers), partition)
+        if partition is None:
+            return made
+        return jax.tree.map(
+            lambda x, spec: put(x, NamedSharding(partition.mesh, spec)), made, made.specs()
+        )
+
+    def specs(self) -> "Adapters":
+        """The splits of the leaves: `b` as the outputs of a weight, or `a` as its inputs."""
+
+        def of_stack(name: str, stack: Stack) -> Stack:
+            a, b = (P(), P(None, TP)) if name in _BY_OUTPUTS else (P(None, None, TP), P())
+            return Stack(a, b, P(), stack.part_sizes)
+
+        layers = ({name: of_stack(name, s) for name, s in layer.items()} for layer in self.layers)
+        return Adapters(tuple(layers), self.partition)
 
     @property
     def max_adapters(self) -> int:
@@ -188,23 +214,30 @@ class Adapters:
         expect(adapter.rank <= self.max_rank, "adapter", most, adapter.rank)
         layers = []
         for stacks, modules in zip(self.layers, adapter.layers, strict=True):
-            layers.append({name: _pack(name, s, modules) for name, s in stacks.items()})
-        return Adapters(tuple(layers))
+            packed = {name: _pack(name, s, modules, self.partition) for name, s in stacks.items()}
+            layers.append(packed)
+        return Adapters(tuple(layers), self.partition)
 
 
-def _pack(name: str, stack: Stack, modules: Mapping[str, LowRank]) -> Stack:
+def _pack(
+    name: str, stack: Stack, modules: Mapping[str, LowRank], partition: Partition | None
+) -> Stack:
     """The modules of a projection in the place of their parts."""
-    rank = stack.b.shape[2]
+    rank, sizes, order = stack.b.shape[2], stack.part_sizes, None
+    if partition is not None:
+        sizes = partition.all_sizes(name, sizes)
+        order = partition.order(name, sizes)
     a = np.zeros(stack.a.shape[1:], stack.a.dtype)
-    b = np.zeros(stack.b.shape[1:], stack.b.dtype)
+    b = np.zeros((sum(sizes), rank), stack.b.dtype)
     begin, is_used = 0, False
-    for part, (module, size) in enumerate(zip(PROJECTIONS[name], stack.part_sizes, strict=True)):
+    for part, (module, size) in enumerate(zip(PROJECTIONS[name], sizes, strict=True)):
         if module in modules:
             own, is_used = modules[module], True
             count = own.a.shape[0]
             a[part * rank : part * rank + count] = np.asarray(own.a)
             b[begin : begin + size, :count] = np.asarray(own.b)
         begin += size
+    b = b if order is None else b[order]
     return Stack(a, b, np.bool_(is_used), stack.part_sizes)
 
 
@@ -228,15 +261,18 @@ class LayerAdapters:
         """A projection's outputs of x, with what the tokens' adapters add to them."""
         stack = self.stacks[name]
         is_used = (self.tokens >= 0) & stack.is_used[jnp.maximum(self.tokens, 0)]
-        return lora(
+        added = functools.partial(
+            lora,
             x,
             stack.a,
             stack.b,
             jnp.where(is_used, self.tokens, jnp.int32(-1)),
-            base=base,
             part_sizes=stack.part_sizes,
             implementation=implementation,
         )
+        if base.dtype != x.dtype:  # sums in f32 that devices add up yet
+            return base + added().astype(base.dtype)
+        return added(base=base)
 
 
 @jax.tree_util.register_dataclass
@@ -284,6 +320,15 @@ class AdaptedModel:
         """That of the decoder."""
         return self.model.dtype
 
+    @property
+    def partition(self) -> Partition | None:
+        """That of the decoder."""
+        return self.model.partition
+
+    def inside(self) -> "AdaptedModel":
+        """As `Decoder.inside`."""
+        return dataclasses.replace(self, model=self.model.inside())
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -314,7 +359,9 @@ def with_adapter(model: Any, adapter: Adapter) -> AdaptedModel:
     is_plain = not isinstance(model, AdaptedModel)
     expect(is_plain, "model", "a Decoder without adapters", kind_text(model))
     check_adapter(adapter, getattr(model, "config", None))
-    sizes = {"max_adapters": 1, "max_rank": max(adapter.rank, 1), "dtype": model.dtype}
-    adapters = Adapters.create(model.config, **sizes)
+    adapters = Adapters.create(
+        model.config, max_adapters=1, max_rank=max(adapter.rank, 1), dtype=model.dtype,
+        partition=model.partition,
+    )  # fmt: skip
     adapters = put_adapter(adapters, np.int32(0), adapters.packed(adapter))
-    return AdaptedModel(model, adapters, jnp.int32(0))
+    return AdaptedModel(model, adapters, np.int32(0))

@@ -19,6 +19,7 @@ from jax_paged.ops.batch import pages_for
 
 from .adapters import Adapter, with_adapter
 from .executables import compiled
+from .partition import Partition
 from .protocol import Graph, Model, ModelConfig, check_model, is_shapes, split_model
 from .sample import Sampler
 from .steps import Chunk, Progress, Reason, admit, chunk_size, plan_chunks, prefill, release
@@ -271,20 +272,34 @@ def _round_up(size: int) -> int:
     return -(-size // step) * step
 
 
-def create_state(
+def create_state(model: Model, **sizes: Any) -> KVState:
+    """An empty `KVState` of the model's sizes, and its dtype, bfloat16 or an 8-bit one.
+
+    Over several devices (`make_mesh`) it has each KV head where the model has it.
+
+    Args:
+      sizes: as for `state_creator`.
+    """
+    create = state_creator(model, **sizes)
+    partition: Partition | None = getattr(model, "partition", None)
+    return create() if partition is None else partition.create_state(create)
+
+
+def state_creator(
     model: Model, *, num_pages: int, max_seqs: int, pages_per_seq: int,
     page_size: int = PAGE_SIZE, kv_dtype: str = "auto", max_tree: int = 256,
     windows: bool = False,
-) -> KVState:  # fmt: skip
-    """An empty `KVState` of the model's sizes, and its dtype, bfloat16 or an 8-bit one."""
+) -> Callable[[], KVState]:  # fmt: skip
+    """What creates an empty state with the KV heads that one device has."""
     check_model(model)
     config = model.config
     dtype = page_dtype(kv_dtype, model.dtype)
     ok = dtype == model.dtype or _is_smaller(dtype)
     expect(ok, "kv_dtype", "'auto', 'bfloat16' or the name of an 8-bit dtype", repr(kv_dtype))
-    return KVState.create(
-        num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
-        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
+    own = getattr(model, "partition", None) or config
+    return functools.partial(
+        KVState.create, num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
+        num_kv_heads=own.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
         pages_per_seq=pages_per_seq, dtype=dtype, max_tree=max_tree, windows=windows,
     )  # fmt: skip
 

@@ -8,10 +8,18 @@ from flax import nnx
 
 from jax_paged.checks import WEIGHT_DTYPES, expect, kind_text
 
-from .adapters import FUSED, PROJECTIONS, Adapter, LowRank, check_adapter, module_shapes
+from .adapters import (
+    FUSED,
+    PROJECTIONS,
+    Adapter,
+    LowRank,
+    check_adapter,
+    module_shapes,
+    published_shapes,
+)
 from .config import DecoderConfig
 from .model import Decoder
-from .parameters import Fill
+from .parameters import Fill, Part
 from .protocol import merge_model, split_model
 
 
@@ -55,23 +63,24 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> Decoder:
 def merging_fill(fill: Fill, adapter: Adapter, config: DecoderConfig) -> Fill:
     """What gives the tensors of a checkpoint with the adapter merged in, rounded once."""
 
-    def merged(name: str, out: np.ndarray) -> None:
+    def merged(name: str, out: np.ndarray, which: Part | None = None) -> None:
         parts = name.split(".")  # model.layers.N.self_attn.q_proj.weight
         number = int(parts[2]) if name.startswith("model.layers.") else 0
         module = parts[-2] if len(parts) > 3 and parts[-1] == "weight" else ""
         own = {} if "experts" in parts else adapter.layers[number]
         merged_in = FUSED.get(module, (module,))
         if own.keys().isdisjoint(merged_in):
-            fill(name, out)
+            fill(name, out, which)
             return
-        value, begin = np.empty(out.shape, np.float32), 0
+        shape = published_shapes(config, number)[module]
+        value, begin = np.empty(shape, np.float32), 0
         fill(name, value)
         for part in merged_in:
             end = begin + module_shapes(config, number)[part][0]
             if part in own:
                 value[begin:end] += np.asarray(_product(own[part]))
             begin = end
-        out[...] = value
+        out[...] = value if which is None else value[which]
 
     return merged
 

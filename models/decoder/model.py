@@ -20,11 +20,14 @@ longer see. A state with some of the layers only serves a pipeline stage:
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jax_paged import AttentionPlan, KVState, StepBatch, attend_plan
@@ -34,6 +37,7 @@ from jax_paged.ops.rope import rope_tables
 from .adapters import LayerAdapters, TokenAdapters
 from .config import DecoderConfig
 from .parameters import TensorSource
+from .partition import TP, Partition
 from .parts import (
     WEIGHT_DTYPES,
     Attention,
@@ -42,6 +46,7 @@ from .parts import (
     Projections,
     WeightDtype,
     own_window,
+    param_value,
     rms_norm,
 )
 
@@ -59,15 +64,16 @@ class _Step:
     implementation: Implementation = dataclasses.field(metadata={"static": True})
 
 
-class Layer(nnx.Module):
+class Layer(Projections):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype
-    ):
-        self.eps = config.rms_norm_eps
+        self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype,
+        partition: Partition | None,
+    ):  # fmt: skip
+        self.eps, self.partition = config.rms_norm_eps, partition
         prefix = f"model.layers.{layer}."
-        self.attention_norm = nnx.Param(source(prefix + "input_layernorm.weight"))
+        self._set("attention_norm", source, prefix + "input_layernorm.weight")
         self.attention = Attention(
             source,
             prefix + "self_attn.",
@@ -80,8 +86,9 @@ class Layer(nnx.Module):
             fused=config.fused_projections,
             window=config.window(layer) or None,
             weight_dtype=weight_dtype,
+            partition=partition,
         )
-        self.mlp_norm = nnx.Param(source(prefix + "post_attention_layernorm.weight"))
+        self._set("mlp_norm", source, prefix + "post_attention_layernorm.weight")
         self.is_mixture = config.moe_layers[layer]
         if self.is_mixture:
             self.mlp = ExpertsMLP(
@@ -90,6 +97,7 @@ class Layer(nnx.Module):
                 experts_per_token=config.experts_per_token,
                 renormalize=config.norm_topk_prob,
                 weight_dtype=weight_dtype,
+                partition=partition,
             )
         else:
             self.mlp = DenseMLP(
@@ -98,6 +106,7 @@ class Layer(nnx.Module):
                 bias=config.mlp_bias,
                 fused=config.fused_projections,
                 weight_dtype=weight_dtype,
+                partition=partition,
             )
 
     def __call__(
@@ -149,6 +158,11 @@ class Decoder(Projections):
         norms, biases, router and embedding stay. A head that is the embedding becomes an 8-bit
         copy. None = as the source.
       implementation: of the native ops: None = automatic, "native", "reference".
+      mesh: the devices that share the model (`make_mesh`). None = one device. Tokens, batch and
+        logits are whole on each; the pages of the state are split by KV heads (`create_state`).
+
+    Raises:
+      ValueError: the model cannot be split over the mesh.
     """
 
     def __init__(
@@ -158,31 +172,26 @@ class Decoder(Projections):
         *,
         weight_dtype: WeightDtype = None,
         implementation: Implementation = None,
+        mesh: Mesh | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
-        self.config = config
+        partition = None if mesh is None else Partition.create(config, mesh)
+        self.config, self.partition = config, partition
         self.implementation: Implementation = implementation
-        embedding = source("model.embed_tokens.weight")
-        self.embedding = nnx.Param(embedding)
+        self._set("embedding", source, "model.embed_tokens.weight")
         self.layers = nnx.List(
-            Layer(config, i, source, weight_dtype) for i in range(config.num_layers)
+            Layer(config, i, source, weight_dtype, partition) for i in range(config.num_layers)
         )
-        self.norm = nnx.Param(source("model.norm.weight"))
+        self._set("norm", source, "model.norm.weight")
         if not config.tie_embeddings:
             self._load("head", weight_dtype, source, "lm_head.weight")
         elif weight_dtype is not None:
-            self._quantize("head", weight_dtype, embedding)
+            self._quantize("head", weight_dtype, self.embedding)
 
     @property
     def dtype(self) -> DTypeLike:
         """The dtype of the embedding, of what the layers pass on, and of KV pages by default."""
-        return self.embedding_value.dtype
-
-    @property
-    def embedding_value(self) -> jax.Array | jax.ShapeDtypeStruct:
-        """The embedding, or its shape in a model of shapes, which `[...]` would not give."""
-        has_getter = hasattr(type(self.embedding), "get_value")  # not in flax 0.12.0
-        return self.embedding.get_value() if has_getter else self.embedding.value
+        return param_value(self.embedding).dtype
 
     def __call__(
         self,
@@ -216,6 +225,44 @@ class Decoder(Projections):
         count = len(state.layer_kinds)
         whole = f"all {self.config.num_layers} layers (run_layers takes a part)"
         expect(count == self.config.num_layers, "state", whole, count)
+        if self.partition is not None and not self.partition.is_inside:
+            return self._on_mesh(self.partition, tokens, batch, state, logit_rows, adapters)
+        return self._all_layers(state, tokens, batch, logit_rows, adapters)
+
+    def inside(self) -> "Decoder":
+        """The same for calls inside of a `jax.shard_map` over its mesh.
+
+        Each device then calls it with what it has of weights and pages, and each replica with rows
+        of its own; all call it with as many tokens.
+        """
+        expect(self.partition is not None, "model", "one with a mesh", "one without")
+        assert self.partition is not None
+        own = nnx.merge(*nnx.split(self))
+        partition = dataclasses.replace(self.partition, is_inside=True)
+        parts = ((layer, layer.attention, layer.mlp) for layer in own.layers)
+        for module in (own, *itertools.chain.from_iterable(parts)):
+            module.partition = partition
+        return own
+
+    def _on_mesh(self, partition: Partition, tokens, batch, state, logit_rows, adapters):
+        """`__call__` on each device of the mesh, with what it has of weights and pages."""
+        graph, params = nnx.split(self)
+
+        def local(params, state, *whole):
+            model = nnx.merge(graph, params)
+            return model._all_layers(state, *whole)
+
+        of_state, whole = state.specs(heads=TP), P()
+        of_adapters = None if adapters is None else TokenAdapters(adapters.adapters.specs(), whole)
+        return jax.shard_map(
+            local,
+            mesh=partition.mesh,
+            in_specs=(partition.specs(params), of_state, whole, whole, whole, of_adapters),
+            out_specs=(whole, of_state),
+            check_vma=False,
+        )(params, state, tokens, batch, logit_rows, adapters)
+
+    def _all_layers(self, state, tokens, batch, logit_rows, adapters):
         x, state = self.run_layers(self.embed(tokens), batch, state, adapters=adapters)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
@@ -226,7 +273,7 @@ class Decoder(Projections):
         """[T, hidden_size], what the first layer takes."""
         # The barrier keeps XLA from widening a whole table of bf16 ahead of a loop of steps (CPU).
         table, tokens = jax.lax.optimization_barrier((self.embedding[...], tokens))
-        return table[tokens]
+        return table[tokens] if self.partition is None else self.partition.embedded(table, tokens)
 
     def run_layers(
         self,
@@ -267,7 +314,8 @@ class Decoder(Projections):
     ) -> AttentionPlan | None:
         """Of the layers of a state of one group that have this window."""
         dtype = x.dtype if is_eight_bit(state.k_pages) else state.k_pages.dtype
-        shape = (x.shape[0], self.config.num_q_heads, self.config.head_dim)
+        heads = (self.partition or self.config).num_q_heads
+        shape = (x.shape[0], heads, self.config.head_dim)
         return attend_plan(
             jax.ShapeDtypeStruct(shape, dtype),
             state,
@@ -282,7 +330,8 @@ class Decoder(Projections):
         """f32[R, vocab_size] of what the last layer gave, [R, hidden_size]."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = "head" if hasattr(self, "head") else "embedding"
-        return self._project(head, x, out_dtype=jnp.float32, implementation=self.implementation)
+        out = self._project(head, x, out_dtype=jnp.float32, implementation=self.implementation)
+        return out if self.partition is None else self.partition.whole_logits(out)
 
 
 def _check_kinds(config: DecoderConfig, state: KVState, batches: tuple[StepBatch, ...]) -> None:

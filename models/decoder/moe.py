@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing as the released Qwen3-MoE does it, and the gated MLP of dense layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,13 +27,15 @@ def gated_mlp(
     activation: Activation = "silu",
     limit: Any = None,
     adapters: LayerAdapters | None = None,
+    add_up: Callable[[jax.Array], jax.Array] | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """down · (activation(gate · x) ⊙ up · x), with the biases that are given.
 
     x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
     inner]; the scales are those of 8-bit weights. activation and limit are those of `moe_experts`.
-    The projections and the gated product are rounded to x's dtype.
+    The projections and the gated product are rounded to x's dtype. Where each device has a part of
+    the inner width, add_up makes their sum of its own, which it gets in f32.
     """
     limit = check_activation(activation, limit)
     with jax.named_scope("gate_up"):
@@ -43,10 +46,15 @@ def gated_mlp(
             hidden = hidden + gate_up_bias[None, :]
     gate, up = jnp.split(hidden, 2, axis=-1)
     inner = gated_product(gate, up, activation, limit)
+    out_dtype = None if add_up is None else jnp.float32
     with jax.named_scope("down"):
-        out = linear(inner, down, weight_scale=down_scale, implementation=implementation)
+        out = linear(
+            inner, down, weight_scale=down_scale, out_dtype=out_dtype, implementation=implementation
+        )
         if adapters is not None:
             out = adapters.add("down", inner, out, implementation)
+        if add_up is not None:
+            out = add_up(out)
         return out if down_bias is None else out + down_bias[None, :]
 
 

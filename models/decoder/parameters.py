@@ -16,6 +16,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jax_paged.checks.fields import short
@@ -23,8 +24,15 @@ from jax_paged.checks.fields import short
 from .config import DecoderConfig
 
 Shape = tuple[int, ...]
-# fill(name, out): writes a tensor of `expected_tensors` to an array of its shape, any float dtype.
-Fill = Callable[[str, np.ndarray], None]
+Part = tuple[slice, ...]  # a slice for each axis
+
+
+class Fill(Protocol):
+    """Writes a tensor of `expected_tensors`, or a part of it, to an array of any float dtype."""
+
+    def __call__(self, name: str, out: np.ndarray, part: Part | None = None) -> None: ...
+
+
 _ALIGNMENT = 64  # bytes: an array that starts there becomes a CPU device's memory as it is
 
 
@@ -128,13 +136,8 @@ def is_finite(values: np.ndarray) -> bool:
     return not bits.size or bits.max() != exponent
 
 
-def filling_source(
-    shape_of: Callable[[str], Shape],
-    fill: Fill,
-    dtype: DTypeLike,
-    on_tensor: Callable[[str], object] = lambda name: None,
-) -> TensorSource:
-    """A source that loads one tensor at a time and hands it to the device.
+class FillingSource:
+    """A source that loads one tensor at a time and hands it to the device, or devices.
 
     Args:
       shape_of: the shape of a tensor; those that are joined differ along their axis only.
@@ -142,21 +145,79 @@ def filling_source(
       dtype: what the arrays become, unless the source is asked for another.
       on_tensor: called with each name that was loaded, for progress.
     """
-    default = dtype
 
-    def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
-        joined = list(shape_of(names[0]))
-        joined[axis] = sum(shape_of(name)[axis] for name in names)
-        out = _empty(joined, np.dtype(default if dtype is None else dtype))
-        begin = 0
-        for name in names:
-            end = begin + shape_of(name)[axis]
-            fill(name, out[(slice(None),) * axis + (slice(begin, end),)])
-            on_tensor(name)
-            begin = end
+    def __init__(
+        self,
+        shape_of: Callable[[str], Shape],
+        fill: Fill,
+        dtype: DTypeLike,
+        on_tensor: Callable[[str], object] = lambda name: None,
+    ):
+        self._shape_of, self._fill, self._on_tensor = shape_of, fill, on_tensor
+        self._dtype = np.dtype(dtype)
+
+    def __call__(self, *names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
+        shape = self._joined_shape(names, axis)
+        out = _empty(shape, self._dtype if dtype is None else np.dtype(dtype))
+        self._read(names, axis, (slice(None),) * len(shape), None, out)
+        self._tell(names)
         return jax.device_put(out)  # without a copy on a CPU, unlike jnp.asarray
 
-    return source
+    def split(
+        self, *names: str, sharding: Callable[[int], NamedSharding], axis: int = 0,
+        dtype: DTypeLike | None = None, order: np.ndarray | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """The same array over several devices; each process reads what its devices get.
+
+        Args:
+          sharding: of an array of so many axes.
+          order: the rows along `axis` in another order, some perhaps several times. None = as they
+            are.
+        """
+        shape = self._joined_shape(names, axis)
+        if order is not None:
+            shape = (*shape[:axis], len(order), *shape[axis + 1 :])
+        dtype = self._dtype if dtype is None else np.dtype(dtype)
+
+        def part(index: Part) -> np.ndarray:
+            sizes = [len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True)]
+            out = _empty(sizes, dtype)
+            self._read(names, axis, index, order, out)
+            return out
+
+        made = jax.make_array_from_callback(shape, sharding(len(shape)), part)
+        self._tell(names)
+        return made
+
+    def _joined_shape(self, names: Sequence[str], axis: int) -> Shape:
+        shape = list(self._shape_of(names[0]))
+        shape[axis] = sum(self._shape_of(name)[axis] for name in names)
+        return tuple(shape)
+
+    def _tell(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._on_tensor(name)
+
+    def _read(
+        self, names: Sequence[str], axis: int, index: Part, order: np.ndarray | None,
+        out: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Fills `out` with a part of the joined tensors: with each run of rows of each tensor."""
+        before, behind = index[:axis], index[axis + 1 :]
+        ends = np.cumsum([self._shape_of(name)[axis] for name in names])
+        rows = np.arange(ends[-1]) if order is None else order
+        rows = rows[index[axis]]
+        owners = np.searchsorted(ends, rows, side="right")
+        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(owners) != 0)) + 1
+        is_whole = all(i == slice(None) for i in (*before, *behind))
+        for begin, end in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
+            name, size = names[owners[begin]], self._shape_of(names[owners[begin]])[axis]
+            first = int(rows[begin]) - int(ends[owners[begin]]) + size
+            into = out[(slice(None),) * axis + (slice(begin, end),)]
+            if is_whole and end - begin == size:
+                self._fill(name, into)
+            else:
+                self._fill(name, into, (*before, slice(first, first + end - begin), *behind))
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -172,16 +233,16 @@ def random_source(
     """Random weights, for tests and benchmarks: normal, variance scale / fan-in; norms near 1."""
     shapes = expected_tensors(config)
 
-    def fill(name: str, out: np.ndarray) -> None:
+    def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        values = rng.standard_normal(shapes[name], np.float32)
+        values = rng.standard_normal(shapes[name], np.float32)[part or ...]
         if name.endswith("norm.weight"):
             out[...] = 1 + 0.1 * values
         else:
             fan_in = 1 if "embed" in name else shapes[name][-1]
             out[...] = values * np.float32((scale / fan_in) ** 0.5)
 
-    return filling_source(shapes.__getitem__, fill, dtype)
+    return FillingSource(shapes.__getitem__, fill, dtype)
 
 
 def abstract_source(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> TensorSource:

@@ -6,11 +6,13 @@
 """
 
 import functools
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged import (
@@ -36,6 +38,7 @@ from jax_paged.checks import (
 from .adapters import LayerAdapters
 from .moe import gated_mlp, route
 from .parameters import TensorSource
+from .partition import Partition, put
 
 WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
@@ -51,33 +54,51 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 class Projections(nnx.Module):
-    """A module with projections: each is a leaf, `name`, and an 8-bit one also `name`_scale."""
+    """A module with projections: each is a leaf, `name`, and an 8-bit one also `name`_scale.
 
-    def _load(
-        self, name: str, weight_dtype: WeightDtype, source: TensorSource, *tensors: str, axis=0
-    ) -> None:
+    Over several devices each leaf is put where `partition` says, and calls are those of one device.
+    """
+
+    partition: Partition | None = None
+
+    def _set(
+        self, name: str, source: TensorSource, *tensors: str, axis: int = 0,
+        order: np.ndarray | None = None, dtype: DTypeLike | None = None,
+    ) -> None:  # fmt: skip
+        """Sets a leaf; order: of its rows over several devices, as for `Partition.read`."""
+        if self.partition is None:
+            value = source(*tensors, axis=axis, dtype=dtype)
+        else:
+            value = self.partition.read(name, source, tensors, axis, dtype, order)
+        setattr(self, name, nnx.Param(value))
+
+    def _load(self, name: str, weight_dtype: WeightDtype, *tensors: Any, **options: Any) -> None:
         """Sets a projection, quantized from f32 so that it is rounded once."""
         if weight_dtype is None:
-            setattr(self, name, nnx.Param(source(*tensors, axis=axis)))
+            self._set(name, *tensors, **options)
         else:
-            self._quantize(name, weight_dtype, source(*tensors, axis=axis, dtype=jnp.float32))
+            self._set(name, *tensors, dtype=jnp.float32, **options)
+            self._quantize(name, weight_dtype, getattr(self, name))
 
-    def _quantize(self, name: str, weight_dtype: str, weight: jax.Array) -> None:
+    def _quantize(self, name: str, weight_dtype: str, weight: nnx.Param) -> None:
+        value = param_value(weight)
         quantize = functools.partial(quantize_weight, dtype=kv_dtype(weight_dtype))
-        if isinstance(weight, jax.ShapeDtypeStruct):  # of an `abstract_source`
-            quantize = functools.partial(jax.eval_shape, quantize)
-        codes, scale = quantize(weight)
-        setattr(self, name, nnx.Param(codes))
-        setattr(self, name + "_scale", nnx.Param(scale))
+        names, is_shapes = (name, name + "_scale"), isinstance(value, jax.ShapeDtypeStruct)
+        if self.partition is not None and not is_shapes:
+            places = map(self.partition.sharding, names, (value.ndim, value.ndim - 1))
+            quantize = jax.jit(quantize, out_shardings=tuple(places))
+        made = jax.eval_shape(quantize, value) if is_shapes else quantize(value)
+        for leaf, x in zip(names, made, strict=True):
+            if self.partition is not None and is_shapes:
+                x = put(x, self.partition.sharding(leaf, x.ndim))
+            setattr(self, leaf, nnx.Param(x))
 
     def _scale(self, name: str) -> jax.Array | None:
         return getattr(self, name + "_scale")[...] if hasattr(self, name + "_scale") else None
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Also in a model of shapes, whose arrays `[...]` would not give."""
-        param = getattr(self, name)
-        has_getter = hasattr(type(param), "get_value")  # not in flax 0.12.0
-        return (param.get_value() if has_getter else param.value).shape
+        """Also in a model of shapes."""
+        return param_value(getattr(self, name)).shape
 
     def _project(
         self, name: str, x: jax.Array, adapters: LayerAdapters | None = None, **options
@@ -87,6 +108,19 @@ class Projections(nnx.Module):
             if adapters is not None:
                 out = adapters.add(name, x, out, options["implementation"])
         return out
+
+    def _project_all(self, name: str, x: jax.Array, adapters: LayerAdapters | None, **options):
+        """The same of inputs that the devices share: in f32, added up and rounded once."""
+        if self.partition is None:
+            return self._project(name, x, adapters, **options)
+        out = self._project(name, x, adapters, out_dtype=jnp.float32, **options)
+        return self.partition.add_up(out, x.dtype)
+
+
+def param_value(param: nnx.Param) -> Any:
+    """The array of a parameter, or its shape in a model of shapes, which `[...]` would not give."""
+    has_getter = hasattr(type(param), "get_value")  # not in flax 0.12.0
+    return param.get_value() if has_getter else param.value
 
 
 def own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
@@ -112,6 +146,7 @@ class Attention(Projections):
       window: how many tokens a query sees, itself included. None = all.
       style: of RoPE, as for `write_qkv`.
       weight_dtype: of the projections, as for `Decoder`.
+      partition: of a model over several devices. None = one device.
 
     Raises:
       ValueError: the tensors do not fit the heads.
@@ -135,23 +170,33 @@ class Attention(Projections):
         window: int | None = None,
         style: RopeStyle = "half",
         weight_dtype: WeightDtype = None,
+        partition: Partition | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+        self.partition = partition
         self.num_q_heads = check_size("num_q_heads", num_q_heads)
         self.window = None if window is None else check_size("window", window)
         self.eps = eps
         self.style: RopeStyle = style
         qkv = [prefix + "qkv_proj"] if fused else [f"{prefix}{name}_proj" for name in "qkv"]
-        self._load("qkv", weight_dtype, source, *(name + ".weight" for name in qkv))
         self._load("out", weight_dtype, source, prefix + "o_proj.weight")
-        self._check_heads(prefix, check_size("num_kv_heads", num_kv_heads))
+        width, order = self._shape("out")[1], None
+        if partition is not None:
+            kv_width = width // num_q_heads * num_kv_heads
+            order = partition.order("qkv", (width, kv_width, kv_width))
+        names = [name + ".weight" for name in qkv]
+        self._load("qkv", weight_dtype, source, *names, order=order)
+        copies = 1 if partition is None else partition.kv_copies
+        self._check_heads(prefix, check_size("num_kv_heads", num_kv_heads) * copies)
+        if partition is not None:
+            self.num_q_heads = partition.num_q_heads
         if qkv_bias:
-            self.qkv_bias = nnx.Param(source(*(name + ".bias" for name in qkv)))
+            self._set("qkv_bias", source, *(name + ".bias" for name in qkv), order=order)
         if out_bias:
-            self.out_bias = nnx.Param(source(prefix + "o_proj.bias"))
+            self._set("out_bias", source, prefix + "o_proj.bias")
         if qk_norm:
-            self.q_norm = nnx.Param(source(prefix + "q_norm.weight"))
-            self.k_norm = nnx.Param(source(prefix + "k_norm.weight"))
+            self._set("q_norm", source, prefix + "q_norm.weight")
+            self._set("k_norm", source, prefix + "k_norm.weight")
 
     def _check_heads(self, prefix: str, num_kv_heads: int) -> None:
         rows, columns = self._shape("qkv")[0], self._shape("out")[1]
@@ -225,7 +270,7 @@ class Attention(Projections):
                 **options,
             )
         attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
-        out = self._project("out", attended, adapters, implementation=implementation)
+        out = self._project_all("out", attended, adapters, implementation=implementation)
         if hasattr(self, "out_bias"):
             out = out + self.out_bias[...][None, :]
         return out, state
@@ -239,7 +284,7 @@ class DenseMLP(Projections):
         `down_proj.weight` and their biases.
       bias: whether all three have one.
       fused: `gate_up_proj.weight` and `gate_up_proj.bias` stand for those of gate and up.
-      weight_dtype: of the projections, as for `Decoder`.
+      weight_dtype, partition: as for `Attention`.
     """
 
     gate_up: nnx.Param
@@ -253,15 +298,20 @@ class DenseMLP(Projections):
         bias: bool = False,
         fused: bool = False,
         weight_dtype: WeightDtype = None,
+        partition: Partition | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+        self.partition = partition
         parts = ["gate_up"] if fused else ["gate", "up"]
         names = [f"{prefix}{part}_proj" for part in parts]
-        self._load("gate_up", weight_dtype, source, *(name + ".weight" for name in names))
         self._load("down", weight_dtype, source, prefix + "down_proj.weight")
+        inner = self._shape("down")[1]
+        order = None if partition is None else partition.order("gate_up", (inner, inner))
+        weights = [name + ".weight" for name in names]
+        self._load("gate_up", weight_dtype, source, *weights, order=order)
         if bias:
-            self.gate_up_bias = nnx.Param(source(*(name + ".bias" for name in names)))
-            self.down_bias = nnx.Param(source(prefix + "down_proj.bias"))
+            self._set("gate_up_bias", source, *(name + ".bias" for name in names), order=order)
+            self._set("down_bias", source, prefix + "down_proj.bias")
 
     def __call__(
         self,
@@ -274,6 +324,8 @@ class DenseMLP(Projections):
         has_bias = hasattr(self, "down_bias")
         biases = (self.gate_up_bias[...], self.down_bias[...]) if has_bias else ()
         weights = (self.gate_up[...], self.down[...], *biases)
+        if self.partition is not None:
+            options["add_up"] = functools.partial(self.partition.add_up, dtype=x.dtype)
         return gated_mlp(
             x,
             *weights,
@@ -294,6 +346,7 @@ class ExpertsMLP(Projections):
       experts_per_token: at most as many as there are experts.
       renormalize: whether the weights of a token's experts are scaled to sum to 1.
       weight_dtype: of the experts, as for `Decoder`.
+      partition: as for `Attention`.
     """
 
     gate_up: nnx.Param
@@ -307,12 +360,14 @@ class ExpertsMLP(Projections):
         experts_per_token: int,
         renormalize: bool = False,
         weight_dtype: WeightDtype = None,
+        partition: Partition | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+        self.partition = partition
         self.experts_per_token = check_size("experts_per_token", experts_per_token)
         self.renormalize = renormalize
         experts = prefix + "experts."
-        self.router = nnx.Param(source(prefix + "gate.weight"))
+        self._set("router", source, prefix + "gate.weight")
         gate_up = (experts + "gate_proj.weight", experts + "up_proj.weight")
         self._load("gate_up", weight_dtype, source, *gate_up, axis=1)
         self._load("down", weight_dtype, source, experts + "down_proj.weight")
@@ -339,16 +394,17 @@ class ExpertsMLP(Projections):
             router = self.router[...]
             logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
             experts, weights = route(logits, self.experts_per_token, renormalize=self.renormalize)
+        if live is not None:
+            experts = jnp.where(live[:, None], experts, jnp.int32(-1))
+        run = functools.partial(
+            self._run_experts, self.gate_up[...], self.down[...], implementation=implementation,
+            **options,
+        )  # fmt: skip
         with jax.named_scope("experts"):
-            return moe_experts(
-                x,
-                self.gate_up[...],
-                self.down[...],
-                experts,
-                weights,
-                gate_up_scale=self._scale("gate_up"),
-                down_scale=self._scale("down"),
-                live=live,
-                implementation=implementation,
-                **options,
-            )
+            if self.partition is None:
+                return run(x, experts, weights)
+            return self.partition.over_experts(run, x, experts, weights, self.down.shape[0])
+
+    def _run_experts(self, gate_up, down, x, experts, weights, **options) -> jax.Array:
+        scales = {"gate_up_scale": self._scale("gate_up"), "down_scale": self._scale("down")}
+        return moe_experts(x, gate_up, down, experts, weights, **scales, **options)

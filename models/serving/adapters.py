@@ -49,8 +49,10 @@ class AdapterSlots:
         expect(is_plain, "max_adapters", "None for a model with an adapter", max_adapters)
         config: Any = model.config  # a DecoderConfig, or `create` says so
         self._config = config
-        sizes = {"max_adapters": max_adapters, "max_rank": max_rank, "dtype": model.dtype}
-        self.adapters = Adapters.create(config, **sizes)
+        self.adapters = Adapters.create(
+            config, max_adapters=max_adapters, max_rank=max_rank, dtype=model.dtype,
+            partition=getattr(model, "partition", None),
+        )  # fmt: skip
         nothing = self.adapters.packed(Adapter(({},) * config.num_layers))
         self._put = compiled(put_adapter, self.adapters, np.int32(0), nothing)
         self._by_name: dict[str, AdapterVersion] = {}

@@ -13,15 +13,13 @@ the device works. docs/serving.md tells what is guaranteed.
 """
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_paged._start.interrupt import uninterrupted
@@ -29,33 +27,22 @@ from jax_paged.cache.state import KVState
 from jax_paged.checks import check_choice, expect
 
 from ..decoder.adapters import Adapter
-from ..decoder.executables import compiled
-from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window, create_state
-from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
+from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window
+from ..decoder.protocol import Model, check_model
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
-from ..progress import progress_bar
 from .adapters import AdapterSlots
-from .logit_edits import EditOptions, everything, memory_of
-from .plan import as_page_orders, fill_plan, step_sizes
+from .logit_edits import EditOptions
+from .plan import step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
 from .renew import checked_weights, copied, copied_into
 from .request import LogProbability, OnTokens, Request, Sampling
+from .runner import ModelRunner
 from .scheduler import Feed, Scheduler
 from .speculate import RULES, draft_tree, look_up, look_up_tree
-from .step import (
-    FAILED,
-    Drawn,
-    EngineState,
-    LogProbabilities,
-    PageOrders,
-    StepPlan,
-    keep,
-    remember,
-    step,
-)
+from .step import FAILED, Drawn, LogProbabilities
 from .structured import Constraint
-from .swap import Swapper, chunk_pages
+from .swap import chunk_pages
 
 __all__ = ["Engine", "Request"]
 
@@ -132,7 +119,7 @@ class Engine:
         max_rank: int = 16,
         progress: bool = True,
     ):
-        self._graph, self._params = split_model(model)
+        check_model(model)
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             check_count(name, value, 1)
         check_count("max_seqs", max_seqs, 1)
@@ -145,9 +132,8 @@ class Engine:
         has_drafts = draft_branches == 1 or max_drafts > 0
         expect(has_drafts, "draft_branches", "1 without drafts", draft_branches)
         check_choice("draft_rule", draft_rule, RULES)
-        self._drafter, self._drafter_params = None, None
         if draft_model is not None:
-            self._drafter, self._drafter_params = split_model(draft_model, "draft_model")
+            check_model(draft_model, "draft_model")
             expect(max_drafts > 0, "max_drafts", "at least 1 with a draft model", max_drafts)
             have, want = draft_model.config.vocab_size, model.config.vocab_size
             expect(have == want, "draft_model", f"a vocab_size of {want}", have)
@@ -180,42 +166,39 @@ class Engine:
             "page_size": page_size, "kv_dtype": kv_dtype, "max_tree": max_drafts + 1,
             "windows": window is not None,
         }  # fmt: skip
-        state, drafter = create_state(model, **sizes), None
-        self._draft_rule = draft_rule
-        self._branches = draft_branches
+        self._branches, self._has_drafter = draft_branches, draft_model is not None
         self._draft_parents: list[int] = []  # of a draft model's trees
-        if draft_model is not None:
-            drafter = create_state(draft_model, **sizes)
-            if draft_branches > 1:
-                _, self._draft_parents = draft_tree(max_drafts, draft_branches)
-        table = state.table
-        self._device = EngineState.create(state, model.config.vocab_size, drafter)
-        self._all_tokens = jnp.asarray(everything(max_seqs, model.config.vocab_size))
+        if draft_model is not None and draft_branches > 1:
+            _, self._draft_parents = draft_tree(max_drafts, draft_branches)
+        num_holds = max_seqs + -(-max_tokens // page_size)
+        self._runner = ModelRunner(model, draft_model, sizes, num_holds)
+        state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
         self.weight_version = 0  # how often `update_weights` was called
         self._owns_weights = False
         self._adapters: AdapterSlots | None = None
-        self._step_graph: Graph = self._graph
         if max_adapters is not None:
             self._adapters = AdapterSlots(model, max_adapters, max_rank)
-            self._step_graph = AdaptedGraph(self._graph)
-        self._sizes = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
-        self._cache = PrefixCache(num_pages, page_size, self._salt) if prefix_cache else None
-        self._scheduler = Scheduler(
-            num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
-            page_size=page_size, step_sizes=self._sizes, cache=self._cache, swap_pages=swap_pages,
-            chunk_pages=chunk_pages(pages_per_seq), window=self._window,
-        )  # fmt: skip
-        self._swapper: Swapper | None = None
-        self._num_holds = max_seqs + -(-max_tokens // page_size)
-        self._nothing = PageOrders.create(table, self._num_holds)
-        self._flying: deque[tuple[Drawn, list[Feed]]] = deque()
+        sizes_of_steps = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
+        self._schedulers = [
+            Scheduler(
+                num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
+                page_size=page_size, step_sizes=sizes_of_steps, swap_pages=swap_pages,
+                cache=PrefixCache(num_pages, page_size, self._salt) if prefix_cache else None,
+                chunk_pages=chunk_pages(pages_per_seq), window=self._window,
+            )
+            for _ in range(self._runner.num_replicas)
+        ]  # fmt: skip
+        self._flying: deque[tuple[Drawn, list[list[Feed]]]] = deque()
         self._untold: deque[Request] = deque()
         self._num_requests = self.num_steps = self.num_fed = 0
         self.num_drafted = self.num_accepted = 0
-        self.compile_seconds = 0.0
-        self._compile(max_seqs, progress, swaps)
+        self.compile_seconds = self._runner.compile(
+            self._params_for([[]] * self.num_replicas), sizes_of_steps,
+            window=self._window, swaps=swaps, scores=self.prompt_logprobs, progress=progress,
+            max_drafts=max_drafts, rule=draft_rule, branches=draft_branches, logprobs=logprobs,
+        )  # fmt: skip
 
     # Requests
 
@@ -310,8 +293,9 @@ class Engine:
             adapter=version,
         )
         self._num_requests += 1
-        need = self._scheduler.pages_needed(len(text) + max(request.limit - 1, 0))
-        most = self._scheduler.most_pages
+        scheduler = self._schedulers[0]
+        need = scheduler.pages_needed(len(text) + max(request.limit - 1, 0))
+        most = scheduler.most_pages
         if len(text) > self.config.context_length:
             have = f"the model's context has {self.config.context_length}"
             self._end(request, "refused", f"{len(text)} prompt tokens, {have}")
@@ -321,8 +305,22 @@ class Engine:
         elif request.limit == 0 and not request.tells_prompt:
             self._end(request, "length")
         else:
-            self._scheduler.add(request)
+            request.replica = self._replica_for(request)
+            self._scheduler(request).add(request)
         return request
+
+    def _replica_for(self, request: Request) -> int:
+        """The replica that has most of the request's pages in its cache, or the least to do."""
+
+        def rank(replica: int) -> tuple[int, int]:
+            scheduler = self._schedulers[replica]
+            return -scheduler.num_cached(request), scheduler.load
+
+        return min(range(self.num_replicas), key=rank) if self.num_replicas > 1 else 0
+
+    def _scheduler(self, request: Request) -> Scheduler:
+        """That of the request's replica."""
+        return self._schedulers[request.replica]
 
     def generate(
         self,
@@ -383,7 +381,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a request; its pages are free before the next step. A done one stays as it is."""
         if not request.is_done:
-            self._scheduler.remove(request)
+            self._scheduler(request).remove(request)
             self._end(request, "cancelled")
 
     def _end(self, request: Request, reason: str, detail: str = "") -> None:
@@ -395,27 +393,28 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """No request waits or runs."""
-        return not (self._scheduler.waiting or self._scheduler.running)
+        return not any(one.waiting or one.running for one in self._schedulers)
 
     def step(self) -> bool:
         """Dispatches one step and reads back what is due; False if there was nothing to do."""
         with uninterrupted():  # or host and device would no longer agree
             draft = self._draft if self.max_drafts else None
-            feeds = self._scheduler.plan(draft, self.max_drafts)
+            feeds = [one.plan(draft, self.max_drafts) for one in self._schedulers]
             self._keep()
-            if feeds:
+            if any(feeds):
                 self._dispatch(feeds)
-            due = len(self._flying) - (self._ahead if feeds else 0)
+            due = len(self._flying) - (self._ahead if any(feeds) else 0)
             for _ in range(due):
                 self._read_back()
         while self._untold:
             self._untold.popleft().tell()
-        return bool(feeds) or due > 0 or not self.is_idle
+        return any(feeds) or due > 0 or not self.is_idle
 
     @property
     def _ahead(self) -> int:
         """Steps that may be on their way: none where what may come depends on what has come."""
-        waits = any(request.matcher is not None for request in self._scheduler.running)
+        running = chain.from_iterable(one.running for one in self._schedulers)
+        waits = any(request.matcher is not None for request in running)
         return 0 if waits else self.ahead
 
     def run(self) -> None:
@@ -437,7 +436,8 @@ class Engine:
     def clear_cache(self) -> None:
         """Forgets all cached pages that no request uses."""
         with uninterrupted():
-            self._scheduler.clear_cache()
+            for one in self._schedulers:
+                one.clear_cache()
             self._keep()
 
     def update_weights(
@@ -470,20 +470,21 @@ class Engine:
         """
         check_choice("running", running, ("recompute", "keep"))
         given = weights if mapping is None else mapping(weights)
-        params = checked_weights(given, self._graph, self._params)
+        params = checked_weights(given, self._runner.graph, self.params)
         with uninterrupted():
             while self._flying:  # what they draw is of the old weights
                 self._read_back()
             if not copy:
-                self._params = params
+                self._runner.params = params
             elif self._owns_weights:
-                self._params = copied_into(self._params, params)
+                self._runner.params = copied_into(self.params, params)
             else:  # those of the caller's model stay
-                self._params = copied(params)
+                self._runner.params = copied(params)
             self._owns_weights = copy
             self.weight_version += 1
             salt = f"{self._salt} weights {self.weight_version}"
-            self._scheduler.renew(salt, recompute=running == "recompute")
+            for one in self._schedulers:
+                one.renew(salt, recompute=running == "recompute")
             self._keep()
         while self._untold:
             self._untold.popleft().tell()
@@ -508,7 +509,8 @@ class Engine:
         slots = self._slots()
         packed = slots.packed(adapter)
         with uninterrupted():
-            requests = (*self._scheduler.waiting, *self._scheduler.running)
+            lists = ((*one.waiting, *one.running) for one in self._schedulers)
+            requests = chain.from_iterable(lists)
             slots.add(name, packed, [r.adapter for r in requests if r.adapter is not None])
 
     def remove_adapter(self, name: str) -> None:
@@ -530,100 +532,78 @@ class Engine:
         assert self._adapters is not None
         return self._adapters
 
-    def _params_for(self, feeds: list[Feed]) -> Any:
+    def _params_for(self, feeds: list[list[Feed]]) -> Any:
         """The params of a step with these feeds."""
         if self._adapters is None:
-            return self._params
-        slots = np.full(self._device.last.shape[0], -1, np.int32)
-        for feed in feeds:
-            if feed.request.adapter is not None:
-                slots[feed.row] = feed.request.adapter.slot
-        return self._adapters.params(self._params, slots)
+            return self.params
+        return self._adapters.params(self.params, self._runner.row_slots(feeds))
 
     # Counters
 
     @property
+    def num_replicas(self) -> int:
+        """Those of the model's mesh, 1 without one; each has rows, pages and a cache of its own."""
+        return self._runner.num_replicas
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for a row and pages."""
-        return len(self._scheduler.waiting)
+        return sum(len(one.waiting) for one in self._schedulers)
 
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
-        return len(self._scheduler.running)
+        return sum(len(one.running) for one in self._schedulers)
 
     @property
     def num_preemptions(self) -> int:
         """Times that a running request had to make room."""
-        return self._scheduler.num_preemptions
+        return sum(one.num_preemptions for one in self._schedulers)
 
     @property
     def num_swaps(self) -> tuple[int, int]:
         """Times that a request was copied to host memory, and back; the rest was recomputed."""
-        return self._scheduler.num_swapped_out, self._scheduler.num_swapped_in
+        out = sum(one.num_swapped_out for one in self._schedulers)
+        return out, sum(one.num_swapped_in for one in self._schedulers)
 
     @property
     def num_free_swap_pages(self) -> int:
         """Pages of host memory that no preempted request has."""
-        return self._scheduler.num_free_swap
+        return sum(one.num_free_swap for one in self._schedulers)
 
     @property
     def num_free_pages(self) -> int:
         """Pages that neither a request nor the cache has."""
-        return self._scheduler.num_free
+        return sum(one.num_free for one in self._schedulers)
 
     @property
     def cache_counts(self) -> CacheCounts:
-        """Counters of the prefix cache; all 0 without one."""
-        return self._cache.counts if self._cache else CacheCounts()
+        """Counters of the prefix caches; all 0 without one."""
+        counts = [one.cache.counts for one in self._schedulers if one.cache is not None]
+        return CacheCounts(*(sum(values) for values in zip(*map(astuple, counts), strict=True)))
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self._device.state.table.num_pages
+        """Pages of the pools."""
+        return self._runner.table.num_pages * self.num_replicas
 
     @property
     def params(self) -> Any:
         """The weights, as `split_model` gives them."""
-        return self._params
+        return self._runner.params
 
     @property
     def state(self) -> KVState:
-        """The pages and their table after the steps so far; good until the next step takes it."""
-        return self._device.state
+        """The pages and their table after the steps so far; good until the next step takes it.
 
-    # The device
+        With a mesh it is that of all replicas (`KVState.specs`).
+        """
+        return self._runner.device.state
 
-    def _compile(self, max_seqs: int, progress: bool, swaps: bool) -> None:
-        start, table = time.perf_counter(), self._device.state.table
-        self._steps = {}
-        count = len(self._sizes) + 2 + swaps + self.prompt_logprobs
-        vocab = self.config.vocab_size
-        with progress_bar(count, "compiling", "programs", shown=progress) as update:
-            self._keep_program = compiled(keep, self._device, self._nothing, window=self._window)
-            update()
-            self._remember = compiled(
-                remember, self._device, np.int32(0), np.zeros(vocab, np.int32),
-                np.zeros(vocab, np.float32),
-            )  # fmt: skip
-            update()
-            if swaps:
-                self._swapper = Swapper(self._device, table.pages_per_seq)
-                update()
-            programs = [(size, False) for size in self._sizes]
-            programs += [(self._sizes[-1], True)] if self.prompt_logprobs else []
-            for size, scores in programs:
-                self._steps[size, scores] = compiled(
-                    step, self._step_graph, self._params_for([]), self._device,
-                    StepPlan.create(max_seqs, size, self._all_tokens), self._drafter_params,
-                    max_drafts=self.max_drafts, drafter=self._drafter, rule=self._draft_rule,
-                    branches=self._branches, logprobs=self.logprobs, scores=scores,
-                )  # fmt: skip
-                update()
-        self.compile_seconds = time.perf_counter() - start
+    # What comes back
 
     def _draft(self, request: Request, most: int) -> tuple[list[int], list[int]]:
-        if self._drafter is not None:
+        if self._has_drafter:
             return [0] * most, self._draft_parents[:most]  # the device will tell which tokens
         text = request.known(0, request.num_known)
         if self._branches > 1:
@@ -631,64 +611,31 @@ class Engine:
         return look_up(text, most), []
 
     def _keep(self) -> None:
-        """Sends the scheduler's orders to the device, in as many calls as they fill."""
-        orders = self._scheduler.take_orders()
-        for request, row in orders.swap_outs:
-            assert self._swapper is not None
-            num_pages = self._scheduler.pages_needed(request.swapped)
-            request.chunks = self._swapper.out(self._device, row, num_pages)
-        holds, evictions = orders.holds, orders.evictions
-        size = self._num_holds
-        while len(holds) > size:
-            self._send_orders(as_page_orders(self._nothing, holds[:size], [], [], []))
-            holds = holds[size:]
-        releases, adoptions = orders.releases, orders.adoptions
-        while len(evictions) > size:
-            self._send_orders(as_page_orders(self._nothing, holds, releases, evictions[:size], []))
-            holds, releases, evictions = [], [], evictions[size:]
-        if holds or releases or evictions or adoptions:
-            self._send_orders(as_page_orders(self._nothing, holds, releases, evictions, adoptions))
-        for request in orders.starts:
-            if request.edits.is_active and request.row is not None:
-                seen, bias = memory_of(
-                    request.edits, self.config.vocab_size, request.prompt, request.tokens
-                )
-                self._device = self._remember(self._device, np.int32(request.row), seen, bias)
-        for row, begin, chunks in orders.swap_ins:
-            assert self._swapper is not None
-            self._device = self._swapper.back(self._device, row, begin, chunks)
+        """Sends the schedulers' orders to the device."""
+        self._runner.keep([one.take_orders() for one in self._schedulers])
 
-    def _send_orders(self, orders: PageOrders) -> None:
-        self._device = self._keep_program(self._device, orders)
-
-    def _dispatch(self, feeds: list[Feed]) -> None:
-        feeds.sort(key=lambda feed: feed.row)
-        num_tokens = sum(feed.num_tokens for feed in feeds)
-        scores = any(feed.request.is_told_of_prompt for feed in feeds)
-        least = self._sizes[-1] if scores else num_tokens
-        size = next(size for size in self._sizes if size >= least)
-        max_seqs = self._nothing.release_rows.shape[0]
-        plan = fill_plan(feeds, max_seqs, size, self._all_tokens)
-        self._device, out = self._steps[size, scores](
-            self._params_for(feeds), self._device, plan, self._drafter_params
-        )
-        self._scheduler.dispatched(feeds)
-        self._flying.append((out, feeds))
+    def _dispatch(self, feeds: list[list[Feed]]) -> None:
+        for own in feeds:
+            own.sort(key=lambda feed: feed.row)
+        drawn = self._runner.run(self._params_for(feeds), feeds)
+        for scheduler, own in zip(self._schedulers, feeds, strict=True):
+            scheduler.dispatched(own)
+        self._flying.append((drawn, feeds))
         self.num_steps += 1
-        self.num_fed += num_tokens
+        self.num_fed += sum(feed.num_tokens for own in feeds for feed in own)
 
     def _read_back(self) -> None:
         """Takes the tokens of the oldest step on its way; waits for it."""
-        drawn, feeds = self._flying.popleft()
-        drawn = jax.tree.map(np.asarray, drawn)
-        tokens = drawn.tokens
-        if (tokens == FAILED).any():
+        flying, feeds = self._flying.popleft()
+        each = self._runner.read(flying)
+        if any((drawn.tokens == FAILED).any() for drawn in each):
             raise RuntimeError("engine: a page operation failed that the host had planned")
-        if drawn.prompt is not None:
-            self._take_prompts(feeds, drawn.prompt)
-        for feed in feeds:
-            if feed.draws:
-                self._take(feed, drawn)
+        for drawn, own in zip(each, feeds, strict=True):
+            if drawn.prompt is not None:
+                self._take_prompts(own, drawn.prompt)
+            for feed in own:
+                if feed.draws:
+                    self._take(feed, drawn)
 
     def _take_prompts(self, feeds: list[Feed], told: LogProbabilities) -> None:
         """Takes the log-probabilities of prompts that a step has fed."""
@@ -712,15 +659,15 @@ class Engine:
             self.num_drafted += len(feed.drafts)
             self.num_accepted += len(new) - 1
             if wrong:
-                self._scheduler.cut(request, wrong)
+                self._scheduler(request).cut(request, wrong)
         told = []
         if drawn.logprobs is not None:
             told = [_log_probability(drawn.logprobs, (feed.row, i)) for i in range(len(new))]
         request.take(new, told)
         self._untold.append(request)
-        self._scheduler.offer(request)
+        self._scheduler(request).offer(request)
         if request.is_done:
-            self._scheduler.remove(request)
+            self._scheduler(request).remove(request)
 
 
 def _log_probability(told: LogProbabilities, at: Any) -> LogProbability:

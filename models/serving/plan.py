@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host has planned, as the arrays that the engine's programs take."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..decoder.steps import chunk_size
-from .logit_edits import ALL
-from .scheduler import Feed
+from .scheduler import Feed, Orders
 from .step import PageOrders, StepPlan
 
 
@@ -21,8 +21,22 @@ def step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
     return sizes
 
 
-def as_page_orders(nothing: PageOrders, holds, releases, evictions, adoptions) -> PageOrders:
-    """`nothing` filled with a scheduler's `Orders`."""
+def page_orders(nothing: PageOrders, orders: Orders) -> Iterator[PageOrders]:
+    """A scheduler's orders, in as many calls as they fill; none if there is nothing to do."""
+    size = len(nothing.hold_rows)
+    holds, evictions = orders.holds, orders.evictions
+    releases, adoptions = orders.releases, orders.adoptions
+    while len(holds) > size:
+        yield _filled(nothing, holds[:size], [], [], [])
+        holds = holds[size:]
+    while len(evictions) > size:
+        yield _filled(nothing, holds, releases, evictions[:size], [])
+        holds, releases, evictions = [], [], evictions[size:]
+    if holds or releases or evictions or adoptions:
+        yield _filled(nothing, holds, releases, evictions, adoptions)
+
+
+def _filled(nothing: PageOrders, holds, releases, evictions, adoptions) -> PageOrders:
     filled = jax.tree.map(np.copy, nothing)
     for i, (row, column, entry) in enumerate(holds):
         filled.hold_rows[i], filled.hold_columns[i] = row, column
@@ -36,15 +50,17 @@ def as_page_orders(nothing: PageOrders, holds, releases, evictions, adoptions) -
     return filled
 
 
-def fill_plan(feeds: list[Feed], max_seqs: int, size: int, all_tokens: jax.Array) -> StepPlan:
+def has_constraint(feed: Feed) -> bool:
+    """Whether not all tokens are allowed in its draw."""
+    return feed.draws and feed.request.matcher is not None
+
+
+def fill_plan(feeds: list[Feed], max_seqs: int, size: int, mask: Any) -> StepPlan:
     """The feeds, in the order of their rows, as a step of `size` tokens takes them.
 
     Args:
-      all_tokens: the mask of a step in which no row has a constraint.
+      mask: that of `LogitEdits`, which allows all tokens; of constraints it is filled.
     """
-    mask: Any = all_tokens
-    if any(feed.draws and feed.request.matcher is not None for feed in feeds):
-        mask = np.full(all_tokens.shape, ALL, np.uint32)
     plan = StepPlan.create(max_seqs, size, mask)
     samplers, edits, end = plan.samplers, plan.edits, 0
     for feed in feeds:
@@ -74,6 +90,6 @@ def fill_plan(feeds: list[Feed], max_seqs: int, size: int, all_tokens: jax.Array
             edits.repetition[row] = request.edits.repetition
             edits.presence[row] = request.edits.presence
             edits.frequency[row] = request.edits.frequency
-            if request.matcher is not None:
+            if has_constraint(feed):
                 request.matcher.allow(mask[row])
     return plan

@@ -82,8 +82,9 @@ class Request:
     num_preemptions: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache when it first started
 
-    # The engine's own. In its row it has `fed` tokens on the device, in pages that are those of
-    # cache entries, or its own where `columns` has -1.
+    # The engine's own. In a row of its replica it has `fed` tokens on the device, in pages that are
+    # those of cache entries, or its own where `columns` has -1.
+    replica: int = 0
     row: int | None = None
     fed: int = 0
     in_flight: int = 0  # steps that draw for it and that have not been read back

@@ -111,6 +111,15 @@ class Scheduler:
         pages = pages_for(tokens, self.page_size)
         return pages if self._window_pages is None else min(pages, self._window_pages)
 
+    @property
+    def load(self) -> int:
+        """Tokens that its requests have still to feed or to draw."""
+        return sum(r.num_to_feed + r.num_left for r in (*self.waiting, *self.running))
+
+    def num_cached(self, request: Request) -> int:
+        """Tokens of a waiting request that the cache has."""
+        return len(self._match(request)) * self.page_size
+
     def add(self, request: Request) -> None:
         """Lets a request wait for its turn."""
         bisect.insort(self.waiting, request, key=lambda r: r.order)

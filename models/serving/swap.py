@@ -9,23 +9,29 @@ are, 8-bit ones with their scales per token, and a draft model's with them.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
 from jax_paged.checks import is_per_token
 from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
 
-from ..decoder.executables import compiled
+from .replicas import STACKED
 from .step import EngineState
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
 
 MOST_CHUNK_PAGES = 8
 
-Chunk = tuple[Any, ...]  # k, v and scales per token: [num_layers, chunk_pages, …]
+# k, v and scales per token: [num_layers, chunk_pages, …]; over a mesh, in host memory, for each a
+# dict of what devices have of it.
+Chunk = tuple[Any, ...]
 
 
 def chunk_pages(pages_per_seq: int) -> int:
@@ -87,38 +93,90 @@ def copy_in(
 
 
 class Swapper:
-    """Copies rows of an `EngineState` to host memory and back, with programs compiled ahead.
+    """Copies rows of an engine's state to host memory and back, with programs compiled ahead.
+
+    Over a mesh the programs run on all replicas; only what a row's own devices have is copied.
 
     Args:
-      device: what the programs are compiled for.
-      pages_per_seq: of its page table.
+      runner: the engine's, with the state; a copy back changes that.
     """
 
-    def __init__(self, device: EngineState, pages_per_seq: int):
-        self._count = chunk_pages(pages_per_seq)
-        zero = np.int32(0)
-        self._out = compiled(copy_out, device, zero, zero, count=self._count)
-        shapes = jax.eval_shape(functools.partial(copy_out, count=self._count), device, zero, zero)
-        self._in = compiled(copy_in, device, zero, zero, zero, shapes)
+    def __init__(self, runner: "ModelRunner"):
+        self._runner, splits = runner, runner.splits
+        self._count = chunk_pages(runner.table.pages_per_seq)
+        pools = (*_pools(runner.device.state), *_pools(runner.device.drafter))
+        self._shardings = [x.sharding for x in pools]
+        self._shapes = tuple(
+            jax.ShapeDtypeStruct(
+                (x.shape[0], self._count * runner.num_replicas, *x.shape[2:]), x.dtype,
+                sharding=None if splits is None else x.sharding,
+            )
+            for x in pools
+        )  # fmt: skip
+        chunk = tuple(getattr(sharding, "spec", None) for sharding in self._shardings)
+        row, first = self._of_row(0, 0, 0), np.int32(0)
+        self._out = runner.compiled(
+            copy_out, runner.device, row, first, takes=(splits, STACKED, P()), gives=chunk,
+            count=self._count,
+        )  # fmt: skip
+        self._in = runner.compiled(
+            copy_in, runner.device, row, first, row, self._shapes,
+            takes=(splits, STACKED, P(), STACKED, chunk), gives=splits,
+        )  # fmt: skip
 
     @property
     def programs(self) -> tuple[Any, Any]:
         """Out and in, compiled."""
         return self._out, self._in
 
-    def out(self, device: EngineState, row: int, num_pages: int) -> list[Chunk]:
+    def out(self, replica: int, row: int, num_pages: int) -> list[Chunk]:
         """Starts to copy the first pages of a row; they may be freed at once."""
-        chunks = []
-        for first in range(0, num_pages, self._count):
-            chunk = self._out(device, np.int32(row), np.int32(first))
-            there = chunk[0].sharding.with_memory_kind("pinned_host")
-            chunks.append(jax.device_put(chunk, there))
-        return chunks
+        rows = self._of_row(replica, row, 0)
+        return [
+            self._to_host(replica, self._out(self._runner.device, rows, np.int32(first)))
+            for first in range(0, num_pages, self._count)
+        ]
 
-    def back(self, device: EngineState, row: int, begin: int, chunks: list[Chunk]) -> EngineState:
+    def back(self, replica: int, row: int, begin: int, chunks: list[Chunk]) -> None:
         """Starts to copy chunks into the pages of a row, but for columns before `begin`."""
-        here = device.state.k_pages.sharding
+        rows = self._of_row(replica, row, 0)
+        begins = self._of_row(replica, begin, self._runner.table.pages_per_seq)
         for number in range(begin // self._count, len(chunks)):
-            chunk, first = jax.device_put(chunks[number], here), number * self._count
-            device = self._in(device, np.int32(row), np.int32(first), np.int32(begin), chunk)
-        return device
+            chunk, first = self._to_device(replica, chunks[number]), np.int32(number * self._count)
+            self._runner.device = self._in(self._runner.device, rows, first, begins, chunk)
+
+    def _of_row(self, replica: int, value: int, others: int) -> Any:
+        """An argument for a row of one replica, with another value for the other replicas."""
+        each = [np.int32(others)] * self._runner.num_replicas
+        each[replica] = np.int32(value)
+        return self._runner.of_all(each)
+
+    def _to_host(self, replica: int, chunk: Chunk) -> Chunk:
+        if self._runner.partition is None:
+            return jax.device_put(chunk, chunk[0].sharding.with_memory_kind("pinned_host"))
+        own = set(self._runner.partition.mesh.devices[replica])
+        return tuple(
+            {
+                shard.device: jax.device_put(
+                    shard.data, shard.data.sharding.with_memory_kind("pinned_host")
+                )
+                for shard in x.addressable_shards
+                if shard.device in own
+            }
+            for x in chunk
+        )
+
+    def _to_device(self, replica: int, chunk: Chunk) -> Chunk:
+        if self._runner.partition is None:
+            return jax.device_put(chunk, self._shardings[0])
+        whole = []
+        for like, shards in zip(self._shapes, chunk, strict=True):
+            nothing = np.zeros(like.sharding.shard_shape(like.shape), like.dtype)
+            arrays = [
+                jax.device_put(shards.get(device, nothing), device)
+                for device in like.sharding.addressable_devices
+            ]
+            whole.append(
+                jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
+            )
+        return tuple(whole)

@@ -326,9 +326,9 @@ def test_what_the_cache_has_kept_is_not_copied_back(make, alone):
     while not high.is_done:
         engine.step()
     assert low.swapped > 20
-    kept = len(engine._scheduler._match(low))
+    kept = len(engine._schedulers[0]._match(low))
     assert 0 < kept < low.swapped // 4  # the others have had to go
-    entries = engine._scheduler._match(low)
+    entries = engine._schedulers[0]._match(low)
     engine.step()
     assert low.columns[:kept] == entries
     engine.run()
@@ -432,19 +432,19 @@ def test_callbacks_stream_every_token_once_and_may_cancel(make, alone):
 def test_ctrl_c_during_a_step_leaves_host_and_device_in_agreement(make, alone, monkeypatch):
     engine = make()
     requests = submit_all(engine, max_new_tokens=6)
-    for name in ("_keep_program", "_steps"):
-        program = getattr(engine, name)
+    for name in ("keep_program", "steps"):
+        program = getattr(engine._runner, name)
 
-        def pressed(*args, call=program if name == "_keep_program" else None):
+        def pressed(*args, call=program if name == "keep_program" else None):
             signal.raise_signal(signal.SIGINT)
             return call(*args)
 
         with monkeypatch.context() as patch:
-            if name == "_keep_program":
-                patch.setattr(engine, name, pressed)
+            if name == "keep_program":
+                patch.setattr(engine._runner, name, pressed)
             else:
                 calls = {n: functools.partial(pressed, call=c) for n, c in program.items()}
-                patch.setattr(engine, name, calls)
+                patch.setattr(engine._runner, name, calls)
             with pytest.raises(KeyboardInterrupt):
                 engine.run()
     engine.run()
@@ -538,7 +538,8 @@ def test_nothing_compiles_while_serving_and_no_pool_is_copied(make, caplog):
     assert engine.num_swaps > before
     assert not any("ompiling" in text for text in caplog.messages), caplog.messages
     pool = engine.state.k_pages
-    programs = [engine._keep_program, *engine._steps.values(), *engine._swapper.programs]
+    runner = engine._runner
+    programs = [runner.keep_program, *runner.steps.values(), *runner.swapper.programs]
     for program in programs:
         assert pool_sized_ops(program, pool) == []
         assert "callback" not in program.as_text()
@@ -557,12 +558,13 @@ def test_a_broken_plan_is_an_error_not_a_token(make):
     engine = make()
     request = engine.submit([1, 2], max_new_tokens=5)
     engine.step()
-    engine._scheduler.orders.releases.append(request.row)
+    engine._schedulers[0].orders.releases.append(request.row)
     with pytest.raises(RuntimeError, match="a page operation failed"):
         engine.run()
     assert len(request.tokens) == 1  # from the step before
     engine._flying.clear()
-    engine._device = dataclasses.replace(engine._device, failed=jax.numpy.zeros((), bool))
+    healthy = jax.numpy.zeros((), bool)
+    engine._runner.device = dataclasses.replace(engine._runner.device, failed=healthy)
     engine.cancel(request)
     engine.run()
     engine.clear_cache()

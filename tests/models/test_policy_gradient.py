@@ -80,7 +80,7 @@ def test_rewards_rise_and_log_probabilities_are_the_trainers():
     engine = Engine(
         Policy(weights), num_pages=40, max_seqs=8, page_size=4, max_tokens=32, logprobs=0
     )
-    programs, rewards = dict(engine._steps), []
+    programs, rewards = dict(engine._runner.steps), []
     for number in range(ROUNDS):
         made = engine.generate(PROMPTS, n=SAMPLES, max_new_tokens=NEW, temperature=1.0, seed=number)
         advantages, tokens, is_new, told = [], [], [], []
@@ -102,5 +102,5 @@ def test_rewards_rise_and_log_probabilities_are_the_trainers():
         engine.update_weights(Policy(weights))
     first, last = np.mean(rewards[:6]), np.mean(rewards[-6:])
     assert last > first + 0.3, (first, last)
-    assert engine._steps == programs
+    assert engine._runner.steps == programs
     assert engine.weight_version == ROUNDS

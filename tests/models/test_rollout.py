@@ -116,7 +116,7 @@ def test_new_weights_give_what_the_new_model_gives(model, drafts):
     """Twice, so that copies go into copies; and nothing is compiled again."""
     engine = Engine(model, **SIZES, **DRAFTS[drafts])
     others = [changed(model, seed) for seed in (2, 3)]
-    before = dict(engine._steps)
+    before = dict(engine._runner.steps)
     for version, other in enumerate(others, start=1):
         engine.generate(PROMPTS, max_new_tokens=5)  # fills the cache
         engine.update_weights(other)
@@ -126,7 +126,7 @@ def test_new_weights_give_what_the_new_model_gives(model, drafts):
         expected = generate(other, PROMPTS, max_new_tokens=7, **OPTIONS[1]).tokens
         assert [request.tokens for (request,) in made] == expected
         assert [request.num_cached for (request,) in made] == [0] * len(PROMPTS)
-    assert engine._steps == before
+    assert engine._runner.steps == before
     assert generate(model, [[1, 2]], max_new_tokens=2).tokens[0], "the caller's weights live on"
 
 

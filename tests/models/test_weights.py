@@ -220,7 +220,7 @@ def test_weights_are_quantized_one_by_one(tmp_path, monkeypatch):
     raw = small_hf_config("llama", num_hidden_layers=6)
     write(tmp_path, raw, published(config_from_hf(raw)))
     alive = []
-    real = weights.filling_source
+    real = weights.FillingSource
 
     def wide():
         return {
@@ -238,7 +238,7 @@ def test_weights_are_quantized_one_by_one(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(weights, "filling_source", watched)
+    monkeypatch.setattr(weights, "FillingSource", watched)
     model, _, _ = load_checkpoint(tmp_path, weight_dtype="int8")
     assert model.layers[0].mlp.gate_up[...].shape == (96, 32)
     assert max(alive) <= 1

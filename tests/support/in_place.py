@@ -22,7 +22,7 @@ def copies_and_selects(compiled: jax.stages.Compiled, pool) -> list[str]:
 
 def assert_no_pool_is_copied(engine) -> None:
     """In no step of an engine with a draft model, whose pools count too."""
-    pools = engine.state.k_pages, engine._device.drafter.k_pages
+    pools = engine.state.k_pages, engine._runner.device.drafter.k_pages
     smallest = min(pools, key=lambda pool: pool.size)
-    for program in engine._steps.values():
+    for program in engine._runner.steps.values():
         assert pool_sized_ops(program, smallest) == []

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a decoder lies on several devices: a mesh with axes "dp" and "tp", and what each one holds.
+
+    mesh = make_mesh(config)                             # all devices
+    model = Decoder(config, source, mesh=mesh)           # or load_checkpoint(path, mesh=mesh)
+
+Attention, dense MLPs, embedding and head are split over "tp" (tensor parallelism, Shoeybi et al.
+2019): each device has some of the heads, of the inner width and of the vocabulary. Experts are
+split by expert, over all devices where their number allows it. The replicas of "dp" have the same
+of all else. The layers of one device are an ordinary decoder with fewer heads: it runs inside of
+one `jax.shard_map`, and adds up with the others after attention and after the MLP.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jax_paged.cache.state import KVState
+from jax_paged.checks import expect
+
+from .config import DecoderConfig
+from .parameters import FillingSource, TensorSource
+
+AXES = DP, TP = ("dp", "tp")
+
+# The axis of each weight that is split over "tp"; experts are split along their first axis. Biases
+# and scales follow an axis 0, and are whole beside an axis 1.
+_SPLIT_AXES = {"embedding": 0, "head": 0, "qkv": 0, "out": 1, "gate_up": 0, "down": 1}
+
+
+def make_mesh(
+    config: DecoderConfig,
+    *,
+    tp: int | None = None,
+    dp: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh of dp replicas on tp devices each, for `Decoder(mesh=…)` and `load_checkpoint`.
+
+    Args:
+      config: of the model.
+      tp: devices that share the heads. None = the most that divide KV heads and devices: their
+        greatest common divisor, or devices / dp. With more devices than KV heads, each head's K
+        and V lie on tp / num_kv_heads of them; a warning says what this costs.
+      dp: replicas, which share the experts and nothing else. None = devices / tp.
+      devices: None = all. Several processes see the devices of all.
+
+    Raises:
+      ValueError: dp · tp is not the number of devices, or heads, inner width or experts cannot be
+        split so.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    count = len(devices)
+    for name, value in (("tp", tp), ("dp", dp)):
+        ok = value is None or (isinstance(value, int) and value >= 1 and count % value == 0)
+        expect(ok, name, f"a divisor of the {count} devices", repr(value))
+    if tp is None:
+        tp = count // dp if dp is not None else int(np.gcd(config.num_kv_heads, count))
+    dp = count // tp if dp is None else dp
+    expect(dp * tp == count, "dp", f"{count // tp}, as {count} devices have tp={tp}", dp)
+    mesh = jax.sharding.Mesh(
+        np.asarray(devices, dtype=object).reshape(dp, tp), AXES, axis_types=(AxisType.Auto,) * 2
+    )
+    partition = Partition.create(config, mesh)
+    if partition.kv_copies > 1:
+        warnings.warn(
+            f"tp={tp}: each of the {config.num_kv_heads} KV heads lies on {partition.kv_copies} "
+            f"devices, so the KV pages take {partition.kv_copies} times the memory in all; "
+            f"tp={config.num_kv_heads} with dp={count // config.num_kv_heads} would not",
+            stacklevel=2,
+        )
+    return mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """What the devices of a mesh hold of a decoder.
+
+    Args:
+      mesh: with axes "dp" and "tp".
+      num_q_heads, num_kv_heads: of a device.
+      kv_copies: devices that have the same KV head.
+      expert_axes: the mesh axes that experts are split over, those with most devices by which
+        their number can be divided; none of a dense model.
+      splits_vocab: whether embedding and head are split; else each device has them whole.
+      is_inside: the model is called inside of a `jax.shard_map` over the mesh, and each replica
+        has rows of its own. Otherwise it enters one itself, and all replicas have the same rows.
+    """
+
+    mesh: Mesh
+    num_q_heads: int
+    num_kv_heads: int
+    kv_copies: int
+    expert_axes: tuple[str, ...]
+    splits_vocab: bool
+    is_inside: bool = False
+
+    @staticmethod
+    def create(config: DecoderConfig, mesh: Mesh) -> "Partition":
+        """Checks that a model can be split so.
+
+        Raises:
+          ValueError: it cannot; the message says what of it.
+        """
+        expect(mesh.axis_names == AXES, "mesh", f"axes {AXES}", mesh.axis_names)
+        tp = mesh.shape[TP]
+        q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
+        ok = kv_heads % tp == 0 or tp % kv_heads == 0
+        expect(ok, "tp", f"a divisor or a multiple of the {kv_heads} KV heads", tp)
+        expect(q_heads % tp == 0, "tp", f"a divisor of the {q_heads} query heads", tp)
+        if not all(config.moe_layers):
+            inner = config.intermediate_size
+            expect(inner % tp == 0, "tp", f"a divisor of intermediate_size={inner}", tp)
+        expert_axes: tuple[str, ...] = ()
+        if any(config.moe_layers):
+            count = config.num_experts
+            ways = (axes for axes in (AXES, (TP,), (DP,), ()) if count % _size(mesh, axes) == 0)
+            expert_axes = next(ways)
+        local_kv = max(kv_heads // tp, 1)
+        splits_vocab = config.vocab_size % tp == 0
+        copies = max(tp // kv_heads, 1)
+        return Partition(mesh, q_heads // tp, local_kv, copies, expert_axes, splits_vocab)
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        return self.mesh.shape[DP]
+
+    @property
+    def tp(self) -> int:
+        """Devices of a replica."""
+        return self.mesh.shape[TP]
+
+    # What lies where
+
+    def spec(self, leaf: str, ndim: int) -> P:
+        """The split of a weight, bias or scale, by the name of its leaf."""
+        name = leaf.removesuffix("_scale").removesuffix("_bias")
+        is_weight = name == leaf
+        if name not in _SPLIT_AXES or (name in ("embedding", "head") and not self.splits_vocab):
+            return P()
+        if name in ("gate_up", "down") and ndim == 2 + is_weight:
+            return P(self.expert_axes)
+        axis = _SPLIT_AXES[name]
+        if not is_weight and axis:
+            return P()
+        return P(*(None,) * axis, TP)
+
+    def sharding(self, leaf: str, ndim: int) -> NamedSharding:
+        """The same on the mesh."""
+        return NamedSharding(self.mesh, self.spec(leaf, ndim))
+
+    def read(
+        self, leaf: str, source: TensorSource, names: Sequence[str], axis: int,
+        dtype: DTypeLike | None, order: np.ndarray | None,
+    ) -> Any:  # fmt: skip
+        """Joined tensors of a source on the devices of a leaf; shapes stay shapes.
+
+        Args:
+          order: the rows in the order of the devices, some perhaps several times; None = as they
+            are.
+        """
+        sharding = functools.partial(self.sharding, leaf)
+        if isinstance(source, FillingSource):
+            return source.split(*names, sharding=sharding, axis=axis, dtype=dtype, order=order)
+        x: Any = source(*names, axis=axis, dtype=dtype)
+        if order is not None and isinstance(x, jax.ShapeDtypeStruct):
+            x = jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
+        elif order is not None:
+            x = x[order]
+        return put(x, sharding(x.ndim))
+
+    def specs(self, params: Any) -> Any:
+        """The splits of a pytree of arrays, by the names of their leaves."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: self.spec(_name_of(path), len(x.shape)), params
+        )
+
+    def create_state(self, create: Callable[[], KVState]) -> KVState:
+        """The state of all devices, whose KV heads are those that `create` makes for one."""
+        specs = jax.eval_shape(create).specs(heads=TP)
+        made = jax.shard_map(create, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)
+        return jax.jit(made)()
+
+    def own_sizes(self, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The outputs that a device has of each part of "qkv" or "gate_up": [q, k, v]."""
+        if name == "qkv":
+            q, k, v = sizes
+            return q // self.tp, *(x * self.kv_copies // self.tp for x in (k, v))
+        return tuple(x // self.tp for x in sizes) if name == "gate_up" else tuple(sizes)
+
+    def all_sizes(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
+        """Those of the whole projection, of those of a device."""
+        if name == "qkv":
+            q, k, v = own
+            return q * self.tp, *(x * self.tp // self.kv_copies for x in (k, v))
+        return tuple(x * self.tp for x in own) if name == "gate_up" else tuple(own)
+
+    def order(self, name: str, sizes: Sequence[int]) -> np.ndarray | None:
+        """The rows of "qkv" or "gate_up" in the order of the devices: [q0, k0, v0, q1, k1, v1, …].
+
+        Args:
+          sizes: outputs of each part of the whole projection.
+
+        Returns:
+          None: as they are.
+        """
+        if name not in ("qkv", "gate_up"):
+            return None
+        parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        if name == "qkv":
+            q, *kv = parts
+            heads = self.num_kv_heads * self.tp // self.kv_copies
+            repeated = (np.repeat(x.reshape(heads, -1), self.kv_copies, axis=0) for x in kv)
+            parts = [q, *(x.ravel() for x in repeated)]
+        own = zip(*(np.split(part, self.tp) for part in parts), strict=True)
+        return np.concatenate([piece for pieces in own for piece in pieces])
+
+    # What devices tell each other, inside of `jax.shard_map`
+
+    def add_up(self, x: jax.Array, dtype: Any) -> jax.Array:
+        """The sum over the devices of a replica, rounded to a dtype once."""
+        return jax.lax.psum(x, TP).astype(dtype)
+
+    def embedded(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Rows of a table whose rows are split: each comes from the device that has it."""
+        if not self.splits_vocab:
+            return table[tokens]
+        first = jax.lax.axis_index(TP).astype(jnp.int32) * jnp.int32(table.shape[0])
+        row = tokens - first
+        is_here = (row >= 0) & (row < table.shape[0])
+        found = table[jnp.where(is_here, row, 0)]
+        return jax.lax.psum(jnp.where(is_here[:, None], found, jnp.zeros_like(found)), TP)
+
+    def whole_logits(self, x: jax.Array) -> jax.Array:
+        """[rows, vocab_size] of x, [rows, what this device has of it]."""
+        if not self.splits_vocab:
+            return x
+        return jax.lax.all_gather(x, TP, axis=1, tiled=True)
+
+    def over_experts(
+        self, run: Callable[..., jax.Array], x: jax.Array, experts: jax.Array, weights: jax.Array,
+        count: int,
+    ) -> jax.Array:  # fmt: skip
+        """run(x, experts, weights) with the experts of all devices.
+
+        Args:
+          run: `moe_experts` with the experts of this device.
+          experts: their ids among all.
+          count: experts of this device.
+        """
+        gathers = self.is_inside and DP in self.expert_axes and self.dp > 1
+        if gathers:  # each replica has tokens of its own
+            x, experts, weights = (
+                jax.lax.all_gather(one, DP, tiled=True) for one in (x, experts, weights)
+            )
+        if self.expert_axes:
+            first = jax.lax.axis_index(self.expert_axes).astype(jnp.int32) * jnp.int32(count)
+            experts = jnp.where(experts >= 0, experts - first, jnp.int32(-1))
+        out = run(x, experts, weights)
+        if gathers:
+            out = jax.lax.psum_scatter(out, DP, scatter_dimension=0, tiled=True)
+        over = tuple(name for name in self.expert_axes if not (gathers and name == DP))
+        return jax.lax.psum(out, over) if over else out
+
+
+def put(x: Any, sharding: NamedSharding) -> Any:
+    """An array on the devices of all processes, each of which has it whole; shapes stay shapes."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _size(mesh: Mesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def _name_of(path: Sequence[Any]) -> str:
+    """The last name in the path of a leaf."""
+    names: Iterator[str] = (
+        name for key in reversed(path) if isinstance(name := getattr(key, "key", None), str)
+    )
+    return next(names, "")

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models over a mesh: what they give on one device, in f32 to rounding, in tokens the same.
+
+Each program below runs in a process of its own (this file as a script), because the number of
+devices is fixed when JAX starts.
+"""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapters import make_adapter
+from children import on_devices
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+from tiers import first_of
+
+import jax_paged
+from jax_paged import KVState
+from jax_paged.models import (
+    Decoder,
+    Engine,
+    config_from_hf,
+    create_state,
+    generate,
+    load_checkpoint,
+    loglikelihoods,
+    make_mesh,
+    score,
+    split_model,
+    with_adapter,
+)
+from jax_paged.models.decoder.parameters import (
+    abstract_source,
+    expected_tensors,
+    random_source,
+)
+from jax_paged.models.decoder.protocol import run_model
+from jax_paged.models.testing import small_config, small_hf_config
+
+SEED = 3
+CONFIGS = {
+    "experts": small_config(num_experts=8, vocab_size=96),
+    "dense": small_config("qwen2", intermediate_size=64, vocab_size=64),
+    "fused, tied": small_config("phi3", intermediate_size=64, tie_word_embeddings=True),
+}
+RNG = np.random.default_rng(SEED)
+BEGINNING = RNG.integers(0, 60, 20).tolist()
+PROMPTS = [BEGINNING + RNG.integers(0, 60, n).tolist() for n in (1, 9, 30, 4, 17, 2)] + [[7]]
+
+
+def both(config, seed=SEED, mesh=None, **options):
+    """A model on one device and on a mesh."""
+    source = random_source(config, seed=seed)
+    mesh = make_mesh(config, **options.pop("sizes", {})) if mesh is None else mesh
+    return Decoder(config, source, **options), Decoder(config, source, mesh=mesh, **options)
+
+
+def assert_same_answers(one, many, **options):
+    options = {"max_new_tokens": 8, "temperature": 0.8, "seed": 5} | options
+    want, got = (generate(model, PROMPTS, **options) for model in (one, many))
+    assert got.tokens == want.tokens
+    want, got = (score(model, PROMPTS[2]) for model in (one, many))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def generate_and_score_give_the_same(name, way):
+    config = CONFIGS[name]
+    if way == "adapter":
+        adapter = make_adapter(config, 1)
+        assert_same_answers(*(with_adapter(model, adapter) for model in both(config)))
+    elif way == "int8":
+        assert_same_answers(*both(config, weight_dtype="int8"), kv_dtype="int8")
+    else:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            one, many = both(config, sizes={"tp": int(way)})
+        texts = [str(warning.message) for warning in told]
+        assert bool(texts) == (way == "4"), texts
+        assert all("each of the 2 KV heads lies on 2 devices" in text for text in texts)
+        assert_same_answers(one, many)
+
+
+def likelihoods_are_equal():
+    pairs = [(prompt[:3], prompt[3:9]) for prompt in PROMPTS[:3]]
+    want, got = (loglikelihoods(model, pairs, chunk=16) for model in both(CONFIGS["dense"]))
+    np.testing.assert_allclose([x.log_p for x in got], [x.log_p for x in want], rtol=1e-5)
+
+
+def a_step_has_few_collectives_and_its_pool_in_place():
+    """Per layer one all-reduce behind attention and one behind the MLP; weights never move."""
+    config = CONFIGS["experts"]
+    _, model = both(config)
+    state = create_state(model, num_pages=64, max_seqs=4, pages_per_seq=8)
+    graph, params = split_model(model)
+
+    def step(params, state, tokens):
+        state, batch, _ = state.append(jnp.arange(4, dtype=jnp.int32), 1)
+        return run_model(graph, params, tokens, batch, state)
+
+    tokens = np.zeros(4, np.int32)
+    compiled = jax.jit(step, donate_argnums=1).lower(params, state, tokens).compile()
+    # Beside those of the layers: one for the embedding, and the logits are gathered.
+    want = ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
+    found = sorted(collectives(compiled.as_text()))
+    assert found == want, found
+    before = addresses(state.k_pages)
+    _, state = compiled(params, state, tokens)
+    assert addresses(state.k_pages) == before
+
+
+def collectives(text):
+    words = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    return re.findall(words, text)
+
+
+def addresses(x):
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
+def states_are_made_on_the_mesh():
+    """Rows of two replicas, written and read by each in its own pages."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sizes = {"num_layers": 2, "page_size": 4, "num_kv_heads": 2, "head_dim": 8, "max_seqs": 2}
+    sizes |= {"num_pages": 6, "pages_per_seq": 3, "dtype": jnp.float32}
+    state = KVState.create(**sizes, mesh=mesh)
+    assert state.k_pages.shape == (2, 12, 2, 4, 8)
+    assert state.k_pages.addressable_shards[0].data.shape == (2, 6, 1, 4, 8)
+    assert state.table.page_table.shape == (2, 2, 3)
+    specs, counts = state.specs(heads="tp", pages="dp"), np.array([[3, 1], [5, 2]], np.int32)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 8, heads, 8), np.float32) for heads in (4, 2, 2))
+
+    def step(state, counts, q, k, v):
+        rows = jnp.arange(2, dtype=jnp.int32)
+        state, _ = state.reserve(rows, counts)
+        state, batch, status = state.step(rows, counts, num_tokens=8)
+        state = jax_paged.write(k, v, state, batch, layer=1)
+        return state, jax_paged.attend(q, state, batch, layer=1), status
+
+    def local(state, *rest):
+        strip = lambda s, x: x[0] if s == P("dp") else x  # noqa: E731
+        state, *results = step(jax.tree.map(strip, specs, state), *(x[0] for x in rest))
+        stack = lambda s, x: x[None] if s == P("dp") else x  # noqa: E731
+        return jax.tree.map(stack, specs, state), *(x[None] for x in results)
+
+    row, tokens = P("dp"), P("dp", None, "tp")
+    takes, gives = (specs, row, *[tokens] * 3), (specs, tokens, row)
+    every = jax.shard_map(local, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
+    before = addresses(state.k_pages)
+    state, out, status = jax.jit(every, donate_argnums=0)(state, counts, q, k, v)
+    assert addresses(state.k_pages) == before
+    assert not np.asarray(status).any()
+    for replica in range(2):
+        own = (x[replica] for x in (counts, q, k, v))
+        _, want, _ = step(KVState.create(**sizes), *own)
+        np.testing.assert_allclose(out[replica], want, rtol=1e-6)
+    for options, message in (
+        ({"num_kv_heads": 3}, "num_kv_heads: expected a multiple of tp=2, got 3"),
+        ({"mesh": jax.make_mesh((4,), ("x",))}, "mesh: expected axes 'tp', 'dp' or both, got axes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVState.create(**(sizes | {"mesh": mesh} | options))
+
+
+SIZES = {"num_pages": 24, "max_seqs": 3, "page_size": 4, "max_tokens": 16}
+ENGINES = {
+    "plain": {},
+    "swap": {"num_pages": 14, "preemption": "swap", "kv_dtype": "int8"},
+    "look-up trees": {"max_drafts": 3, "draft_branches": 2, "logprobs": 2},
+    "draft model": {"max_drafts": 2, "draft_model": "one device"},
+    "draft model on the mesh": {"max_drafts": 2, "draft_model": "mesh", "draft_branches": 2},
+    "window": {"window": 12, "num_pinned": 2},
+    "adapters": {"max_adapters": 2, "max_rank": 8},
+    "prompt log-probabilities": {"logprobs": 0, "prompt_logprobs": True},
+}
+
+
+def the_engine_gives_the_same(kind):
+    """On two replicas of two devices, which both have requests; all pages are free at the end."""
+    config = CONFIGS["experts" if kind in ("plain", "swap", "window") else "dense"]
+    options = SIZES | ENGINES[kind]
+    one, many = both(config)
+    served = []
+    for model in (one, many):
+        if "draft_model" in ENGINES[kind]:
+            own, on_mesh = both(config, seed=SEED + 1)
+            is_mesh = model is many and ENGINES[kind]["draft_model"] == "mesh"
+            options["draft_model"] = on_mesh if is_mesh else own
+        engine = Engine(model, **options)
+        asked = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
+        each = [{} for _ in PROMPTS]
+        if kind == "adapters":
+            for i, name in enumerate("ab"):
+                engine.add_adapter(name, make_adapter(config, i))
+            each = [{"adapter": "ab"[i % 2]} if i % 3 else {} for i in range(len(PROMPTS))]
+        if kind == "plain":
+            each[1], each[2] = {"repetition_penalty": 1.5}, {"banned_tokens": [1, 2, 3]}
+        asked |= {"prompt_logprobs": True} if "prompt_logprobs" in options else {}
+        requests = [
+            engine.submit(prompt, draw_index=i, **asked, **own)
+            for i, (prompt, own) in enumerate(zip(PROMPTS, each, strict=True))
+        ]
+        engine.run()
+        engine.clear_cache()
+        assert engine.num_free_pages == engine.num_pages
+        served.append((engine, requests))
+    (_, want), (engine, got) = served
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    assert {r.replica for r in got} == {0, 1}
+    for ours, theirs in zip(got, want, strict=True):
+        for name in ("logprobs", "prompt_logprobs"):
+            pairs = zip(getattr(ours, name), getattr(theirs, name), strict=True)
+            assert all(a is b or abs(a.model - b.model) < 1e-5 for a, b in pairs)
+    assert (engine.num_swaps[0] > 0) == (kind == "swap")
+    before = addresses(engine.state.k_pages)
+    engine.submit([1, 2], max_new_tokens=2)
+    engine.run()
+    assert addresses(engine.state.k_pages) == before
+
+
+def requests_go_where_their_pages_are():
+    _, model = both(CONFIGS["dense"])
+    engine = Engine(model, **SIZES)
+    first = engine.submit(PROMPTS[0], max_new_tokens=2)
+    engine.run()
+    other = engine.submit(PROMPTS[6], max_new_tokens=2)
+    assert other.replica == 0  # both have nothing to do
+    assert engine.submit(PROMPTS[6], max_new_tokens=2).replica == 1
+    again = [engine.submit([*BEGINNING, i], max_new_tokens=2) for i in range(4)]
+    assert {request.replica for request in again} == {first.replica}
+    engine.run()
+    assert min(request.num_cached for request in again) >= 16
+
+
+def new_weights_are_taken():
+    config = CONFIGS["dense"]
+    _, model = both(config)
+    one, other = both(config, seed=SEED + 1)
+    engine = Engine(model, **SIZES)
+    engine.submit(PROMPTS[1], max_new_tokens=4)
+    engine.run()
+    programs = dict(engine._runner.steps)
+    for _ in range(2):
+        engine.update_weights(other)
+        request = engine.submit(PROMPTS[1], max_new_tokens=6)
+        engine.run()
+        assert request.tokens == generate(one, PROMPTS[1:2], max_new_tokens=6).tokens[0]
+    assert engine._runner.steps == programs
+
+
+def checkpoints_load_into_shards():
+    """With the splits and the values of a model that is made on the mesh, quantized ones too."""
+    for kind in ("qwen3_moe", "qwen2"):
+        with tempfile.TemporaryDirectory() as folder:
+            config = write_folder(Path(folder), kind)
+            source = random_source(config, seed=SEED)
+
+            def whole(*names, source=source, **options):  # no `FillingSource`
+                return source(*names, **options)
+
+            for dtype in (None, "int8"):
+                model, *_ = load_checkpoint(folder, weight_dtype=dtype, mesh=make_mesh)
+                mesh = model.partition.mesh
+                want = Decoder(config, whole, weight_dtype=dtype, mesh=mesh)
+                shapes = Decoder(config, abstract_source(config), weight_dtype=dtype, mesh=mesh)
+                for x, y, like in zip(*map(leaves, (model, want, shapes)), strict=True):
+                    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+                    assert (x.shape, x.dtype) == (like.shape, like.dtype)
+                    assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
+def leaves(model):
+    return jax.tree.leaves(split_model(model)[1])
+
+
+def write_folder(folder, kind):
+    raw = small_hf_config(kind)
+    config = config_from_hf(raw)
+    (folder / "config.json").write_text(json.dumps(raw))
+    source, tensors = random_source(config, seed=SEED), {}
+    for name in expected_tensors(config):
+        values = np.asarray(source(name))
+        prefix, experts, part = name.partition(".experts.")
+        if experts:
+            for number, value in enumerate(values):
+                tensors[f"{prefix}.experts.{number}.{part}"] = value
+        else:
+            tensors[name] = values
+    save_file(tensors, folder / "model.safetensors")
+    return config
+
+
+def meshes_that_do_not_fit_are_refused():
+    config = CONFIGS["dense"]
+    for options, message in (
+        ({"tp": 3}, "tp: expected a divisor of the 4 devices, got 3"),
+        ({"tp": 2, "dp": 1}, "dp: expected 2, as 4 devices have tp=2, got 1"),
+        ({"dp": 8}, "dp: expected a divisor of the 4 devices, got 8"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_mesh(config, **options)
+    odd = dataclasses.replace(config, intermediate_size=45)
+    with pytest.raises(ValueError, match="tp: expected a divisor of intermediate_size=45, got 2"):
+        make_mesh(odd, tp=2)
+    mesh = jax.make_mesh((4,), ("x",))
+    with pytest.raises(ValueError, match=r"mesh: expected axes \('dp', 'tp'\), got \('x',\)"):
+        Decoder(config, random_source(config), mesh=mesh)
+    one, many = both(config)
+    with pytest.raises(ValueError, match="draft_model: expected one without a mesh"):
+        Engine(one, **SIZES, max_drafts=2, draft_model=many)
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        generate_and_score_give_the_same, likelihoods_are_equal, the_engine_gives_the_same,
+        a_step_has_few_collectives_and_its_pool_in_place, states_are_made_on_the_mesh,
+        requests_go_where_their_pages_are, new_weights_are_taken, checkpoints_load_into_shards,
+        meshes_that_do_not_fit_are_refused,
+    )
+}  # fmt: skip
+
+
+def run(program, *arguments):
+    child = subprocess.run(
+        [sys.executable, "-W", "error", __file__, program, *arguments], env=on_devices(4),
+        timeout=240, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
+WAYS = [(name, way) for way in ("2", "4", "1", "adapter", "int8") for name in CONFIGS]
+
+
+@pytest.mark.parametrize(("name", "way"), first_of(WAYS, 1))
+def test_generate_and_score(name, way):
+    run("generate_and_score_give_the_same", name, way)
+
+
+@pytest.mark.parametrize("kind", first_of(ENGINES, 1))
+def test_the_engine(kind):
+    run("the_engine_gives_the_same", kind)
+
+
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if "the_same" not in name])
+def test_on_four_devices(program):
+    run(program)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    assert jax.device_count() == 4
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])
