@@ -113,8 +113,8 @@ def load_checkpoint(
         tensors, weights that are NaN or infinite, an adapter without its base; or with an option.
     """
     options: dict[str, Any] = {"weight_dtype": weight_dtype, "context_length": context_length}
-    with open_checkpoint(path, dtype, base=base, **options) as checkpoint:
-        model = checkpoint.load(mesh=mesh, progress=progress, implementation=implementation)
+    with open_checkpoint(path, dtype, base=base, mesh=mesh, **options) as checkpoint:
+        model = checkpoint.load(progress=progress, implementation=implementation)
     return model, checkpoint.config, checkpoint.tokenizer
 
 
@@ -126,6 +126,7 @@ def open_checkpoint(
     base: str | Path | None = None,
     weight_dtype: WeightDtype = None,
     context_length: int | None = None,
+    mesh: Mesh | Callable[[DecoderConfig], Mesh] | None = None,
 ) -> Iterator["Checkpoint"]:
     """Opens and checks what `load_checkpoint` loads; the weights are read by `Checkpoint.load`."""
     path = default_checkpoint() if path is None else Path(path)
@@ -135,8 +136,9 @@ def open_checkpoint(
     check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
     with ExitStack() as stack:
         with reading(path):
-            opened = _open(path, base, stack, context_length)
-        yield Checkpoint(path, *opened, dtype, weight_dtype)
+            config, *opened = _open(path, base, stack, context_length)
+        mesh = mesh(config) if callable(mesh) else mesh
+        yield Checkpoint(path, config, *opened, dtype, weight_dtype, mesh)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -324,6 +326,7 @@ class Checkpoint:
     fill: Fill
     dtype: np.dtype
     weight_dtype: WeightDtype
+    mesh: Mesh | None = None
 
     @property
     def title(self) -> str:
@@ -342,23 +345,22 @@ class Checkpoint:
         """The model with shapes for weights: to compile for, while they are loaded."""
         source = abstract_source(self.config, self.dtype)
         return Decoder(
-            self.config, source, weight_dtype=self.weight_dtype, implementation=implementation
-        )
+            self.config, source, weight_dtype=self.weight_dtype, implementation=implementation,
+            mesh=self.mesh,
+        )  # fmt: skip
 
     def load(
         self,
         *,
-        mesh: Mesh | Callable[[DecoderConfig], Mesh] | None = None,
         progress: bool = True,
         implementation: Implementation = None,
         stop: threading.Event | None = None,
     ) -> Decoder:
-        """The model; the options are those of `load_checkpoint`.
+        """The model.
 
         Raises:
           Stopped: `stop` has been set.
         """
-        mesh = mesh(self.config) if callable(mesh) else mesh
         shapes = expected_tensors(self.config)
         total = len(shapes)
         with progress_bar(total, "loading weights", "tensors", shown=progress) as update:
@@ -371,7 +373,7 @@ class Checkpoint:
             source = FillingSource(shapes.__getitem__, self.fill, self.dtype, on_tensor)
             return Decoder(
                 self.config, source, weight_dtype=self.weight_dtype, implementation=implementation,
-                mesh=mesh,
+                mesh=self.mesh,
             )  # fmt: skip
 
     def load_and(

@@ -19,7 +19,7 @@ from jax_paged.ops.batch import pages_for
 
 from .adapters import Adapter, with_adapter
 from .executables import compiled
-from .partition import Partition
+from .partition import TP, Partition, shapes_on
 from .protocol import Graph, Model, ModelConfig, check_model, is_shapes, split_model
 from .sample import Sampler
 from .steps import Chunk, Progress, Reason, admit, chunk_size, plan_chunks, prefill, release
@@ -194,7 +194,10 @@ def _begin(
 
 def make_state(parts: tuple[Graph, Any], create: Callable[[], KVState]) -> KVState:
     """create(), or only its shapes for a model that is shapes (`Checkpoint.shapes`)."""
-    return jax.eval_shape(create) if is_shapes(parts[1]) else create()
+    if not is_shapes(parts[1]):
+        return create()
+    state, sharding = jax.eval_shape(create), jax.tree.leaves(parts[1])[0].sharding
+    return state if sharding is None else shapes_on(sharding.mesh, state, state.specs(heads=TP))
 
 
 def as_texts(prompts: Any, config: ModelConfig) -> list[np.ndarray]:

@@ -162,18 +162,19 @@ class Partition:
 
     def read(
         self, leaf: str, source: TensorSource, names: Sequence[str], axis: int,
-        dtype: DTypeLike | None, order: np.ndarray | None,
+        order: np.ndarray | None, **dtype: DTypeLike,
     ) -> Any:  # fmt: skip
         """Joined tensors of a source on the devices of a leaf; shapes stay shapes.
 
         Args:
           order: the rows in the order of the devices, some perhaps several times; None = as they
             are.
+          dtype: of the source's option, if any.
         """
         sharding = functools.partial(self.sharding, leaf)
         if isinstance(source, FillingSource):
-            return source.split(*names, sharding=sharding, axis=axis, dtype=dtype, order=order)
-        x: Any = source(*names, axis=axis, dtype=dtype)
+            return source.split(*names, sharding=sharding, axis=axis, order=order, **dtype)
+        x: Any = source(*names, axis=axis, **dtype)
         if order is not None and isinstance(x, jax.ShapeDtypeStruct):
             x = jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
         elif order is not None:
@@ -282,6 +283,11 @@ def put(x: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(x, sharding)
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def shapes_on(mesh: Mesh, shapes: Any, specs: Any) -> Any:
+    """The same shapes, split."""
+    return jax.tree.map(lambda x, spec: put(x, NamedSharding(mesh, spec)), shapes, specs)
 
 
 def _size(mesh: Mesh, axes: Sequence[str]) -> int:

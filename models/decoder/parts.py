@@ -63,13 +63,13 @@ class Projections(nnx.Module):
 
     def _set(
         self, name: str, source: TensorSource, *tensors: str, axis: int = 0,
-        order: np.ndarray | None = None, dtype: DTypeLike | None = None,
+        order: np.ndarray | None = None, **dtype: DTypeLike,
     ) -> None:  # fmt: skip
         """Sets a leaf; order: of its rows over several devices, as for `Partition.read`."""
         if self.partition is None:
-            value = source(*tensors, axis=axis, dtype=dtype)
+            value = source(*tensors, axis=axis, **dtype)
         else:
-            value = self.partition.read(name, source, tensors, axis, dtype, order)
+            value = self.partition.read(name, source, tensors, axis, order, **dtype)
         setattr(self, name, nnx.Param(value))
 
     def _load(self, name: str, weight_dtype: WeightDtype, *tensors: Any, **options: Any) -> None:

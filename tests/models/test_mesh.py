@@ -7,6 +7,7 @@ devices is fixed when JAX starts.
 
 import dataclasses
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -39,6 +40,8 @@ from jax_paged.models import (
     split_model,
     with_adapter,
 )
+from jax_paged.models.checkpoint.weights import open_checkpoint
+from jax_paged.models.decoder.generation import compile_for
 from jax_paged.models.decoder.parameters import (
     abstract_source,
     expected_tensors,
@@ -125,6 +128,23 @@ def collectives(text):
 
 def addresses(x):
     return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
+def what_is_compiled_for_shapes_is_what_runs():
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), "qwen2")
+        with open_checkpoint(folder, mesh=make_mesh) as checkpoint:
+            asked = {"max_new_tokens": 3, "temperature": 0.5}
+            model = checkpoint.load_and(lambda shapes: compile_for(shapes, PROMPTS[:1], **asked))
+            told = []
+            handler = logging.Handler()
+            handler.emit = lambda record: told.append(record.getMessage())
+            logging.getLogger("jax").addHandler(handler)
+            jax.config.update("jax_log_compiles", True)
+            generate(model, PROMPTS[:1], **asked)
+            assert not any("Compiling jit(decode)" in text for text in told), told
+            generate(model, PROMPTS[:1], max_new_tokens=3, top_k=2)
+            assert any("Compiling jit(decode)" in text for text in told), told
 
 
 def states_are_made_on_the_mesh():
@@ -325,8 +345,8 @@ PROGRAMS = {
     for program in (
         generate_and_score_give_the_same, likelihoods_are_equal, the_engine_gives_the_same,
         a_step_has_few_collectives_and_its_pool_in_place, states_are_made_on_the_mesh,
-        requests_go_where_their_pages_are, new_weights_are_taken, checkpoints_load_into_shards,
-        meshes_that_do_not_fit_are_refused,
+        what_is_compiled_for_shapes_is_what_runs, requests_go_where_their_pages_are,
+        new_weights_are_taken, checkpoints_load_into_shards, meshes_that_do_not_fit_are_refused,
     )
 }  # fmt: skip
 
