@@ -287,8 +287,9 @@ class GGUFFile:
         return fill
 
     def _dequantize(
-        self, name: str, out: np.ndarray, num_heads: int | None, which: slice | None = None
-    ) -> None:
+        self, name: str, out: np.ndarray, num_heads: int | None = None,
+        which: slice | None = None,
+    ) -> None:  # fmt: skip
         """Fills `out` with a tensor, or with some of its rows.
 
         Args:

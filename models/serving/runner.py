@@ -120,8 +120,8 @@ class ModelRunner:
         programs = [(size, False) for size in step_sizes]
         programs += [(step_sizes[-1], True)] if scores else []
         graph: Graph = self._step_graph
-        if isinstance(params, AdaptedModel):
-            graph = AdaptedGraph(graph)
+        if isinstance(params, AdaptedModel) and not isinstance(graph, AdaptedGraph):
+            graph = AdaptedGraph(graph)  # not a model that has an adapter of its own
         count = len(programs) + 2 + swaps
         with progress_bar(count, "compiling", "programs", shown=progress) as update:
             orders = self.of_all([self._nothing] * self.num_replicas)
