@@ -34,6 +34,7 @@ from jax_paged.checks import (
     expect,
     is_eight_bit,
 )
+from jax_paged.ops.activations import Activation, check_activation
 
 from .adapters import LayerAdapters
 from .moe import gated_mlp, route
@@ -276,19 +277,47 @@ class Attention(Projections):
         return out, state
 
 
-class DenseMLP(Projections):
-    """The gated MLP of a dense layer: down · (silu(gate · x) ⊙ up · x).
+class _GatedMLP(Projections):
+    """What MLPs with a gate have in common."""
+
+    gate_up: nnx.Param
+    down: nnx.Param
+    gate_up_bias: nnx.Param  # this one and the next only where the MLP has biases
+    down_bias: nnx.Param
+
+    def _set_activation(self, activation: Activation, limit: float | None) -> None:
+        checked = check_activation(activation, limit)
+        self.activation: Activation = activation
+        self.limit = None if checked is None else float(checked)
+
+    def _options(self, implementation: Implementation) -> dict[str, Any]:
+        """What `gated_mlp` and `moe_experts` take by the same names."""
+        has_bias = hasattr(self, "down_bias")
+        return {
+            "gate_up_scale": self._scale("gate_up"),
+            "down_scale": self._scale("down"),
+            "gate_up_bias": self.gate_up_bias[...] if has_bias else None,
+            "down_bias": self.down_bias[...] if has_bias else None,
+            "activation": self.activation,
+            "limit": self.limit,
+            "implementation": implementation,
+        }
+
+
+class DenseMLP(_GatedMLP):
+    """The gated MLP of a dense layer: down · (activation(gate · x) ⊙ up · x).
 
     Args:
       source, prefix: as for `Attention`. Asked for are `gate_proj.weight`, `up_proj.weight`,
         `down_proj.weight` and their biases.
       bias: whether all three have one.
+      activation, limit: as for `moe_experts`. The limit is a number here.
       fused: `gate_up_proj.weight` and `gate_up_proj.bias` stand for those of gate and up.
       weight_dtype, partition: as for `Attention`.
-    """
 
-    gate_up: nnx.Param
-    down: nnx.Param
+    Raises:
+      ValueError: there is no such activation, or it has no such limit.
+    """
 
     def __init__(
         self,
@@ -296,12 +325,15 @@ class DenseMLP(Projections):
         prefix: str,
         *,
         bias: bool = False,
+        activation: Activation = "silu",
+        limit: float | None = None,
         fused: bool = False,
         weight_dtype: WeightDtype = None,
         partition: Partition | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
         self.partition = partition
+        self._set_activation(activation, limit)
         parts = ["gate_up"] if fused else ["gate", "up"]
         names = [f"{prefix}{part}_proj" for part in parts]
         self._load("down", weight_dtype, source, prefix + "down_proj.weight")
@@ -317,40 +349,34 @@ class DenseMLP(Projections):
         self,
         x: Float[Array, "tokens hidden"],
         *,
+        adapters: LayerAdapters | None = None,
         implementation: Implementation = None,
-        **options,
     ) -> jax.Array:
-        """[tokens, hidden] of x, [tokens, hidden]; options: of `gated_mlp`."""
-        has_bias = hasattr(self, "down_bias")
-        biases = (self.gate_up_bias[...], self.down_bias[...]) if has_bias else ()
-        weights = (self.gate_up[...], self.down[...], *biases)
+        """[tokens, hidden] of x, [tokens, hidden]; adapters: as for `Attention`."""
+        options = self._options(implementation)
         if self.partition is not None:
             options["add_up"] = functools.partial(self.partition.add_up, dtype=x.dtype)
-        return gated_mlp(
-            x,
-            *weights,
-            gate_up_scale=self._scale("gate_up"),
-            down_scale=self._scale("down"),
-            implementation=implementation,
-            **options,
-        )
+        return gated_mlp(x, self.gate_up[...], self.down[...], adapters=adapters, **options)
 
 
-class ExpertsMLP(Projections):
+class ExpertsMLP(_GatedMLP):
     """A mixture of experts: a softmax router takes the best experts of each token.
 
     Args:
       source, prefix: as for `Attention`. Asked for are the router, `gate.weight` [experts, hidden],
         and `experts.gate_proj.weight`, `experts.up_proj.weight` [experts, inner, hidden] and
-        `experts.down_proj.weight` [experts, hidden, inner].
+        `experts.down_proj.weight` [experts, hidden, inner]. The biases are called `….bias`, without
+        the last dimension.
       experts_per_token: at most as many as there are experts.
       renormalize: whether the weights of a token's experts are scaled to sum to 1.
+      router_bias, bias: whether the router has one, and whether the experts have them.
+      activation, limit: of the experts, as for `DenseMLP`.
       weight_dtype: of the experts, as for `Decoder`.
       partition: as for `Attention`.
-    """
 
-    gate_up: nnx.Param
-    down: nnx.Param
+    Raises:
+      ValueError: there are not so many experts, no such activation, or it has no such limit.
+    """
 
     def __init__(
         self,
@@ -359,18 +385,29 @@ class ExpertsMLP(Projections):
         *,
         experts_per_token: int,
         renormalize: bool = False,
+        router_bias: bool = False,
+        bias: bool = False,
+        activation: Activation = "silu",
+        limit: float | None = None,
         weight_dtype: WeightDtype = None,
         partition: Partition | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
         self.partition = partition
+        self._set_activation(activation, limit)
         self.experts_per_token = check_size("experts_per_token", experts_per_token)
         self.renormalize = renormalize
         experts = prefix + "experts."
         self._set("router", source, prefix + "gate.weight")
-        gate_up = (experts + "gate_proj.weight", experts + "up_proj.weight")
-        self._load("gate_up", weight_dtype, source, *gate_up, axis=1)
+        names = [experts + "gate_proj", experts + "up_proj"]
+        weights = (name + ".weight" for name in names)
+        self._load("gate_up", weight_dtype, source, *weights, axis=1)
         self._load("down", weight_dtype, source, experts + "down_proj.weight")
+        if router_bias:
+            self._set("router_bias", source, prefix + "gate.bias")
+        if bias:
+            self._set("gate_up_bias", source, *(name + ".bias" for name in names), axis=1)
+            self._set("down_bias", source, experts + "down_proj.bias")
         count = self._shape("router")[0]
         text = f"at most the {count} experts of {prefix}gate.weight"
         expect(experts_per_token <= count, "experts_per_token", text, experts_per_token)
@@ -381,30 +418,29 @@ class ExpertsMLP(Projections):
         *,
         live: Bool[Array, "tokens"] | None = None,
         implementation: Implementation = None,
-        **options,
     ) -> jax.Array:
         """[tokens, hidden] of x, [tokens, hidden].
 
         Args:
           live: as for `moe_experts`: tokens that are padding cost no expert. For the tokens of a
             step `batch.slot_mapping >= 0`.
-          options: of `moe_experts`.
         """
         with jax.named_scope("router"):
             router = self.router[...]
             logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
+            if hasattr(self, "router_bias"):
+                logits = logits + self.router_bias[...].astype(jnp.float32)[None, :]
             experts, weights = route(logits, self.experts_per_token, renormalize=self.renormalize)
-        if live is not None:
-            experts = jnp.where(live[:, None], experts, jnp.int32(-1))
-        run = functools.partial(
-            self._run_experts, self.gate_up[...], self.down[...], implementation=implementation,
-            **options,
-        )  # fmt: skip
         with jax.named_scope("experts"):
+            options = self._options(implementation)
             if self.partition is None:
-                return run(x, experts, weights)
-            return self.partition.over_experts(run, x, experts, weights, self.down.shape[0])
+                return moe_experts(
+                    x, self.gate_up[...], self.down[...], experts, weights, live=live, **options
+                )
 
-    def _run_experts(self, gate_up, down, x, experts, weights, **options) -> jax.Array:
-        scales = {"gate_up_scale": self._scale("gate_up"), "down_scale": self._scale("down")}
-        return moe_experts(x, gate_up, down, experts, weights, **scales, **options)
+            def run(x, experts, weights):
+                return moe_experts(x, self.gate_up[...], self.down[...], experts, weights, **options)
+
+            if live is not None:
+                experts = jnp.where(live[:, None], experts, jnp.int32(-1))
+            return self.partition.over_experts(run, x, experts, weights, self.down.shape[0])

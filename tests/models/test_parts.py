@@ -25,25 +25,36 @@ from jax_paged.models import (
     rms_norm,
     tensor_source,
 )
+from jax_paged.testing.experts import activate
 
 EPS, HIDDEN, INNER, EXPERTS, VOCAB, HEAD_DIM = 1e-5, 32, 40, 5, 61, 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A layer: its window, how many dimensions turn, and whether it has experts."""
+    """A layer: its window, how many dimensions turn, whether it has experts, what its MLP does.
+
+    Dense layers have biases. Those of experts and their router come with gpt-oss's activation.
+    """
 
     window: int | None = None
     rotary_dim: int = 0
     experts: bool = False
+    activation: str = "silu"
+    limit: float | None = None
+
+    @property
+    def has_bias(self):
+        return not self.experts or self.activation == "swiglu_oai"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     layers: tuple[Spec, ...] = (
         Spec(window=6, rotary_dim=16),
-        Spec(rotary_dim=8),
-        Spec(None, 0, True),
+        Spec(rotary_dim=8, activation="gelu_tanh"),
+        Spec(experts=True),
+        Spec(rotary_dim=16, experts=True, activation="swiglu_oai", limit=0.8),
     )
     vocab_size: int = VOCAB
     context_length: int = 64
@@ -66,14 +77,18 @@ class Block(nnx.Module):
         )
         heads = {"num_q_heads": config.num_q_heads, "num_kv_heads": config.num_kv_heads}
         options = {"weight_dtype": weight_dtype}
+        does = {"activation": spec.activation, "limit": spec.limit, "bias": spec.has_bias}
         self.attention = Attention(
             source, prefix + "attention.", **heads, qkv_bias=True, qk_norm=True, eps=EPS,
             window=spec.window, **options,
         )  # fmt: skip
         if spec.experts:
-            self.mlp = ExpertsMLP(source, prefix + "mlp.", experts_per_token=2, **options)
+            self.mlp = ExpertsMLP(
+                source, prefix + "mlp.", experts_per_token=2, renormalize=spec.has_bias,
+                router_bias=spec.has_bias, **does, **options,
+            )  # fmt: skip
         else:
-            self.mlp = DenseMLP(source, prefix + "mlp.", bias=True, **options)
+            self.mlp = DenseMLP(source, prefix + "mlp.", **does, **options)
 
     def __call__(self, x, state, batch, layer):
         half = max(self.spec.rotary_dim // 2, 4)
@@ -109,7 +124,8 @@ class Net(nnx.Module):
 # What the tensors are called in the file.
 NAMES = {
     "embedding.weight": "wte", "blocks.": "h.", "attention.": "attn.", "_proj.weight": ".w",
-    "_proj.bias": ".b", "_norm.weight": ".scale", "gate.weight": "router",
+    "_proj.bias": ".b", "_norm.weight": ".scale", "gate.weight": "router.w",
+    "gate.bias": "router.b",
 }  # fmt: skip
 
 
@@ -131,12 +147,15 @@ def tensors():
             shapes |= {f"h.{i}.attn.{name}.w": (rows, HIDDEN), f"h.{i}.attn.{name}.b": (rows,)}
         shapes[f"h.{i}.attn.o.w"] = (HIDDEN, heads)
         mlp = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        if spec.experts:
+            mlp = {
+                f"experts.{e}.{name}": shape for e in range(EXPERTS) for name, shape in mlp.items()
+            }
+            mlp["router"] = (EXPERTS, HIDDEN)
         for name, shape in mlp.items():
-            if spec.experts:
-                shapes |= {f"h.{i}.mlp.experts.{e}.{name}.w": shape for e in range(EXPERTS)}
-                shapes[f"h.{i}.mlp.router"] = (EXPERTS, HIDDEN)
-            else:
-                shapes |= {f"h.{i}.mlp.{name}.w": shape, f"h.{i}.mlp.{name}.b": shape[:1]}
+            shapes[f"h.{i}.mlp.{name}.w"] = shape
+            if spec.has_bias:
+                shapes[f"h.{i}.mlp.{name}.b"] = shape[:1]
     found = {}
     for name, shape in shapes.items():
         values = rng.standard_normal(shape, np.float32)
@@ -166,10 +185,12 @@ def dense_logits(tensors, tokens):
         pair = (first * cos - second * sin, second * cos + first * sin, x[..., dim:])
         return np.concatenate(pair, -1)
 
-    def gated(x, names, weights):
-        gate, up = (x @ weights[n + ".w"].T + weights.get(n + ".b", 0) for n in names[:2])
-        hidden = gate / (1 + np.exp(-gate)) * up
-        return hidden @ weights[names[2] + ".w"].T + weights.get(names[2] + ".b", 0)
+    def gated(x, name, weights, spec):
+        def project(x, part):
+            return x @ weights[f"{name}.{part}.w"].T + weights.get(f"{name}.{part}.b", 0)
+
+        gate, up = project(x, "gate"), project(x, "up")
+        return project(activate(gate, up, spec.activation, spec.limit), "down")
 
     tensors = {name: value.astype(np.float64) for name, value in tensors.items()}
     count, x = len(tokens), tensors["wte"][tokens]
@@ -191,14 +212,15 @@ def dense_logits(tensors, tokens):
         out = np.einsum("hqk,khd->qhd", scores, np.repeat(v, 2, 1)).reshape(count, -1)
         out = out @ w["attn.o.w"].T
         if spec.experts:
-            p = np.exp(h @ w["mlp.router"].T)
+            p = np.exp(h @ w["mlp.router.w"].T + w.get("mlp.router.b", 0))
             p /= p.sum(-1, keepdims=True)
             for t in range(count):
-                for e in np.argsort(-p[t])[:2]:
-                    names = [f"mlp.experts.{e}.{n}" for n in ("gate", "up", "down")]
-                    out[t] += p[t, e] * gated(h[t], names, w)
+                best = np.argsort(-p[t])[:2]
+                share = p[t, best] / (p[t, best].sum() if spec.has_bias else 1)
+                for e, part in zip(best, share, strict=True):
+                    out[t] += part * gated(h[t], f"mlp.experts.{e}", w, spec)
         else:
-            out += gated(h, ["mlp.gate", "mlp.up", "mlp.down"], w)
+            out += gated(h, "mlp", w, spec)
         x = x + norm(out, w["post.scale"])
     return x @ tensors["wte"].T
 
@@ -259,6 +281,18 @@ MISFITS = {  # what is built → message
     "experts": (
         lambda source: ExpertsMLP(source, "blocks.2.mlp.", experts_per_token=6),
         "experts_per_token: expected at most the 5 experts of blocks.2.mlp.gate.weight, got 6",
+    ),
+    "activation": (
+        lambda source: DenseMLP(source, "blocks.0.mlp.", activation="relu"),
+        "activation: expected 'silu' or 'gelu' or 'gelu_tanh' or 'swiglu_oai', got 'relu'",
+    ),
+    "limit": (
+        lambda source: ExpertsMLP(source, "blocks.2.mlp.", experts_per_token=2, limit=7.0),
+        "limit: expected None beside activation='silu', got 7.0",
+    ),
+    "no limit": (
+        lambda source: DenseMLP(source, "blocks.0.mlp.", activation="swiglu_oai"),
+        "limit: expected a scalar beside activation='swiglu_oai', got None",
     ),
 }
 
