@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import jax
 
-from jax_paged._start.command_line import parser
+from jax_paged._start.command_line import model_options, parser
 from jax_paged._start.interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
 from jax_paged.cache.state import KVState
 from jax_paged.ops.batch import pages_for
@@ -124,9 +124,7 @@ def _generate(options: argparse.Namespace) -> int:
         check_count("pages", options.pages, 1)
     with (
         _open_output(options.output) as out,
-        open_checkpoint(
-            options.model, options.dtype, base=options.base, weight_dtype=options.weight_dtype
-        ) as checkpoint,
+        open_checkpoint(**model_options(options)) as checkpoint,
     ):
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
         adapter = None if options.adapter is None else load_adapter(options.adapter, config)
@@ -214,9 +212,8 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dict[str, Any]:
     """The model is loaded here, so that there is one in memory at a time."""
-    with open_checkpoint(
-        options.model, options.dtype, base=options.base, weight_dtype=weight_dtype
-    ) as checkpoint:
+    given = model_options(options) | {"weight_dtype": weight_dtype}
+    with open_checkpoint(**given) as checkpoint:
         tokens = checkpoint.tokenizer.encode(text)
         if len(tokens) < 2:
             raise ValueError(
@@ -236,15 +233,10 @@ def _lm_eval(options: argparse.Namespace) -> int:
     from .evaluation import lm_eval  # the harness takes seconds to import
 
     options.status.clear()
-    named = {
-        name: getattr(options, key)
-        for name, key in (
-            ("pretrained", "model"), ("base", "base"), ("dtype", "dtype"),
-            ("weight_dtype", "weight_dtype"), ("kv_dtype", "kv_dtype"),
-        )
-        if getattr(options, key) is not None
-    }  # fmt: skip
-    lm_eval.run_harness(options.harness, named)
+    given = model_options(options) | {"kv_dtype": options.kv_dtype}
+    named = {"pretrained": given.pop("path")} | given
+    known = {name: value for name, value in named.items() if value is not None}
+    lm_eval.run_harness(options.harness, known)
     return 0
 
 

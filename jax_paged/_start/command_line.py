@@ -139,7 +139,8 @@ def parser() -> argparse.ArgumentParser:
     )
     four.add_argument(
         "--context", type=int, metavar="N",
-        help="most tokens of the conversation (default: the model's context, at most 4096)",
+        help="most tokens of the conversation (default: --context-length, or the model's context "
+        "up to 4096)",
     )  # fmt: skip
     _add_sampling(four)
     _add_kv_dtype(four)
@@ -195,6 +196,12 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def model_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What `open_checkpoint` takes of the options of `_add_model`, by name."""
+    names = ("dtype", "base", "weight_dtype", "context_length")
+    return {"path": options.model} | {name: getattr(options, name) for name in names}
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="PATH",
@@ -212,6 +219,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype", choices=WEIGHT_DTYPES,
         help="quantize projections, experts and head while loading (`eval` prints what it costs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context-length", type=int, metavar="N",
+        help="most tokens of a text, at most those of the checkpoint (default: so many; of a "
+        "LongRoPE model its original context; beyond it all texts take the factors of long ones)",
     )  # fmt: skip
     parser.add_argument(
         "--no-program-cache", action="store_false", dest="program_cache",

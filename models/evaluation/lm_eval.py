@@ -51,7 +51,7 @@ class JaxPagedLM(TemplateLM):
       pretrained: a Hugging Face folder or GGUF file; None = `default_checkpoint`.
       model, tokenizer: a model that is loaded already, and its tokenizer; pretrained is then its
         name.
-      base, dtype, weight_dtype: as for `load_checkpoint`.
+      base, dtype, weight_dtype, context_length: as for `load_checkpoint`.
       kv_dtype: of K and V, as for `generate`.
       max_length: most tokens that a prediction sees; None = the model's context_length.
       max_gen_toks: new tokens of a request that does not say how many.
@@ -77,6 +77,7 @@ class JaxPagedLM(TemplateLM):
         base: str | None = None,
         dtype: Any = None,
         weight_dtype: Any = None,
+        context_length: int | None = None,
         kv_dtype: str = "auto",
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -95,7 +96,9 @@ class JaxPagedLM(TemplateLM):
         check_count("chunk", chunk, 1)
         if model is None:
             path = Path(pretrained) if pretrained else default_checkpoint()
-            model, _, tokenizer = load_checkpoint(path, dtype, base=base, weight_dtype=weight_dtype)
+            model, _, tokenizer = load_checkpoint(
+                path, dtype, base=base, weight_dtype=weight_dtype, context_length=context_length
+            )
             pretrained = str(path)
         if isinstance(tokenizer, MissingTokenizer):
             raise ValueError(tokenizer.reason)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jax_paged._start.command_line import LOG_LEVELS, SERVE_COUNTS
+from jax_paged._start.command_line import LOG_LEVELS, SERVE_COUNTS, model_options
 from jax_paged._start.interrupt import EXIT_CODE
 from jax_paged.checks import expect
 
@@ -169,9 +169,7 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
     """The model behind HTTP, ready to start."""
     from .app import Service
 
-    with open_checkpoint(
-        options.model, options.dtype, base=options.base, weight_dtype=options.weight_dtype
-    ) as checkpoint:
+    with open_checkpoint(**model_options(options)) as checkpoint:
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
         if isinstance(tokenizer, MissingTokenizer):
             raise ValueError(tokenizer.reason)

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from jax_paged._start.command_line import model_options
+
 from .._packages import check_installed
 from ..checkpoint.weights import open_checkpoint
 from ..serving import bench_serve
@@ -49,9 +51,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--http: expected no --{name.replace('_', '-')}")
     if options.drafts:
         raise ValueError("--http: expected no --drafts")
-    with open_checkpoint(
-        options.model, options.dtype, base=options.base, weight_dtype=options.weight_dtype
-    ) as checkpoint:
+    with open_checkpoint(**model_options(options)) as checkpoint:
         trace = bench_serve.trace_of(options, checkpoint.config)
         options.status.clear()
         if options.http:
@@ -70,16 +70,16 @@ def run(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _server(options: argparse.Namespace, trace: list[Arrival]) -> Iterator[str]:
     """A server with the engine of these options, and its URL."""
+    model = model_options(options)
     given = {
-        "port": 0, "max-seqs": options.max_seqs, "kv-dtype": options.kv_dtype,
-        "max-tokens": max(options.max_tokens, options.max_seqs), "max-queue": len(trace),
-        "pages": bench_serve.num_pages(options, trace), "model": options.model,
-        "base": options.base, "dtype": options.dtype, "weight-dtype": options.weight_dtype,
-        "log-level": "warning",  # nobody reads on what it says
+        "port": 0, "max_seqs": options.max_seqs, "kv_dtype": options.kv_dtype,
+        "max_tokens": max(options.max_tokens, options.max_seqs), "max_queue": len(trace),
+        "pages": bench_serve.num_pages(options, trace), "model": model.pop("path"), **model,
+        "log_level": "warning",  # nobody reads on what it says
     }  # fmt: skip
     command = [sys.executable, "-P", "-m", "jax_paged", "serve"]
     for name, value in given.items():
-        command += [] if value is None else [f"--{name}", str(value)]
+        command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     command += ["--no-prefix-cache"] if options.no_prefix_cache else []
     command += [] if options.program_cache else ["--no-program-cache"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:

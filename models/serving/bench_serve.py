@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged._start.command_line import COUNTS
+from jax_paged._start.command_line import COUNTS, model_options
 from jax_paged.ops.batch import pages_for
 
 from ..checkpoint.weights import load_checkpoint, open_checkpoint
@@ -189,14 +189,14 @@ def make_engine(
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
     check(options)
-    weights = {"weight_dtype": options.weight_dtype}
-    with open_checkpoint(options.model, options.dtype, base=options.base, **weights) as checkpoint:
+    given = model_options(options)
+    with open_checkpoint(**given) as checkpoint:
         trace = trace_of(options, checkpoint.config)
         options.status.tell(checkpoint.title)
         model = checkpoint.load()
     drafter = None
     if options.draft_model is not None:
-        drafter, _, _ = load_checkpoint(options.draft_model, options.dtype, **weights)
+        drafter, _, _ = load_checkpoint(**given | {"path": options.draft_model, "base": None})
     engine = make_engine(options, model, drafter, trace)
     seen = replay(engine, trace)
     _tell_refused(seen.requests)

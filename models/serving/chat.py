@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_paged._start.command_line import model_options
 from jax_paged._start.interrupt import raise_at_ctrl_c, uninterrupted
 from jax_paged.ops.batch import pages_for
 
@@ -166,15 +167,15 @@ def run(options: argparse.Namespace) -> int:
     check_count("max-new-tokens", options.max_new_tokens, 1)
     if options.context is not None:
         check_count("context", options.context, 1)
-    with open_checkpoint(
-        options.model, options.dtype, base=options.base, weight_dtype=options.weight_dtype
-    ) as checkpoint:
+    with open_checkpoint(**model_options(options)) as checkpoint:
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
-        context = min(config.context_length, options.context or _CONTEXT)
+        context = options.context or options.context_length or _CONTEXT
         arguments: dict[str, Any] = sampling | {
             "stop_tokens": sorted({*config.eos_token_ids, *tokenizer.eos_ids}),
-            "context": context, "system": options.system, "kv_dtype": options.kv_dtype,
-        }  # fmt: skip
+            "context": min(config.context_length, context),
+            "system": options.system,
+            "kv_dtype": options.kv_dtype,
+        }
         options.status.tell(checkpoint.title)
         model = checkpoint.load_and(
             lambda shapes: Conversation(shapes, tokenizer, **arguments).compile(),

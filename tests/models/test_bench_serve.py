@@ -130,13 +130,15 @@ def test_refused_requests_are_told_with_the_reason(run):
     assert "need 2 pages, a request can have 1" in err
 
 
-def test_weight_dtype_reaches_the_loader(model, monkeypatch):
+def test_the_options_of_the_model_reach_the_loader(model, monkeypatch):
     asked = {}
     monkeypatch.setattr(
         bench_serve, "open_checkpoint", lambda *_, **given: asked.update(given) or Opened(model)
     )
-    assert cli.main(["bench-serve", *SMALL, "--weight-dtype", "int8"]) == 0
-    assert asked == {"base": None, "weight_dtype": "int8"}
+    options = ["--weight-dtype", "int8", "--context-length", "60"]
+    assert cli.main(["bench-serve", *SMALL, *options]) == 0
+    rest = dict.fromkeys(["path", "dtype", "base"])
+    assert asked == rest | {"weight_dtype": "int8", "context_length": 60}
 
 
 def test_one_by_one_is_the_same_trace_without_sharing(run):

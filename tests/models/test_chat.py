@@ -173,7 +173,8 @@ def talk(model, monkeypatch, capsys):
         )
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
         values = {
-            "model": None, "base": None, "dtype": None, "weight_dtype": None, "kv_dtype": "auto",
+            "model": None, "base": None, "dtype": None, "weight_dtype": None,
+            "context_length": None, "kv_dtype": "auto",
             "temperature": 0.0, "top_k": None, "top_p": None, "min_p": None, "seed": 0,
             "system": None,
             "max_new_tokens": 6, "context": None, "status": Status(),
@@ -212,8 +213,9 @@ def test_reset_quit_and_unknown_commands(model, talk):
     assert [line.startswith("[turn 1: ") for line in err] == [True, False, False, True]
 
 
-def test_a_message_that_does_not_fit_is_said_and_the_chat_goes_on(talk):
-    code, out, err = talk("x" * 300 + "\nHello\n")
+@pytest.mark.parametrize("options", [{}, {"context": 60}, {"context_length": 60}])
+def test_a_message_that_does_not_fit_is_said_and_the_chat_goes_on(talk, options):
+    code, out, err = talk("x" * (70 if options else 300) + "\nHello\n", **options)
     assert code == 0
     assert err[0].startswith("[the context is full: ")
     assert err[1].startswith("[turn 1: ")

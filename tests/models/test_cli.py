@@ -424,6 +424,42 @@ def test_eval_prints_perplexity_and_tokens(run, loaded, tmp_path):
     assert int(lines["tokens"]) == len(text)
 
 
+def test_a_context_length_cuts_what_is_generated(run, loaded):
+    new, _ = continuation(loaded, "Hello")
+    code, out, _ = run("generate", "Hello", "--context-length", 8, "--json", *LENGTH)
+    assert (code, json.loads(out)["tokens"]) == (0, new[:3])
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6},
+}
+
+
+def test_a_context_length_chooses_the_factors_of_longrope(run, tmp_path):
+    model, file = write_checkpoint(tmp_path, "phi3", **LONGROPE), tmp_path / "text"
+    file.write_text("not longer")
+    short, same, long, longer = (
+        run("eval", file, *arguments, model=model)[1]
+        for arguments in ([], *(["--context-length", n] for n in (16, 17, 64)))
+    )
+    assert short == same != long == longer
+    loaded, _, tokenizer = load_checkpoint(model, context_length=17, progress=False)
+    want = evaluate(loaded, tokenizer.encode("not longer"))["perplexity"]
+    assert long.startswith(f"perplexity: {want:.4f}\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "chat", "bench-serve"])
+@pytest.mark.parametrize(
+    ("length", "part"),
+    [(65, "at most the 64 tokens of the model, got 65"), (0, "an integer of at least 1, got 0")],
+)
+def test_a_context_length_is_one_that_the_checkpoint_allows(run, checkpoint, command, length, part):
+    text = {"generate": ["Hello"], "eval": [checkpoint / "config.json"]}
+    result = run(command, *text.get(command, []), "--context-length", length)
+    assert_one_line_error(result, f"{checkpoint}", f"context_length: expected {part}")
+
+
 @pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
 def test_eval_of_8_bit_weights_prints_what_they_cost(
     run, checkpoint, loaded, tmp_path, weight_dtype

@@ -93,6 +93,10 @@ def test_rolling_is_that_of_our_function(lm, loaded):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_a_context_length_is_that_of_the_checkpoint(folder):
+    assert JaxPagedLM(str(folder), context_length=8).max_length == 8
+
+
 def test_a_smaller_max_length_is_a_smaller_context(loaded):
     model, _, tokenizer = loaded
     lm = JaxPagedLM(model=model, tokenizer=tokenizer, max_length=8, chunk=16)

@@ -32,7 +32,7 @@ def run(checkpoint, capsys, monkeypatch):
 
 
 def test_a_server_is_started_and_compared_with_the_engine_alone(run):
-    code, out, err = run("--http", "--json")
+    code, out, err = run("--http", "--json", "--context-length", "60")
     assert code == 0, err
     figures = json.loads(out)
     assert (figures["requests"], figures["refused"], figures["new_tokens"]) == (6, 0, 30)

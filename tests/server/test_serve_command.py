@@ -37,7 +37,8 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
     key.write_text("s3cret\n")
     arguments = ["--model", checkpoint, "--port", "0", "--no-program-cache", "--max-seqs", "2",
                  "--max-tokens", "16", "--api-key-file", key, "--log-level", "info",
-                 "--served-name", "mine", "--kv-memory-share", "0.01"]  # fmt: skip
+                 "--served-name", "mine", "--kv-memory-share", "0.01",
+                 "--context-length", "32"]  # fmt: skip
     started = [sys.executable, "-P", "-m", "jax_paged", "serve", *arguments]
     with child(started, stderr=subprocess.PIPE, text=True) as server:
         lines = []
@@ -45,7 +46,7 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
             lines.append(server.stderr.readline())
             assert lines[-1], lines
         assert lines[0].startswith(f"{checkpoint.name}: 38,112 parameters in float32")
-        assert "free; weights 0.00 GiB, KV 0.00 GiB (8 pages, 128 tokens)" in lines[1]
+        assert "free; weights 0.00 GiB, KV 0.00 GiB (4 pages, 64 tokens)" in lines[1]
         url = lines[-1].split()[-1]
         assert lines[-1] == f"serving mine at {url}\n"
         headers = {"content-type": "application/json", "authorization": "Bearer s3cret"}

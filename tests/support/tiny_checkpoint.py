@@ -14,9 +14,13 @@ from jax_paged.models.decoder.parameters import expected_tensors
 from jax_paged.models.testing import small_hf_config
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """Writes a Llama of 64 tokens of context; its tokens are the 256 bytes and <eos>."""
-    config = small_hf_config("llama", vocab_size=257, max_position_embeddings=64, eos_token_id=256)
+def write_checkpoint(folder: Path, model_type: str = "llama", **changes) -> Path:
+    """Writes a model of 64 tokens of context; its tokens are the 256 bytes and <eos>.
+
+    changes: of its config.json.
+    """
+    sizes = {"vocab_size": 257, "max_position_embeddings": 64, "eos_token_id": 256}
+    config = small_hf_config(model_type, **sizes | changes)
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(3)
     tensors = {
