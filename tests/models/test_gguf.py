@@ -546,7 +546,7 @@ def test_qwen2_normalises_as_released():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "key 'tokenizer.ggml.model' must be 'gpt2'"),
+        ({"model": "bert"}, "model' must be 'gpt2' (byte-level BPE) or 'llama' (SentencePiece) fo"),
         (
             {"pre": "tekken"},
             "must be one of gpt-2, smollm, qwen2, llama-bpe for text, got 'tekken'",
@@ -568,7 +568,7 @@ def test_a_vocabulary_that_is_not_supported_says_so_when_text_is_needed(changes,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"merges": ["1 2", "ab"]}, "merges' must hold pairs with a space between, got 'ab'"),
+        ({"merges": ["1 2", "ab"]}, "merges': expected pairs with a space between, got 'ab'"),
         ({"merges": ["1 no_token"]}, "keys 'tokenizer.ggml.tokens' and 'tokenizer.ggml.merges': "),
         ({"token_type": [1, 1]}, "token_type' must have 262 entries, one for each token, got 2"),
         ({"token_type": "x"}, "key 'tokenizer.ggml.token_type' must be a list, each entry an int"),

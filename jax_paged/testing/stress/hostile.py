@@ -331,7 +331,17 @@ def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[
         "expert_used_count": config.experts_per_token,
         "expert_feed_forward_length": config.moe_intermediate_size,
     }
+    vocabulary: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.merges": merges,
+    }
     if architecture == "phi3":
+        vocabulary = {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.scores": [-float(rank) for rank in range(len(tokens))],
+            "tokenizer.ggml.unknown_token_id": 0,
+        }
         own |= {
             "rope.scaling.type": "longrope",
             "rope.scaling.original_context_length": 64,
@@ -344,11 +354,9 @@ def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[
         "general.architecture": architecture,
         "general.alignment": 32,
         **{f"{architecture}.{key}": value for key, value in own.items()},
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
+        **vocabulary,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
-        "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.chat_template": _TEMPLATE,
