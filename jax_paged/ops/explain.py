@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jax_paged.checks import expect
+from jax_paged.checks import as_index, expect
 from jax_paged.layout import pages_shape
 from jax_paged.native import load
 from jax_paged.native.call import STAND_INS
-from jax_paged.ops import attention, cascade, merge, mla, qkv, write
+from jax_paged.ops import attention, cascade, merge, mla, page_mass, qkv, write
 from jax_paged.ops.attention_plan import words_of_call
 from jax_paged.ops.plan import read_words
 
@@ -24,6 +24,7 @@ _OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "ragged_attention": (attention.ragged_attention, attention.TARGET),
     "cascade_attention": (cascade.cascade_attention, attention.TARGET),
     "mla_paged_attention": (mla.mla_paged_attention, attention.TARGET),
+    "page_attention_mass": (page_mass.page_attention_mass, attention.TARGET),
     "merge_attention_states": (merge.merge_attention_states, merge.TARGET),
     "write_kv": (write.write_kv, write.TARGET),
     "qkv_norm_rope_write": (qkv.qkv_norm_rope_write, qkv.TARGET),
@@ -50,7 +51,8 @@ def explain(op: str | Callable[..., Any], *args, **options) -> dict[str, Any]:
       `prefill_kernel`, which serve rows with few and with many queries ("decode", "prefill" and
       "latent" are on tensor cores, "simt" is not), `num_workers`, the CTAs of a launch, and with
       values `kernels` and `kv_splits`. For `cascade_attention`, whose levels must hold values,
-      `levels`: such a dict for each of them, with the queries of a group as one row.
+      `levels`: such a dict for each of them, with the queries of a group as one row. For
+      `page_attention_mass` each page of the table is a row, those of row 0 first.
 
     Raises:
       ValueError: the op is unknown, or the arguments do not fit the op.
@@ -102,6 +104,8 @@ def _as_paged(call: dict[str, Any], *, latent: bool = True) -> dict[str, Any]:
 
     latent: also one over latent pages.
     """
+    if "k_pages" in call and "v_pages" not in call:
+        return _with_pages_as_rows(call)
     if "kv_pages" in call and latent:
         shape = call["kv_pages"].shape
         k_shape, v_shape = (
@@ -127,6 +131,28 @@ def _as_paged(call: dict[str, Any], *, latent: bool = True) -> dict[str, Any]:
         "seq_lens": cu_kv_lens,
         "layout": "NHD",
     }
+
+
+def _with_pages_as_rows(call: dict[str, Any]) -> dict[str, Any]:
+    """The call of `paged_attention` that one of `page_attention_mass` makes."""
+    q, pages, (rows, width) = call["q"], call["k_pages"], call["page_table"].shape
+    windows = ("sliding_window", "num_pinned", "slot_offset")
+    given = {name: call[name] for name in ("seq_lens", *windows) if call[name] is not None}
+
+    def as_rows(given: dict[str, Any]) -> dict[str, jax.Array]:
+        given = {name: as_index(name, x) for name, x in given.items()}
+        given["page_table"] = np.zeros((rows, width), np.int32)  # which pages they are is no matter
+        return page_mass.pages_as_rows(given, pages_shape(pages, call["layout"]).page_size)
+
+    known = _lengths_are_known(call)
+    values = page_mass.values_shape(pages, call["layout"])
+    return (
+        call
+        | dict.fromkeys((*windows, "sinks", "num_kv_splits", "split_tokens"))
+        | {"q": jax.ShapeDtypeStruct((rows * width, *q.shape[1:]), q.dtype)}
+        | {"v_pages": jax.ShapeDtypeStruct(values, pages.dtype)}
+        | (as_rows(given) if known else jax.eval_shape(as_rows, given))
+    )
 
 
 def _level_calls(call: dict[str, Any]) -> list[dict[str, Any]]:

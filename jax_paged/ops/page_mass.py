@@ -70,17 +70,17 @@ def page_attention_mass(
     given = locals()
     check_choice("layout", layout, LAYOUTS)
     check_axes("k_pages", k_pages, layout, "k")
-    values = jax.ShapeDtypeStruct(_values_shape(k_pages, layout), k_pages.dtype)
+    values = jax.ShapeDtypeStruct(values_shape(k_pages, layout), k_pages.dtype)
     static, arrays = check_call(given | {"v_pages": values})
     return _mass(static, {name: x for name, x in arrays.items() if name != "v_pages"})
 
 
-def _values_shape(k_pages: jax.Array, layout: Layout) -> tuple[int, ...]:
+def values_shape(k_pages: jax.Array, layout: Layout) -> tuple[int, ...]:
     """Of V that has K's head_dim."""
     return make_shape(pages_shape(k_pages, layout), layout, "v")
 
 
-def _pages_as_rows(arrays: Arrays, page_size: int) -> Arrays:
+def pages_as_rows(arrays: Arrays, page_size: int) -> Arrays:
     """What `paged_attention` needs to see the keys on each page that the row's query sees.
 
     A page's query stands at the end of the page, not of the row: so what a window hides there is
@@ -121,10 +121,10 @@ def _shares(static: Static, arrays: Arrays) -> jax.Array:
     options |= {name: arrays.get(name) for name in ("sm_scale", "k_scale")}
     if is_stacked(k_pages, layout):
         options["layer"] = arrays["layer"]
-    values = k_pages.reshape(_values_shape(k_pages, layout))  # nobody looks at them
+    values = k_pages.reshape(values_shape(k_pages, layout))  # nobody looks at them
     _, lse = paged_attention(
         jnp.repeat(q, width, axis=0), k_pages, values, return_lse=True,
-        **_pages_as_rows(arrays, pages_shape(k_pages, layout).page_size), **options,
+        **pages_as_rows(arrays, pages_shape(k_pages, layout).page_size), **options,
     )  # fmt: skip
     lse = lse.reshape(count, width, q.shape[1]).swapaxes(1, 2)
     sinks = arrays.get("sinks", jnp.full(q.shape[1], -jnp.inf, jnp.float32))[None, :, None]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_paged
-from jax_paged import explain, paged_attention, ragged_paged_attention
+from jax_paged import explain, page_attention_mass, paged_attention, ragged_paged_attention
 from jax_paged.layout import LAYOUTS
 from jax_paged.testing import Case, make_batch
 
@@ -65,6 +65,22 @@ def test_the_layout_is_read_as_the_op_reads_it():
         plans.append(explain(ragged_paged_attention, *arguments, **options))
     assert plans[0]["kernels"] == ["decode", "prefill"]
     assert plans == [plans[0]] * len(LAYOUTS)
+
+
+def test_masses_are_explained_page_by_page():
+    batch = make_batch(dataclasses.replace(CASE, page_size=16), jnp.float32, [1, 1], [40, 9])
+    q, k_pages, _, table, seq_lens = batch.operands()
+    windows = ({}, {"sliding_window": 8}, {"sliding_window": 12, "num_pinned": 4})
+    for window, filled in zip(windows, ([3, 1], [1, 1], [2, 1]), strict=True):
+        options = window | {"layer": 0, "soft_cap": 2.0, "sinks": jnp.ones(8)}
+        plan = explain(page_attention_mass, q, k_pages, table, seq_lens, **options)
+        rows = np.reshape(plan["kernels"], table.shape)
+        assert (rows == "decode").sum(1).tolist() == filled
+        assert (rows == "empty").sum(1).tolist() == [table.shape[1] - n for n in filled]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k_pages, table, seq_lens)]
+    plan = explain("page_attention_mass", *shapes, layer=0, sliding_window=8)
+    assert (plan["implementation"], plan["op"]) == ("native", "page_attention_mass")
+    assert "kernels" not in plan
 
 
 def test_the_reference_has_no_target():

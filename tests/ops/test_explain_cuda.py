@@ -50,6 +50,15 @@ def test_fixed_splits_are_told(how, option, splits):
     assert plan["kv_splits"] == [splits]
 
 
+def test_masses_are_told_page_by_page(how):
+    batch = make_batch(CASE, jnp.bfloat16, [1, 1], [40, 0])
+    q, k_pages, _, *rows = batch.operands()
+    plan = explain("page_attention_mass", q, k_pages, *rows, implementation=how)
+    assert plan["decode_kernel"] == "decode"
+    filled = -(-40 // batch.case.page_size)
+    assert plan["kernels"] == ["decode"] * filled + ["empty"] * (rows[0].size - filled)
+
+
 def test_shapes_alone_tell_the_kernels(how):
     batch = make_batch(CASE, jnp.bfloat16, [1, 60], [40, 60])
     arguments, options = batch.ragged()
