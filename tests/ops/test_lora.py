@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from jax_paged import lora
+from jax_paged.testing.experts import ROUNDING
+from jax_paged.testing.low_rank import TOLERANCES, make_case, oracle
 
-# The product a · x is rounded to the dtype, and so is the sum with the base: errors of half a unit
-# in the last place of values up to 4, and up to 2 behind b.
-TOLERANCES = {"float32": 2e-6, "float16": 0.004, "bfloat16": 0.03}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES)
 SIZES = [  # tokens, adapters, in, part sizes, rank
     (1, 1, 8, (8,), 8),
@@ -23,34 +22,6 @@ SIZES = [  # tokens, adapters, in, part sizes, rank
 ]
 
 
-def make_case(tokens, num_adapters, depth, part_sizes, rank, dtype="float32", seed=0):
-    rng = np.random.default_rng([seed, tokens])
-    inner, out = len(part_sizes) * rank, sum(part_sizes)
-
-    def draw(*shape, scale=1.0):
-        return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
-
-    adapters = rng.integers(-1, num_adapters + 1, tokens)  # some have none
-    return (
-        draw(tokens, depth), draw(num_adapters, inner, depth, scale=depth**-0.5),
-        draw(num_adapters, out, rank, scale=rank**-0.5), jnp.asarray(adapters, jnp.int32),
-        draw(tokens, out),
-    )  # fmt: skip
-
-
-def oracle(x, a, b, adapters, base, part_sizes):
-    out = np.array(base, np.float64)
-    x, a, b = (np.asarray(v, np.float64) for v in (x, a, b))
-    rank, ends = b.shape[2], np.cumsum(part_sizes)
-    for t, adapter in enumerate(np.asarray(adapters)):
-        if 0 <= adapter < len(a):
-            inner = a[adapter] @ x[t]
-            for part, (end, size) in enumerate(zip(ends, part_sizes, strict=True)):
-                own = inner[part * rank : (part + 1) * rank]
-                out[t, end - size : end] += b[adapter, end - size : end] @ own
-    return out
-
-
 @dtypes
 @pytest.mark.parametrize("sizes", SIZES)
 def test_it_matches_a_float64_loop(sizes, dtype, implementation):
@@ -58,7 +29,8 @@ def test_it_matches_a_float64_loop(sizes, dtype, implementation):
     out = lora(*operands, base=base, part_sizes=sizes[3], implementation=implementation)
     assert out.dtype == base.dtype
     expected = oracle(*operands, base, sizes[3])
-    np.testing.assert_allclose(np.asarray(out, "f8"), expected, atol=TOLERANCES[dtype], rtol=0.004)
+    tolerance = {"atol": TOLERANCES[dtype], "rtol": ROUNDING[dtype]}
+    np.testing.assert_allclose(np.asarray(out, "f8"), expected, **tolerance)
     none = (np.asarray(operands[3]) < 0) | (np.asarray(operands[3]) >= sizes[1])
     np.testing.assert_array_equal(np.asarray(out)[none], np.asarray(base)[none])
 

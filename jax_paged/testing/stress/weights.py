@@ -8,9 +8,10 @@ import numpy as np
 
 from jax_paged.ops.activations import ACTIVATIONS
 from jax_paged.ops.linear import linear
+from jax_paged.ops.lora import lora
 from jax_paged.ops.moe import moe_experts
 
-from .. import experts, projections
+from .. import experts, low_rank, projections
 from .op import DTYPES, WILD, Op, Row
 
 _SHAPES = ((8, 1), (24, 5), (40, 16), (1032, 33), (2120, 17), (64, 300))
@@ -75,6 +76,30 @@ def _experts(row: Row, seed: int, implementation: Any) -> float:
     return _share(out, expected, tolerance, 1e-5 if plain else experts.ROUNDING[row["dtype"]])
 
 
+LORA = {
+    "dtype": DTYPES,
+    "sizes": ((8, (8,), 8), (72, (40,), 24), (64, (32, 16, 16), 16), (16, (3, 5), 64),
+              (1304, (96, 8, 8), 16)),
+    "tokens": (1, 0, 7, 70, 600),
+    "adapters": (1, 3, 64),
+    "base": (True, False),
+    "wild": (False, True),
+}  # fmt: skip
+
+
+def _lora(row: Row, seed: int, implementation: Any) -> float:
+    dtype, (depth, part_sizes, rank) = row["dtype"], row["sizes"]
+    sizes = (row["tokens"], row["adapters"], depth, part_sizes, rank)
+    x, a, b, adapters, base = low_rank.make_case(*sizes, dtype, seed)
+    if row["wild"]:
+        adapters = np.random.default_rng([seed, 1]).choice(WILD, len(adapters)).astype(np.int32)
+    given = (x, a, b, jnp.asarray(adapters))
+    options: dict[str, Any] = {"base": base} if row["base"] else {}
+    out = lora(*given, part_sizes=part_sizes, implementation=implementation, **options)
+    expected = low_rank.oracle(*given, base if row["base"] else 0 * base, part_sizes)
+    return _share(out, expected, low_rank.TOLERANCES[dtype], experts.ROUNDING[dtype])
+
+
 def _share(out, expected, tolerance: float, relative: float = 1e-5) -> float:
     out = np.asarray(out, np.float64)
     assert out.shape == expected.shape, (out.shape, expected.shape)
@@ -87,5 +112,9 @@ def _share(out, expected, tolerance: float, relative: float = 1e-5) -> float:
 WEIGHTS = {
     "linear": Op(LINEAR, _linear, weight=2),
     "moe_experts": Op(EXPERTS, _experts, weight=2),
+    "lora": Op(LORA, _lora, weight=2),
 }
-WILD_WEIGHTS = {"moe_experts, wild integers": Op(EXPERTS | {"wild": (True,)}, _experts)}
+WILD_WEIGHTS = {
+    "moe_experts, wild integers": Op(EXPERTS | {"wild": (True,)}, _experts),
+    "lora, wild integers": Op(LORA | {"wild": (True,)}, _lora),
+}
