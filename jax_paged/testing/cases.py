@@ -68,6 +68,18 @@ class Batch:
         arrays = (self.q, self.k_pages, self.v_pages, self.page_table, self.seq_lens)
         return tuple(jnp.asarray(x) for x in arrays)
 
+    def alone(self, row: int) -> "Batch":
+        """One of its rows as a batch of its own."""
+        begin, end = self.cu_q_lens[row : row + 2]
+        return dataclasses.replace(
+            self,
+            q=self.q[begin:end],
+            page_table=self.page_table[row : row + 1],
+            seq_lens=self.seq_lens[row : row + 1],
+            cu_q_lens=np.array([0, end - begin], np.int32),
+            num_seqs=1,
+        )
+
     def ragged(self) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
         """Positional and keyword arguments for `ragged_paged_attention`."""
         arguments = (*self.operands(), jnp.asarray(self.cu_q_lens), jnp.int32(self.num_seqs))

@@ -179,16 +179,8 @@ def test_split_tokens_makes_a_row_independent_of_its_batch_and_of_the_device(spl
     batch = make_batch(SMALL, jnp.dtype(dtype), [1, 1, 20, 1, 2], [700, 33, 90, 800, 64], seed=6)
     out, lse = emulate(batch, split_tokens=split_tokens)
     for row, (start, end) in enumerate(itertools.pairwise(batch.cu_q_lens)):
-        alone = dataclasses.replace(
-            batch,
-            q=batch.q[start:end],
-            page_table=batch.page_table[row : row + 1],
-            seq_lens=batch.seq_lens[row : row + 1],
-            cu_q_lens=np.array([0, end - start], np.int32),
-            num_seqs=1,
-        )
         device = Device(num_workers=2 + row, stages=2 + row % 3)
-        row_result = emulate(alone, device, split_tokens=split_tokens)
+        row_result = emulate(batch.alone(row), device, split_tokens=split_tokens)
         assert_same_bits(row_result, (out[start:end], lse[start:end]))
 
 

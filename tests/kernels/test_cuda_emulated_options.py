@@ -188,13 +188,8 @@ def test_fixed_splits_give_a_row_the_same_bits_in_any_batch_and_on_any_device(dt
     options = {**slopes_and_sinks(), "sliding_window": 100, "soft_cap": 5.0}
     out, lse = check(batch, options, split_tokens=64)
     for row, (start, end) in enumerate(itertools.pairwise(batch.cu_q_lens)):
-        alone = dataclasses.replace(
-            batch, q=batch.q[start:end], page_table=batch.page_table[row : row + 1],
-            seq_lens=batch.seq_lens[row : row + 1], num_seqs=1,
-            cu_q_lens=np.array([0, end - start], np.int32),
-        )  # fmt: skip
         device = Device(num_workers=2 + row, stages=2 + row % 3)
-        result = emulate(alone, device, **options, split_tokens=64)
+        result = emulate(batch.alone(row), device, **options, split_tokens=64)
         assert_same_bits(result, (out[start:end], lse[start:end]))
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bits import assert_same_bits
+from gradients import assert_gradients
 from option_table import LONG, NUM_CASES, num_covering, table
 from tiers import first_of
 
@@ -236,12 +237,7 @@ def test_fixed_splits_give_a_row_the_same_bits_in_any_batch():
     options = slopes_and_sinks() | {"sliding_window": 100, "soft_cap": 5.0}
     together, _ = attend(batch, options, split_tokens=32, implementation="native")
     for row in range(3):
-        alone = dataclasses.replace(
-            batch, q=batch.q[row : row + 1], page_table=batch.page_table[row : row + 1],
-            seq_lens=batch.seq_lens[row : row + 1], cu_q_lens=np.array([0, 1], np.int32),
-            num_seqs=1,
-        )  # fmt: skip
-        out, _ = attend(alone, options, split_tokens=32, implementation="native")
+        out, _ = attend(batch.alone(row), options, split_tokens=32, implementation="native")
         np.testing.assert_array_equal(out[0], together[row])
 
 
@@ -274,20 +270,7 @@ def test_gradients_match_float64_finite_differences(causal, implementation):
         return np.sum(out * weight) + np.sum(np.sin(lse[live]))
 
     gradients = jax.grad(loss, argnums=tuple(range(6)))(*operands)
-    exact = [np.asarray(x).astype(np.float64) for x in operands]
-    for index, gradient in enumerate(gradients):
-        gradient = np.asarray(gradient).astype(np.float64)
-        assert np.isfinite(gradient).all(), "the gradient of an unused slot is 0, never NaN"
-        direction = rng.standard_normal(gradient.shape)
-        step = 1e-5
-
-        def along(t, index=index, direction=direction):
-            moved = list(exact)
-            moved[index] = exact[index] + t * direction
-            return exact_loss(*moved)
-
-        expected = (along(step) - along(-step)) / (2 * step)
-        np.testing.assert_allclose(np.sum(gradient * direction), expected, rtol=3e-4)
+    assert_gradients(gradients, exact_loss, operands, rng, rtol=3e-4)
 
 
 @emulated_deep
