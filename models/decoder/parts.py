@@ -439,8 +439,10 @@ class ExpertsMLP(_GatedMLP):
                 )
 
             def run(x, experts, weights):
-                return moe_experts(x, self.gate_up[...], self.down[...], experts, weights, **options)
+                return moe_experts(
+                    x, self.gate_up[...], self.down[...], experts, weights, **options
+                )
 
             if live is not None:
                 experts = jnp.where(live[:, None], experts, jnp.int32(-1))
-            return self.partition.over_experts(run, x, experts, weights, self.down.shape[0])
+            return self.partition.over_experts(run, x, experts, weights, self.down[...].shape[0])
