@@ -45,7 +45,6 @@ inline std::string ReadMoe(const MoeArrays& in, std::string_view activation, Moe
   if (failed(ReadDtype(kMoeOp, "x", in.x.type, &params->dtype)) ||
       failed(ReadWeightDtype(kMoeOp, "gate_up", in.gate_up.type, in.x.type, &params->w_dtype)) ||
       failed(CheckType(kMoeOp, "down", in.down.type, in.gate_up.type)) ||
-      failed(CheckType(kMoeOp, "out", in.out.type, in.x.type)) ||
       failed(CheckType(kMoeOp, "experts", in.experts.type, TypeOf<int32_t>())) ||
       failed(CheckType(kMoeOp, "weights", in.weights.type, TypeOf<float>())) ||
       failed(CheckType(kMoeOp, "gate_up_scale", in.gate_up_scale.type, TypeOf<float>())) ||
@@ -80,6 +79,10 @@ inline std::string ReadMoe(const MoeArrays& in, std::string_view activation, Moe
       failed(CheckShape(kMoeOp, "out", in.out.shape, {num_tokens, hidden}))) {
     return error;
   }
+  if (in.out.type != in.x.type && in.out.type != TypeOf<float>()) {
+    return Mismatch(kMoeOp, "out", TypeText(in.x.type) + " or float32", TypeText(in.out.type));
+  }
+  params->out_dtype = static_cast<Dtype>(in.out.type);
   if (hidden % 8 != 0 || hidden < 8 || inner % 8 != 0 || inner < 8) {
     return Mismatch(kMoeOp, "gate_up", "hidden and inner sizes that are positive multiples of 8",
                     std::to_string(hidden) + " and " + std::to_string(inner));

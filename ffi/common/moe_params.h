@@ -31,7 +31,7 @@ struct MoeParams {
   MoeBias gate_up_bias;        // [num_experts, 2 inner]
   MoeBias down_bias;           // [num_experts, hidden]
   const float* limit;          // scalar, of Activation::kSwigluOai; null with the others
-  char* out;                   // [num_tokens, hidden], dtype
+  char* out;                   // [num_tokens, hidden], out_dtype
   int64_t num_tokens;
   int64_t experts_per_token;
   int64_t num_experts;
@@ -39,6 +39,7 @@ struct MoeParams {
   int64_t inner;
   Dtype dtype;
   Dtype w_dtype;
+  Dtype out_dtype;  // dtype or f32
   Activation activation;
 };
 

@@ -35,9 +35,11 @@ struct RunTurn {
       if (error.empty()) error = Product<T, W, /*IS_GATED=*/false>();
     }
     if (!error.empty()) return error;
+    const bool is_wide = params.out_dtype == Dtype::kFloat32;
+    const auto combine = is_wide ? cuda::MoeCombineThread<float> : cuda::MoeCombineThread<T>;
     const int32_t ctas = static_cast<int32_t>(cuda::MoeCombineCtas(args));
     return Launch({ctas, cuda::kMoeCombineThreads, /*shared_bytes=*/0, launch.seed},
-                  [&] { cuda::MoeCombineThread<T>(args); });
+                  [&] { combine(args); });
   }
 
   template <typename T, typename W, bool IS_GATED>

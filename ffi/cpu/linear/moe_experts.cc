@@ -204,8 +204,9 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
         const float* const from = y + row * call.hidden;
         for (int64_t d = 0; d < call.hidden; ++d) sum[d] += weight * from[d];
       }
-      char* const to = call.out + (first_token + token) * call.hidden * bytes;
-      StoreLinearSums(sum, 1, call.hidden, call.hidden, call.dtype, to);
+      const int64_t element = (first_token + token) * call.hidden;
+      StoreLinearSums(sum, 1, call.hidden, call.hidden, call.out_dtype,
+                      call.out + element * ByteWidth(call.out_dtype));
     }
   });
 }

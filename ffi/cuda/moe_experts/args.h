@@ -138,7 +138,7 @@ inline MoeArgs MakeMoeArgs(const MoeParams& in, int32_t* workspace, int64_t firs
                        in.gate_up_bias.dtype == Dtype::kFloat32};
   args.down_bias = {Global<const char>(in.down_bias.data), in.down_bias.dtype == Dtype::kFloat32};
   args.activation = in.activation;
-  args.out = Global<char>(in.out) + first_token * in.hidden * bytes;
+  args.out = Global<char>(in.out) + first_token * in.hidden * ByteWidth(in.out_dtype);
   args.num_tokens = static_cast<int32_t>(left < turn ? left : turn);
   args.experts_per_token = static_cast<int32_t>(k);
   args.num_pairs = args.num_tokens * args.experts_per_token;

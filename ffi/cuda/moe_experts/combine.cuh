@@ -26,7 +26,7 @@ inline int64_t MoeCombineCtas(const MoeArgs& args) {
   return CeilDiv(threads, kMoeCombineThreads);
 }
 
-template <typename T>
+template <typename T>  // of out
 JAX_PAGED_DEVICE void MoeCombineThread(const MoeArgs& args) {
   const int32_t quads = args.hidden / kMoeCombineColumns;
   const int64_t thread = int64_t{prim::BlockIndex()} * kMoeCombineThreads + prim::ThreadIndex();

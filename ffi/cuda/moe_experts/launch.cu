@@ -55,8 +55,10 @@ struct LaunchTurn {
       if (error == cudaSuccess) error = Products<T, W>();
       if (error != cudaSuccess) return error;
     }
+    const bool is_wide = params.out_dtype == Dtype::kFloat32;
     const unsigned ctas = static_cast<unsigned>(MoeCombineCtas(args));
-    MoeCombineKernel<T><<<ctas, kMoeCombineThreads, /*smem=*/0, stream>>>(args);
+    const auto combine = is_wide ? MoeCombineKernel<float> : MoeCombineKernel<T>;
+    combine<<<ctas, kMoeCombineThreads, /*smem=*/0, stream>>>(args);
     return cudaGetLastError();
   }
 
