@@ -26,7 +26,8 @@ if (0, 10) <= jax.__version_info__ < (0, 11):
 # The files that take longest begin, so that two workers end together (pytest-xdist would begin with
 # the files of most tests, and end with one worker waiting for a minute).
 SLOW_FILES = [
-    "sharding", "public_grids", "state_machine", "draft_model", "kv_dtype", "cli", "engine",
+    "sharding", "sharding_weights", "sharding_reads", "public_grids", "state_machine",
+    "draft_model", "kv_dtype", "cli", "engine",
     "attention_options", "draft_trees", "speculate", "cache_scenarios", "decoder", "generate",
     "bench_serve", "build", "tsan", "groups", "groups_random", "concurrency", "interrupt",
     "cascade", "transfer_between", "docs",

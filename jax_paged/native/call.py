@@ -5,6 +5,7 @@ Both modules register the same target names, `_cpu` for "cpu" and `_cuda` for "C
 `ffi_call` serves both and XLA picks the handler at lowering.
 """
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,19 +16,7 @@ from jax.interpreters import mlir
 
 from jax_paged.checks import STAND_INS, Implementation
 from jax_paged.native import load
-from jax_paged.native.sharding import HeadAxes, over_heads
-
-# Targets whose reference XLA knows to split over devices in any way: in a program for several
-# devices that is the implementation.
-_SPLIT_BY_XLA = frozenset(
-    {
-        "jax_paged.linear.v1",
-        "jax_paged.lora.v1",
-        "jax_paged.moe_experts.v1",
-        "jax_paged.scatter_rows.v1",
-        "jax_paged.zero_pool.v1",
-    }
-)
+from jax_paged.native.sharding import Split, over_devices
 
 # A primitive that can be traced anywhere and raises when it is lowered. It stands in the branch of
 # a platform that cannot run, so that only programs which really are for that platform fail.
@@ -47,30 +36,6 @@ def _unavailable_lowering(ctx, *_, message, **__):
 mlir.register_lowering(_unavailable_p, _unavailable_lowering)
 
 
-# Only when a program is lowered it is known for how many devices it is.
-_by_devices_p = Primitive("jax_paged_by_devices")
-_by_devices_p.multiple_results = True
-
-
-@_by_devices_p.def_impl
-def _by_devices_impl(*operands, **params):
-    return jax.jit(lambda *operands: _by_devices_p.bind(*operands, **params))(*operands)
-
-
-@_by_devices_p.def_abstract_eval
-def _by_devices_abstract(*_, results, **__):
-    return [jax.typeof(r) for r in results]
-
-
-def _by_devices_lowering(ctx, *operands, alone, split, results):
-    num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-    chosen = alone if num_devices == 1 else split  # None: inside shard_map
-    return mlir.lower_fun(lambda *x: tuple(chosen(*x)), multiple_results=True)(ctx, *operands)
-
-
-mlir.register_lowering(_by_devices_p, _by_devices_lowering)
-
-
 def register_stand_in(name: str, call: Callable[..., Sequence[jax.Array]]) -> None:
     """Adds another way to run the targets, which tests bring: emulated CUDA kernels.
 
@@ -86,10 +51,10 @@ def ffi_call(
     operands: Sequence[jax.Array],
     attributes: dict[str, Any] | Callable[[dict[str, jax.Array]], dict[str, Any]],
     *,
-    heads: HeadAxes,
+    split: Split,
     only_shapes: Collection[str] = (),
     aliases: dict[int, int] | None = None,
-    cuda_workspace_words: int = 0,
+    cuda_workspace_words: int | Callable[[dict[str, jax.Array]], int] = 0,
     implementation: Implementation,
     reference: Callable[..., Sequence[jax.Array]],
 ) -> Sequence[jax.Array]:
@@ -98,52 +63,52 @@ def ffi_call(
     implementation="native" fails on other platforms instead; "reference" never calls `target`. The
     results have the types of the reference's, inside shard_map with the mesh axes they vary over.
     The CUDA handler gets cuda_workspace_words i32 as one more result, if any: memory to work in.
-    Where the heads are split over devices, each device calls for its own (`sharding.over_heads`).
-    Attributes may be a function of the operands of one device, by name. `only_shapes` names those
-    that are there for it alone: neither the target nor the reference gets them.
+    Over several devices each one calls for its own part (`sharding.over_devices`). Attributes and
+    cuda_workspace_words may be functions of the operands of one device, by name. Those of
+    `only_shapes` are there for their shapes: the target does not get them. Where the split sums
+    parts, the reference takes out_dtype, which is f32 for a part.
     """
     if implementation == "reference":
-        named = zip(heads.operands, operands, strict=True)
-        return reference(*(x for name, x in named if name not in only_shapes))
+        return reference(*split.arranged(operands, {}))
 
     stand_in = STAND_INS.get(implementation)
+    sent = [name for name in split.operands if name not in only_shapes]
 
-    def call(*operands):
-        named = dict(zip(heads.operands, operands, strict=True))
+    def call(*operands, partial=False):
+        named = dict(zip(split.operands, operands, strict=True))
         own = attributes(named) if callable(attributes) else attributes
-        sent = {name: x for name, x in named.items() if name not in only_shapes}
-        operands = tuple(sent.values())
-        if stand_in is not None:
-            results = jax.eval_shape(reference, *operands)
-            return stand_in(target, sent, own, results, aliases, cuda_workspace_words)
-        return _local_call(
-            target, operands, own, aliases, cuda_workspace_words, implementation, reference
+        words = cuda_workspace_words
+        words = words(named) if callable(words) else words
+        own_reference = (
+            functools.partial(reference, out_dtype=jnp.float32) if partial else reference
         )
+        if stand_in is not None:
+            results = jax.eval_shape(own_reference, *operands)
+            by_name = {name: named[name] for name in sent}
+            return stand_in(target, by_name, own, results, aliases, words)
+        return _local_call(target, named, sent, own, aliases, words, implementation, own_reference)
 
-    if implementation is None and target in _SPLIT_BY_XLA and jax.device_count() > 1:
-        results = tuple(jax.eval_shape(reference, *operands))
-        return _by_devices_p.bind(*operands, alone=call, split=reference, results=results)
-    return over_heads(target, call, heads, operands)
+    return over_devices(target, call, split, operands)
 
 
-def _local_call(
-    target, operands, attributes, aliases, cuda_workspace_words, implementation, reference
-):
+def _local_call(target, named, sent, attributes, aliases, words, implementation, reference):
     """`ffi_call` for the operands of one device."""
     reference = jax.jit(reference)  # traced once for the types and the branch, not each time
+    operands = tuple(named.values())
 
     def workspace_like(result):  # varies over the mesh axes that the result varies over
-        return jnp.broadcast_to(jnp.any(result).astype(jnp.int32), (cuda_workspace_words,))
+        return jnp.broadcast_to(jnp.any(result).astype(jnp.int32), (words,))
 
     results = jax.eval_shape(reference, *operands)
     workspace = ()
-    if cuda_workspace_words:
+    if words:
         workspace = (jax.eval_shape(lambda *x: workspace_like(reference(*x)[0]), *operands),)
 
     def native(workspace):
         def branch(*operands):
+            given = dict(zip(named, operands, strict=True))
             call = jax.ffi.ffi_call(target, [*results, *workspace], input_output_aliases=aliases)
-            return tuple(call(*operands, **attributes))[: len(results)]
+            return tuple(call(*(given[name] for name in sent), **attributes))[: len(results)]
 
         return branch
 

@@ -32,9 +32,9 @@ from jax_paged.checks import (
     is_per_token,
     other_layout,
 )
-from jax_paged.layout import Layout, PagesShape, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.layout import Layout, PagesShape, is_stacked, pages_shape
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import KV_HEADS, PAGES, Split, at_heads, pools_at_heads
 from jax_paged.ops import options, reference
 from jax_paged.ops.options import Arrays, Call, Static, documented
 from jax_paged.ops.plan import AttentionPlan, facts_of, plan_words, words_of
@@ -467,10 +467,10 @@ def _pages(known: Mapping[str, Any], arrays: Arrays) -> PagesShape:
     return PagesShape(layers[0] if layers else None, num_pages, 1, page_size, known["v_head_dim"])
 
 
-def _call(static: Static, arrays: Arrays):
-    known = dict(static)
+def _words(known: Mapping[str, Any], arrays: Arrays) -> int:
+    """The same of a call on one device."""
     pages, q, page_table = _pages(known, arrays), arrays["q"], arrays["page_table"]
-    words = _cuda_workspace_words(
+    return _cuda_workspace_words(
         max_seqs=page_table.shape[0],
         num_kv_heads=pages.num_kv_heads,
         group_size=q.shape[1] // pages.num_kv_heads,
@@ -482,17 +482,22 @@ def _call(static: Static, arrays: Arrays):
         unit_rows=_latent_unit_rows(q) if "kv_pages" in arrays else 16,
         has_plan="plan" in arrays,
     )
-    axes = dict.fromkeys(arrays) | options.heads_axes(arrays) | {"q": 1}
-    for pool in ("k", "v"):
-        if f"{pool}_pages" in arrays:
-            axes[f"{pool}_pages"] = kv_heads_axis(arrays[f"{pool}_pages"], known["layout"], pool)
+
+
+def _call(static: Static, arrays: Arrays):
+    known = dict(static)
+    counts_heads: dict[str, int | None] = {"q": 1}
+    if "kv_pages" not in arrays:  # latent rows and their scale have no heads
+        counts_heads |= options.heads_axes(arrays)
+    axes = {name: at_heads(x, counts_heads.get(name)) for name, x in arrays.items()}
+    axes |= pools_at_heads(arrays, known.get("layout"))
     return tuple(
         ffi_call(
             TARGET,
             list(arrays.values()),
             {"operands": ",".join(arrays), **options.attributes(known)},
-            heads=HeadAxes(axes, results=(1, 1)),
-            cuda_workspace_words=words,
+            split=Split(axes, (f"- {KV_HEADS} -", f"- {KV_HEADS}"), fixed=PAGES),
+            cuda_workspace_words=functools.partial(_words, known),
             implementation=known.get("implementation"),
             reference=_reference_by_place(
                 tuple(x for x in static if x[0] != "implementation"), tuple(arrays)

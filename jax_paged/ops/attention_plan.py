@@ -12,9 +12,9 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from jax_paged.checks import Implementation, check_array, expect
-from jax_paged.layout import Layout, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.layout import Layout, is_stacked, pages_shape
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import PAGES, Split, at_heads, pools_at_heads
 from jax_paged.ops import options
 from jax_paged.ops.attention import check_call
 from jax_paged.ops.options import Arrays, Static, documented
@@ -123,7 +123,7 @@ def words_of_call(static: Static, arrays: Mapping[str, Any]) -> jax.Array:
         TARGET,
         list(values.values()),
         _texts(known, told | _results(told["q"], v_dim), values),
-        heads=HeadAxes(dict.fromkeys(values), results=(None,)),
+        split=Split({name: at_heads(x, None) for name, x in values.items()}, results=("-",)),
         implementation=known.get("implementation"),
         reference=functools.partial(_zeros, _num_words(arrays)),
     )
@@ -181,15 +181,13 @@ def _zeros(words: int, seq_lens: jax.Array, *_):
 
 def _call(static: Static, shapes: tuple[Any, ...], operands: Arrays) -> jax.Array:
     known = dict(static)
-    axes: dict[str, int | None] = dict.fromkeys(operands)
-    for pool in ("k", "v"):
-        name = f"{pool}_pages"
-        axes[name] = kv_heads_axis(operands[name], known["layout"], pool)
+    axes = {name: at_heads(x, None) for name, x in operands.items()}
+    axes |= pools_at_heads(operands, known["layout"])
     (plan,) = ffi_call(
         TARGET,
         list(operands.values()),
         functools.partial(_attributes, static, shapes),
-        heads=HeadAxes(axes, results=(None,)),
+        split=Split(axes, results=("-",), fixed=PAGES),
         only_shapes=_POOLS,
         implementation=known.get("implementation"),
         reference=functools.partial(_zeros, _num_words(operands)),

@@ -25,7 +25,7 @@ from jax_paged.checks import (
     expect,
 )
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import WHOLE, Split
 from jax_paged.ops.reference import QMAX, quantize
 
 TARGET = "jax_paged.linear.v1"
@@ -46,8 +46,8 @@ def linear(
       weight: [out, in] as published; dtype of x, or int8 or f8e4m3fn (see `quantize_weight`).
       weight_scale: f32[out], of such 8-bit weights and of no others.
       out_dtype: bf16, f16 or f32; None = that of x. The sum is rounded once.
-      implementation: None = native on CPU, XLA's product elsewhere and in programs over several
-        devices (which XLA can split it over); "native"; "reference" = XLA's.
+      implementation: None = native on CPU, XLA's product elsewhere; "native"; "reference" = XLA's,
+        also of how a program over several devices splits it.
 
     Returns:
       [tokens, out] in out_dtype. On CPU its bits do not depend on the number of threads.
@@ -59,6 +59,10 @@ def linear(
     Differentiable by reverse mode (the backward pass is XLA's products), not in int8 weights; a
     gradient of f8e4m3fn weights is rounded to their dtype. vmap folds a batch of x into tokens
     where the weight is shared, and else runs one call after another.
+
+    Over several devices the weight decides, and is never moved. Split by out, each device has its
+    own outputs. Split by in, each one sums its own part of the depth (on CPU a multiple of 8), and
+    one all-reduce adds the parts up in f32. Tokens may be split along other mesh axes.
 
     >>> import jax.numpy as jnp
     >>> print(linear(jnp.ones((2, 8)), 3 * jnp.ones((1, 8)))[:, 0])
@@ -153,18 +157,22 @@ def contract(out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array | None
     return (sums * scale[None, :]).astype(out_dtype)
 
 
+def _split(scale: jax.Array) -> Split:
+    axes = {"x": "tokens in", "weight": "out in", "weight_scale": "out" if scale.size else WHOLE}
+    return Split(axes, results=("tokens out",), fixed=("weight",), summed=("in",))
+
+
 @functools.cache
 def _batched(dtype: jnp.dtype, implementation: Implementation):
     @custom_vmap
     def call(x, weight, scale):
-        names = ("x", "weight", "weight_scale")
         (out,) = ffi_call(
             TARGET,
             (x, weight, scale),
             {},
-            heads=HeadAxes(dict.fromkeys(names), results=(None,)),
+            split=_split(scale),
             implementation=implementation,
-            reference=lambda *operands: (contract(dtype, *operands),),
+            reference=lambda *operands, out_dtype=dtype: (contract(out_dtype, *operands),),
         )
         return out
 

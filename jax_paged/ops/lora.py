@@ -23,11 +23,11 @@ from jax_paged.checks import (
     expect,
 )
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import WHOLE, Split
 
 TARGET = "jax_paged.lora.v1"
+_HINT = "b may be split by its outputs where they are one part; "
 _LEAST_BLOCK, _MOST_BLOCKS = 8, 64  # of the reference: tokens of a block, blocks of an adapter
-_OPERANDS = ("x", "a", "b", "adapters", "base")
 
 
 def lora(
@@ -53,8 +53,7 @@ def lora(
         of its base, and nothing is read for it.
       base: [tokens, out], dtype of x; None = zeros.
       part_sizes: outputs of each part, at least 1, in their order; None = one part. Static.
-      implementation: None = native on CPU, reference elsewhere and in a program over several
-        devices; "native"; "reference".
+      implementation: None = native on CPU, reference elsewhere; "native"; "reference".
 
     Returns:
       [tokens, out] in x's dtype. Products are summed in f32, a · x is rounded to x's dtype, and the
@@ -67,6 +66,9 @@ def lora(
 
     Differentiable by reverse mode in x, a, b and base (the backward pass is XLA's products). vmap
     runs one call after another.
+
+    Over several devices tokens may be split; and outputs (`b` and `base`), where they are one part.
+    x and `a` are whole on each device.
 
     >>> import jax.numpy as jnp
     >>> x, a, b = jnp.ones((3, 8)), jnp.ones((2, 8, 8)), jnp.ones((2, 4, 8))
@@ -129,14 +131,23 @@ _differentiable.defvjp(_forward, _backward)
 @functools.cache
 def _batched(part_sizes: tuple[int, ...], implementation: Implementation):
     reference = functools.partial(_reference, part_sizes)
+    is_one_part = len(part_sizes) == 1
+    rows = "out" if is_one_part else WHOLE
+    axes = {"x": "tokens -", "a": "- - -", "b": f"- {rows} -", "adapters": "tokens"}
+    result = f"tokens {rows}"
+    split = Split(axes | {"base": result}, (result,), fixed=("a", "b"), hint=_HINT)
+
+    def attributes(operands):
+        sizes = operands["b"].shape[1:2] if is_one_part else part_sizes
+        return {"part_sizes": np.asarray(sizes, np.int64)}
 
     @sequential_vmap
     def call(*operands):
         (out,) = ffi_call(
             TARGET,
             operands,
-            {"part_sizes": np.asarray(part_sizes, np.int64)},
-            heads=HeadAxes(dict.fromkeys(_OPERANDS), results=(None,)),
+            attributes,
+            split=split,
             aliases={4: 0},
             implementation=implementation,
             reference=lambda *operands: (reference(*operands),),

@@ -16,11 +16,12 @@ from jax_paged.checks import (
     check_shape,
 )
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import Split
 from jax_paged.ops import reference
 
 TARGET = "jax_paged.merge_attention_states.v1"
-_HEADS = HeadAxes({"out_a": 1, "lse_a": 1, "out_b": 1, "lse_b": 1}, results=(1, 1))
+_OUT, _LSE = "tokens heads -", "tokens heads"
+_SPLIT = Split({"out_a": _OUT, "lse_a": _LSE, "out_b": _OUT, "lse_b": _LSE}, results=(_OUT, _LSE))
 
 
 def merge_attention_states(
@@ -82,7 +83,7 @@ def merge_attention_states(
 def _call(implementation: Implementation, *operands):
     return tuple(
         ffi_call(
-            TARGET, operands, {}, heads=_HEADS, implementation=implementation,
+            TARGET, operands, {}, split=_SPLIT, implementation=implementation,
             reference=reference.merge_attention_states,
         )
     )  # fmt: skip

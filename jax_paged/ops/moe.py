@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jax_paged.checks import (
     Implementation,
     as_index,
+    check_array,
     check_float,
     check_implementation,
     check_shape,
@@ -23,7 +25,7 @@ from jax_paged.checks import (
     expect,
 )
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes, refuse_split
+from jax_paged.native.sharding import WHOLE, Split
 from jax_paged.ops.activations import Activation, check_activation, gated_product
 from jax_paged.ops.linear import contract
 
@@ -31,22 +33,24 @@ TARGET = "jax_paged.moe_experts.v1"
 _LARGEST_BLOCK = 64
 _OPTIONS = ("gate_up_scale", "down_scale", "gate_up_bias", "down_bias", "limit")
 _OPERANDS = ("x", "gate_up", "down", "experts", "weights", *_OPTIONS)
+_HINT = "gate_up may be [experts, 2, inner, hidden], whose inner axis splits like that of down; "
 
 
 def moe_experts(
     x: Float[Array, "tokens hidden"],
-    gate_up: Float[Array, "experts two_inner hidden"] | Int8[Array, "experts two_inner hidden"],
+    gate_up: Float[Array, "experts *two_inner hidden"] | Int8[Array, "experts *two_inner hidden"],
     down: Float[Array, "experts hidden inner"] | Int8[Array, "experts hidden inner"],
     experts: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
     *,
-    gate_up_scale: Float[Array, "experts two_inner"] | None = None,
+    gate_up_scale: Float[Array, "experts *two_inner"] | None = None,
     down_scale: Float[Array, "experts hidden"] | None = None,
-    gate_up_bias: Float[Array, "experts two_inner"] | None = None,
+    gate_up_bias: Float[Array, "experts *two_inner"] | None = None,
     down_bias: Float[Array, "experts hidden"] | None = None,
     activation: Activation = "silu",
     limit: Float[Array, ""] | float | None = None,
     live: Bool[Array, "tokens"] | None = None,
+    out_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens hidden"]:
     """Adds up each token's experts.
@@ -57,6 +61,8 @@ def moe_experts(
     Args:
       x: [tokens, hidden], bf16, f16 or f32.
       gate_up: [num_experts, 2 · inner, hidden], gate rows first; dtype of x, or int8 or f8e4m3fn.
+        The same as [num_experts, 2, inner, hidden], with its scale and bias alike, may be split by
+        inner over devices.
       down: [num_experts, hidden, inner]; dtype of gate_up.
       experts: integers [tokens, k]. One outside [0, num_experts) adds nothing and reads nothing.
       weights: [tokens, k], cast to f32.
@@ -70,23 +76,27 @@ def moe_experts(
         most limit and u an up cut to [-limit, limit].
       limit: scalar above 0, of "swiglu_oai", which needs it, and of no other; may be traced.
       live: tokens that count; the others get 0 and no expert is read for them. None = all.
-      implementation: None = native on CPU and CUDA, reference elsewhere and in a program over
-        several devices, which may split tokens or inner sizes; "native"; "reference".
+      out_dtype: that of x, or f32, e.g. of parts that are to be added up; None = that of x.
+      implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
 
     Returns:
-      [tokens, hidden] in x's dtype. Products are summed in f32; a scale multiplies the sum, then a
+      [tokens, hidden] in out_dtype. Products are summed in f32; a scale multiplies the sum, then a
       bias is added to it. From there h is computed in f32 and rounded to x's dtype once. What down
       gives stays in f32, and a token's experts are summed in f32 in the order of j.
 
     Raises:
       ValueError: an argument's shape or dtype is wrong; there is no such activation, or it has no
-        such limit; a program over several devices splits the experts by expert, which XLA would
-        gather whole (this comes inside XLA's own error).
+        such limit.
       NotImplementedError: the native kernel does not take these sizes (multiples of 8).
       On CUDA the call fails with more than 8192 experts.
 
     Differentiable by implementation="reference", in biases and limit too. vmap runs one call after
     another.
+
+    Over several devices the experts decide, and are never moved. Split by expert, each device runs
+    those that it has. Split by inner (a multiple of 8 on each device), each one runs its part of
+    every expert. One all-reduce adds the parts up in f32. Both may be at once, along other mesh
+    axes, and so may a split of tokens. Another split of experts is refused.
 
     >>> import jax.numpy as jnp
     >>> x, gate_up, down = jnp.ones((1, 8)), jnp.ones((2, 16, 8)), jnp.ones((2, 8, 8))
@@ -100,20 +110,24 @@ def moe_experts(
     sizes = (None, x.shape[1], None)
     check_weight("down", down, down_scale, x.dtype, "experts hidden inner", sizes)
     num_experts, hidden, inner = down.shape
-    sizes = (num_experts, 2 * inner, hidden)
-    check_weight("gate_up", gate_up, gate_up_scale, x.dtype, "experts 2·inner hidden", sizes)
+    check_array("gate_up", gate_up)
+    rows, names = ((2, inner), "2 inner") if gate_up.ndim == 4 else ((2 * inner,), "2·inner")
+    sizes = (num_experts, *rows, hidden)
+    check_weight("gate_up", gate_up, gate_up_scale, x.dtype, f"experts {names} hidden", sizes)
     expect(gate_up.dtype == down.dtype, "down", f"dtype {gate_up.dtype.name}", down.dtype.name)
     experts = as_index("experts", experts)
     check_shape("experts", experts, "tokens k", (x.shape[0], None))
     check_shape("weights", weights, "tokens k", tuple(experts.shape))
-    for name, bias, outputs in (
-        ("gate_up_bias", gate_up_bias, 2 * inner), ("down_bias", down_bias, hidden),
+    for name, bias, axes, outputs in (
+        ("gate_up_bias", gate_up_bias, names, rows), ("down_bias", down_bias, "hidden", (hidden,)),
     ):  # fmt: skip
         if bias is not None:
             allowed = tuple(dict.fromkeys((x.dtype, jnp.dtype(jnp.float32))))
             text = "dtype " + " or ".join(dtype.name for dtype in allowed)
             expect(bias.dtype in allowed, name, text, bias.dtype.name)
-            check_shape(name, bias, "experts outputs", (num_experts, outputs))
+            check_shape(name, bias, f"experts {axes}", (num_experts, *outputs))
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    expect(dtype in (x.dtype, jnp.float32), "out_dtype", f"{x.dtype.name} or float32", dtype.name)
     limit = check_activation(activation, limit)
     if implementation != "reference" and (hidden % 8 or inner % 8):
         raise NotImplementedError(
@@ -125,47 +139,79 @@ def moe_experts(
         check_shape("live", live, "tokens", (x.shape[0],))
     options = (gate_up_scale, down_scale, gate_up_bias, down_bias, limit)
     arrays = (x, gate_up, down, experts, weights)
-    return _moe_experts(implementation, activation, *arrays, *options, live)
+    return _moe_experts(implementation, activation, dtype, *arrays, *options, live)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _moe_experts(implementation, activation, x, gate_up, down, experts, weights, *rest):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _moe_experts(implementation, activation, dtype, x, gate_up, down, experts, weights, *rest):
     *options, live = rest
     if 0 in experts.shape:
-        return jnp.zeros_like(x)
+        return jnp.zeros_like(x, dtype)
     if live is not None:
         experts = jnp.where(live[:, None], experts, jnp.int32(-1))
     options = (jnp.zeros(0, jnp.float32) if option is None else option for option in options)
     operands = (x, gate_up, down, experts, weights.astype(jnp.float32), *options)
-    return _batched(implementation, activation)(*operands)
+    return _batched(implementation, activation, dtype)(*operands)
 
 
 @functools.cache
-def _batched(implementation: Implementation, activation: Activation):
-    reference = functools.partial(_reference, activation=activation)
-
-    def results(*operands):
-        return (reference(*operands),)
+def _batched(implementation: Implementation, activation: Activation, dtype: jnp.dtype):
+    def reference(*operands, out_dtype=dtype):
+        return (_reference(*operands, activation=activation, out_dtype=out_dtype),)
 
     @sequential_vmap
     def call(*operands):
-        if implementation is None and jax.device_count() > 1:
-            operands = _with_whole_experts(*operands)
-        x, _, down, experts, *_ = operands
         (out,) = ffi_call(
             TARGET,
             operands,
             {"activation": activation},
-            heads=HeadAxes(dict.fromkeys(_OPERANDS), results=(None,)),
-            cuda_workspace_words=_cuda_workspace_words(
-                *experts.shape, *down.shape, itemsize=x.dtype.itemsize
-            ),
+            split=_split(*operands),
+            cuda_workspace_words=_words,
             implementation=implementation,
-            reference=results,
+            reference=reference,
         )
         return out
 
-    return reference if implementation == "reference" else call
+    return (lambda *x: reference(*_own(x, {}))[0]) if implementation == "reference" else call
+
+
+def _split(x, gate_up, down, experts, weights, *options) -> Split:
+    rows, inner = ("- inner", "inner") if gate_up.ndim == 4 else (WHOLE, WHOLE)
+    axes = {
+        "x": "tokens -", "gate_up": f"experts {rows} -", "down": f"experts - {inner}",
+        "experts": "tokens -", "weights": "tokens -",
+        "gate_up_scale": f"experts {rows}", "down_scale": "experts -",
+        "gate_up_bias": f"experts {rows}", "down_bias": "experts -", "limit": "",
+    }  # fmt: skip
+    axes |= {name: WHOLE for name, x in zip(_OPTIONS, options, strict=True) if x.shape == (0,)}
+    return Split(
+        axes,
+        results=("tokens -",),
+        fixed=("gate_up", "down"),
+        summed=("experts", "inner"),
+        arrange=_own,
+        hint=_HINT,
+    )
+
+
+def _own(operands, places):
+    """The operands of one device: the rows of gate_up on one axis, experts by its own ids."""
+    own = dict(zip(_OPERANDS, operands, strict=True))
+    if own["gate_up"].ndim == 4:
+        for name in ("gate_up", "gate_up_scale", "gate_up_bias"):
+            x = own[name]
+            own[name] = x.reshape(x.shape[0], -1, *x.shape[3:]) if x.ndim > 1 else x
+    if "experts" in places:
+        own["experts"] -= places["experts"].index * own["down"].shape[0]
+    if "inner" in places:  # the bias is no part of the sum over inner
+        is_first, bias = places["inner"].index == 0, own["down_bias"]
+        own["down_bias"] = jnp.where(is_first, bias, jnp.zeros_like(bias))
+    return tuple(own.values())
+
+
+def _words(operands) -> int:
+    x, down, experts = (operands[name] for name in ("x", "down", "experts"))
+    return _cuda_workspace_words(*experts.shape, *down.shape, itemsize=x.dtype.itemsize)
 
 
 def _cuda_workspace_words(
@@ -180,15 +226,6 @@ def _cuda_workspace_words(
     pairs = max(1, min(tokens, turn_pairs // k)) * k
     plan = 4 + 4 * (min(pairs, num_experts) + pairs // least_tile) + -(-pairs // 4) * 4
     return plan + pairs * inner * itemsize // 4 + pairs * hidden
-
-
-def _with_whole_experts(x, gate_up, down, *rest):
-    """The operands, of which XLA would gather experts that are split by expert."""
-    gate_up, down = (
-        refuse_split(weight, TARGET, name, 0, "all experts")
-        for name, weight in (("gate_up", gate_up), ("down", down))
-    )
-    return x, gate_up, down, *rest
 
 
 def _block_size(num_pairs: int, num_experts: int) -> int:
@@ -213,7 +250,7 @@ def _gated_mlp(x, gate_up, down, options, activation):
 
 def _reference(
     x, gate_up, down, experts, weights, *options: Any, activation: Activation = "silu",
-    block_size: int | None = None,
+    block_size: int | None = None, out_dtype: DTypeLike | None = None,
 ):  # fmt: skip
     """A loop over blocks of at most block_size pairs (token, expert) of one expert.
 
@@ -237,6 +274,9 @@ def _reference(
     last_blocks = jnp.cumsum(blocks, dtype=jnp.int32)
     first_blocks = last_blocks - blocks
     sorted_tokens = jnp.pad(order // k, (0, size))
+    # 0, which in shard_map varies over the mesh axes that any of the operands varies over
+    operands = (x, gate_up, down, experts, weights, *options)
+    nothing = sum(jnp.sum(a.ravel()[:0], dtype=jnp.float32) for a in operands)
 
     def run_block(block):
         expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
@@ -247,7 +287,7 @@ def _reference(
 
     @jax.checkpoint  # else a gradient keeps each block's copy of its expert
     def step(block):
-        none = jnp.zeros((size, hidden), jnp.float32)
+        none = jnp.broadcast_to(nothing, (size, hidden))
         return jax.lax.cond(block < last_blocks[-1], run_block, lambda _: none, block)
 
     most_blocks = (num_pairs + (size - 1) * min(num_pairs, num_experts)) // size
@@ -257,4 +297,4 @@ def _reference(
     row = first_blocks[own] * size + rank - starts[own]  # a short block ends with rows of no pair
     out = block_out.reshape(-1, hidden)[row].reshape(tokens, k, hidden)
     out = jnp.where(is_expert[:, :, None], out * weights[:, :, None], jnp.float32(0)).sum(axis=1)
-    return out.astype(x.dtype)
+    return out.astype(x.dtype if out_dtype is None else out_dtype)

@@ -30,9 +30,9 @@ from jax_paged.checks import (
     is_eight_bit,
     is_per_token,
 )
-from jax_paged.layout import POOLS, Layout, is_stacked, kv_heads_axis, pages_shape
+from jax_paged.layout import POOLS, Layout, is_stacked, pages_shape
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import KV_HEADS, PAGES, Split, at_heads, pools_at_heads
 from jax_paged.ops import reference
 from jax_paged.ops.write import (
     check_written_scales,
@@ -164,7 +164,7 @@ def _qkv(spec: QkvSpec, qkv, k_pages, v_pages, positions, slot_mapping, cos, sin
     return _qkv_native(spec)(*operands)
 
 
-def _qkv_head_axes(spec: QkvSpec, k_pages, v_pages) -> HeadAxes:
+def _qkv_split(spec: QkvSpec, qkv, k_pages, v_pages, *rest) -> Split:
     k_shape, v_shape = (
         pages_shape(x, spec.layout, pool) for x, pool in zip((k_pages, v_pages), POOLS, strict=True)
     )
@@ -174,8 +174,11 @@ def _qkv_head_axes(spec: QkvSpec, k_pages, v_pages) -> HeadAxes:
         v_shape.num_kv_heads * v_shape.head_dim,
     )  # columns of qkv
 
-    def take_own(operands, index, count):
+    def arrange(operands, places):
+        if KV_HEADS not in places:
+            return operands
         qkv, *rest = operands
+        index, count = places[KV_HEADS]
         begins = (0, kinds[0], kinds[0] + kinds[1])
         own = [
             jax.lax.dynamic_slice_in_dim(qkv, begin + index * (width // count), width // count, 1)
@@ -183,13 +186,11 @@ def _qkv_head_axes(spec: QkvSpec, k_pages, v_pages) -> HeadAxes:
         ]
         return jnp.concatenate(own, axis=1), *rest
 
-    of_pools = (
-        kv_heads_axis(k_pages, spec.layout, "k"), kv_heads_axis(v_pages, spec.layout, "v")
-    )  # fmt: skip
-    of_operands = {"qkv": None, "k_pages": of_pools[0], "v_pages": of_pools[1]} | dict.fromkeys(
-        ("positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm", "layer")
-    )
-    return HeadAxes(of_operands, (1, *of_pools), take_own)
+    pools = pools_at_heads({"k_pages": k_pages, "v_pages": v_pages}, spec.layout)
+    names = ("positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm", "layer")
+    whole = {name: at_heads(x, None) for name, x in zip(names, rest, strict=True)}
+    axes = {"qkv": at_heads(qkv, None)} | pools | whole
+    return Split(axes, (f"- {KV_HEADS} -", *pools.values()), fixed=PAGES, arrange=arrange)
 
 
 def _local_spec(spec: QkvSpec, qkv, k_pages, v_pages) -> QkvSpec:
@@ -226,7 +227,7 @@ def _qkv_native(spec: QkvSpec):
                 TARGET,
                 operands,
                 attributes,
-                heads=_qkv_head_axes(spec, *operands[1:3]),
+                split=_qkv_split(spec, *operands),
                 aliases={1: 1, 2: 2},
                 cuda_workspace_words=cuda_workspace_words(operands[4].shape[0]),
                 implementation=spec.implementation,

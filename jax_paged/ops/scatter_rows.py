@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 
 from jax_paged.native import load
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import WHOLE, Split
 
 TARGET = "jax_paged.scatter_rows.v1"
 
@@ -23,8 +23,8 @@ def scatter_rows(pool: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Arr
     """pool[rows[i]] ← values[i], the pool's leading axes counted as one: those values[i] has not.
 
     rows is i32; one out of range is skipped, none may be named twice. In place where the pool is
-    donated. Without native code, on other platforms than CPU and in programs over several
-    devices it is XLA's scatter, which knows any split of the other axes.
+    donated. Without native code, and on other platforms than CPU, it is XLA's scatter. Over several
+    devices the axes of values but its first may be split: each device sets its part of the rows.
     """
     return _scatter_rows(pool, rows, values)
 
@@ -36,11 +36,14 @@ def _jvp(primals, tangents):
 
 @custom_vmap
 def _scatter_rows(pool, rows, values):
+    of_row = [f"axis_{i}" for i in range(pool.ndim - values.ndim + 1, pool.ndim)]
+    of_pool = " ".join([WHOLE] * (pool.ndim - len(of_row)) + of_row)
+    axes = {"pool": of_pool, "rows": WHOLE, "values": " ".join([WHOLE, *of_row])}
     (out,) = ffi_call(
         TARGET,
         (pool, rows, values),
         {},
-        heads=HeadAxes({"pool": None, "rows": None, "values": None}, results=(None,)),
+        split=Split(axes, results=(of_pool,), fixed=("pool",)),
         aliases={0: 0},
         implementation=None if TARGET in load.targets("_cpu") else "reference",
         reference=lambda *operands: (_scatter(*operands),),

@@ -30,9 +30,9 @@ from jax_paged.checks import (
     other_layout,
     shape_text,
 )
-from jax_paged.layout import Layout, is_stacked, kv_heads_axis
+from jax_paged.layout import Layout, is_stacked
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import PAGES, Split, at_heads, pools_at_heads
 from jax_paged.ops import reference
 
 TARGET = "jax_paged.write_kv.v1"
@@ -163,10 +163,10 @@ def kv_dtype(name: str, model_dtype: Any = None) -> jnp.dtype:
     return jnp.dtype(_KV_DTYPES[name])
 
 
-def _head_axes(k_pages, v_pages, layout: Layout) -> HeadAxes:
-    of_pools = (kv_heads_axis(k_pages, layout, "k"), kv_heads_axis(v_pages, layout, "v"))
-    of_operands = {"k_pages": of_pools[0], "v_pages": of_pools[1], "k": 1, "v": 1}
-    return HeadAxes(of_operands | {"slot_mapping": None, "layer": None}, results=of_pools)
+def _split(layout: Layout, k_pages, v_pages, k, v, *_) -> Split:
+    pools = pools_at_heads({"k_pages": k_pages, "v_pages": v_pages}, layout)
+    axes = pools | {"k": at_heads(k, 1), "v": at_heads(v, 1), "slot_mapping": "-", "layer": ""}
+    return Split(axes, results=tuple(pools.values()), fixed=PAGES)
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def native_write(layout: Layout, implementation: Implementation):
                 TARGET,
                 operands,
                 {"layout": layout},
-                heads=_head_axes(operands[0], operands[1], layout),
+                split=_split(layout, *operands),
                 aliases={0: 0, 1: 1},
                 cuda_workspace_words=cuda_workspace_words(operands[4].shape[0]),
                 implementation=implementation,

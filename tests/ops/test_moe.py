@@ -81,6 +81,33 @@ def test_8_bit_experts_match_a_float64_loop(
     check(case, implementation, kind=kind, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [None, jnp.int8])
+def test_sums_are_given_in_f32_before_they_are_rounded(dtype, kind, implementation):
+    case, scales = make_case(9, 4, 3, hidden=32, dtype=dtype), {}
+    if kind is not None:
+        case, scales, _ = quantized(kind, case)
+    run = functools.partial(moe_experts, *case, **scales, implementation=implementation)
+    wide = run(out_dtype=jnp.float32)
+    assert wide.dtype == jnp.float32
+    assert (wide != wide.astype(dtype).astype(jnp.float32)).any()
+    np.testing.assert_array_equal(wide.astype(dtype), run())
+
+
+@pytest.mark.parametrize("kind", [None, jnp.int8])
+def test_gate_and_up_may_stand_on_an_axis_of_their_own(kind, implementation):
+    case = make_case(9, 4, 3, hidden=32, dtype="bfloat16")
+    options, scales = make_options(case, "swiglu_oai", "float32"), {}
+    if kind is not None:
+        case, scales, _ = quantized(kind, case)
+    given = options | scales
+    expected = moe_experts(*case, **given, implementation=implementation)
+    case[1] = case[1].reshape(4, 2, -1, 32)
+    own = {name: given[name].reshape(4, 2, -1) for name in given if name.startswith("gate_up")}
+    out = moe_experts(*case, **given | own, implementation=implementation)
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("implementation", ["native", "reference"])
 @dtypes
 @kinds
@@ -306,7 +333,7 @@ def test_dense_layers_have_the_same_activations(activation, dtype):
         ({"limit": 7.0}, "limit: expected None beside activation='silu', got 7.0"),
         (
             {"gate_up_bias": jnp.zeros((4, 24), jnp.float32)},
-            r"gate_up_bias: expected shape \[experts=4, outputs=48\], got \[4, 24\]",
+            r"gate_up_bias: expected shape \[experts=4, 2·inner=48\], got \[4, 24\]",
         ),
         (
             {"down_bias": jnp.zeros((4, 16), jnp.float16)},
@@ -435,6 +462,10 @@ def test_bad_arguments_are_named():
         moe_experts(x, gate_up, down.astype(jnp.bfloat16), experts, weights)
     with pytest.raises(ValueError, match="experts"):
         moe_experts(x, gate_up, down, weights, weights)
+    with pytest.raises(ValueError, match=r"gate_up: expected shape \[experts=4, 2, inner=24, "):
+        moe_experts(x, gate_up.reshape(4, 3, 16, 16), down, experts, weights)
+    with pytest.raises(ValueError, match="out_dtype: expected bfloat16 or float32, got float16"):
+        moe_experts(*make_case(3, 4, 2, dtype="bfloat16"), out_dtype="float16")
     with pytest.raises(NotImplementedError, match="multiples of 8"):
         moe_experts(*make_case(3, 4, 2, inner=12))
 

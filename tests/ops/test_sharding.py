@@ -5,21 +5,21 @@ Each program below runs in a process of its own (this file as a script), because
 devices is fixed when JAX starts. More programs over several devices are in test_concurrency.py.
 """
 
+import collections
 import dataclasses
 import functools
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
-from children import on_devices
 from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import assert_same, check_in_a_process, collectives, place, run_chosen
 
 import jax_paged
 from jax_paged import (
@@ -35,11 +35,10 @@ from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.testing import small_config
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import HeadAxes
+from jax_paged.native.sharding import Split
 from jax_paged.testing import Case, is_in_place, make_batch
 
 DEVICES = 8
-TIMEOUT_S = 300
 STACKED = Case("stacked", 16, 8, 32, page_size=8, num_layers=2)
 FLAT_NHD = Case("flat_nhd", 8, 8, 16, page_size=4, layout="NHD")
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
@@ -101,11 +100,7 @@ STEPS = [
 
 
 def make_mesh(axis_type, shape=(DEVICES,), names=("tp",)):
-    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
-
-
-def place(mesh, operands, specs):
-    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
+    return meshes.make_mesh(shape, names, axis_type)
 
 
 def local_pool(pages):
@@ -115,16 +110,6 @@ def local_pool(pages):
 
 def addresses(pages):
     return {s.data.unsafe_buffer_pointer() for x in pages for s in x.addressable_shards}
-
-
-def collectives(compiled):
-    words = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-    return re.findall(words, compiled.as_text())
-
-
-def assert_same(results, expected):
-    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def assert_split_by_heads(function, step, operands, placed, expected):
@@ -279,49 +264,27 @@ def pools_split_otherwise_are_refused():
                 jax.jit(step).lower(*placed).compile()
 
 
-def an_op_without_heads_refuses_split_operands():
+def an_op_that_cannot_be_split_refuses_split_operands():
     x = jnp.zeros((DEVICES, 4), jnp.float32)
     call = functools.partial(
-        ffi_call, "jax_paged.none.v1", attributes={}, heads=HeadAxes({"x": None}, [None]),
+        ffi_call, "jax_paged.none.v1", attributes={}, split=Split({"x": "- -"}, ["- -"]),
         implementation=None, reference=lambda x: (x + x,),
     )  # fmt: skip
     placed = place(make_mesh(AxisType.Auto), [x], [P("tp")])
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"none\.v1: x: expected to be split"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"none\.v1: x: expected to be whole"):
         jax.jit(lambda x: call(operands=[x])).lower(*placed).compile()
 
 
 def a_program_on_one_of_the_devices_is_native():
     x, weight = jnp.ones((4, 16), jnp.float32), jnp.ones((DEVICES, 16), jnp.float32)
-    program = jax.jit(jax_paged.linear)
-    assert "jax_paged.linear" in program.lower(x, weight).compile().as_text()
-    split = place(make_mesh(AxisType.Auto), [x, weight], [P(), P("tp")])
-    text = program.lower(*split).compile().as_text()
-    assert "jax_paged.linear" not in text
-    assert "all-gather" not in text
-    assert_same(program(*split), program(x, weight))
-    last = [jax.device_put(a, jax.devices()[-1]) for a in (x, weight)]
-    assert program(*last).devices() == {jax.devices()[-1]}
-
-
-def experts_split_by_expert_are_refused():
-    key = jax.random.key(0)
-    gate_up = jax.random.normal(key, (DEVICES, 32, 16), jnp.float32)
-    down = jax.random.normal(key, (DEVICES, 16, 16), jnp.float32)
-    tokens = jnp.ones((8, 16), jnp.float32), jnp.arange(16).reshape(8, 2) % DEVICES
-    operands = tokens[0], gate_up, down, tokens[1], jnp.ones((8, 2), jnp.float32)
-    program = jax.jit(jax_paged.moe_experts)
-    expected = program(*operands)
-    assert "jax_paged.moe_experts" in program.lower(*operands).compile().as_text()
-    mesh = make_mesh(AxisType.Auto)
-    for specs in ([P("tp"), P(), P(), P("tp"), P("tp")], [P(), P(), P(None, None, "tp"), P(), P()]):
-        np.testing.assert_allclose(
-            program(*place(mesh, operands, specs)), expected, rtol=1e-4, atol=1e-3
-        )
-    for name, number in (("gate_up", 1), ("down", 2)):
-        specs = [P("tp") if i == number else P() for i in range(len(operands))]
-        message = rf"{name}: expected all experts whole on each device, got axis 0 split over 'tp'"
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            program.lower(*place(mesh, operands, specs)).compile()
+    expected = jax.jit(jax_paged.linear)(x, weight)
+    for device in (jax.devices()[0], jax.devices()[-1]):
+        placed = jax.device_put((x, weight), device)
+        compiled = jax.jit(jax_paged.linear).lower(*placed).compile()
+        assert meshes.targets(compiled) == ["jax_paged.linear.v1"]
+        out = compiled(*placed)
+        assert out.devices() == {device}
+        assert_same(out, expected)
 
 
 def axes_left_automatic_inside_shard_map_are_refused():
@@ -347,31 +310,81 @@ def the_older_partitioner_splits_by_heads_too():
     assert_split_by_heads(step, step, operands, placed, expected)
 
 
+BY_EXPERT = {"gate_up": P("tp"), "down": P("tp")}
+# gate_up then has two axes of rows, so that inner is one.
+BY_INNER = {"gate_up": P(None, None, "tp"), "down": P(None, None, "tp")}
+
+
+def split_model(model, mesh, of_experts):
+    by_name = {"qkv": P("tp"), "out": P(None, "tp")} | of_experts
+
+    def split(path, x):
+        name = next((y for key in path if (y := getattr(key, "key", None)) in by_name), None)
+        if name == "gate_up" and of_experts is BY_INNER:
+            x = x.reshape(x.shape[0], 2, -1, x.shape[2])
+        return jax.device_put(x, NamedSharding(mesh, by_name.get(name, P())))
+
+    graph, params = nnx.split(model)
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(split, params))
+
+
+def split_state(state, mesh):
+    k_pages, v_pages = place(mesh, (state.k_pages, state.v_pages), [P(None, None, "tp")] * 2)
+    return state.replace(k_pages=k_pages, v_pages=v_pages)
+
+
 def generate_runs_with_weights_and_pools_split():
-    config = small_config("qwen3_moe")  # two KV heads
+    config = small_config("qwen3_moe", moe_intermediate_size=32)  # two KV heads
     model = Decoder(config, random_source(config, seed=1))
     prompts = [[1, 2, 3], [5], list(range(20))]
     options = {"max_new_tokens": 12, "chunk": 4}
     state = create_state(model, num_pages=64, max_seqs=4, pages_per_seq=4)
     expected = generate(model, prompts, state=state, **options)
-    mesh = make_mesh(AxisType.Auto, (2,))
-    by_name = {"qkv": P("tp"), "out": P(None, "tp"), "gate_up": P(None, "tp"),
-               "down": P(None, None, "tp")}  # fmt: skip
-
-    def split(path, x):
-        names = [getattr(key, "key", None) for key in path]
-        spec = next((by_name[name] for name in names if name in by_name), P())
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    graph, params = nnx.split(model)
-    params = jax.tree_util.tree_map_with_path(split, params)
     state = expected.state
-    k_pages, v_pages = place(mesh, (state.k_pages, state.v_pages), [P(None, None, "tp")] * 2)
-    before = addresses((k_pages, v_pages))
-    state = state.replace(k_pages=k_pages, v_pages=v_pages)
-    generation = generate(nnx.merge(graph, params), prompts, state=state, **options)
-    assert generation.tokens == expected.tokens
-    assert addresses((generation.state.k_pages, generation.state.v_pages)) == before
+    mesh = make_mesh(AxisType.Auto, (2,))
+    for of_experts in (BY_EXPERT, BY_INNER):
+        state = split_state(state, mesh)
+        before = addresses((state.k_pages, state.v_pages))
+        own = split_model(model, mesh, of_experts)
+        generation = generate(own, prompts, state=state, **options)
+        assert generation.tokens == expected.tokens
+        state = generation.state
+        assert addresses((state.k_pages, state.v_pages)) == before
+
+
+def a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone():
+    config = small_config(
+        "qwen3_moe", num_attention_heads=16, num_key_value_heads=8, head_dim=16,
+        moe_intermediate_size=64, num_experts=16,
+    )  # fmt: skip
+    model = Decoder(config, random_source(config, seed=1))
+    mesh = make_mesh(AxisType.Auto)
+
+    def step(params, state, rows, tokens):
+        table, _ = state.table.reserve(rows, 1)
+        table, batch, _ = table.step(rows, 1, num_tokens=len(rows))
+        return nnx.merge(graph, params)(tokens, batch, state.replace(table=table))
+
+    rows = jnp.arange(4, dtype=jnp.int32)
+    for of_experts in (BY_EXPERT, BY_INNER):
+        state = create_state(model, num_pages=64, max_seqs=4, pages_per_seq=4)
+        state = split_state(state, mesh)
+        graph, params = nnx.split(split_model(model, mesh, of_experts))
+        program = jax.jit(step, donate_argnums=1)
+        compiled = program.lower(params, state, rows, rows).compile()
+        found = collections.Counter(collectives(compiled))
+        layers = config.num_layers
+        assert found == {"all-reduce": 2 * layers, "all-gather": layers}
+        width = (16 + 2 * 8) * 16  # of qkv
+        assert len(re.findall(rf"f32\[4,{width}\]\S* all-gather\(", compiled.as_text())) == layers
+        counts = collections.Counter(meshes.targets(compiled))
+        assert counts == {
+            "jax_paged.linear.v1": 3 * layers + 1,  # with the router, and the head
+            "jax_paged.qkv_norm_rope_write.v1": layers,
+            "jax_paged.attention.v1": layers,
+            "jax_paged.moe_experts.v1": layers,
+        }
+        assert is_in_place(compiled, local_pool(state.k_pages))
 
 
 PROGRAMS = {
@@ -385,33 +398,20 @@ PROGRAMS = {
         transforms_keep_the_split,
         a_program_inside_shard_map_can_be_exported,
         pools_split_otherwise_are_refused,
-        an_op_without_heads_refuses_split_operands,
+        an_op_that_cannot_be_split_refuses_split_operands,
         a_program_on_one_of_the_devices_is_native,
-        experts_split_by_expert_are_refused,
         axes_left_automatic_inside_shard_map_are_refused,
         the_older_partitioner_splits_by_heads_too,
         generate_runs_with_weights_and_pools_split,
+        a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone,
     )
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_on_eight_devices(program):
-    child = subprocess.run(
-        [sys.executable, "-W", "error", __file__, program],
-        env=on_devices(DEVICES),
-        timeout=TIMEOUT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
+    check_in_a_process(__file__, program, devices=DEVICES)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    assert jax.device_count() == DEVICES
-    for name in sys.argv[1:]:
-        PROGRAMS[name]()
-        print("passed", name)
+    run_chosen(PROGRAMS, DEVICES)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs over several devices: meshes, what is put on them, what XLA made of it. Not a test.
+
+The number of devices is fixed when JAX starts. So a test file of such programs is a script, too,
+which runs those that its arguments name; `check_in_a_process` starts it.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+from children import on_devices
+from jax.sharding import AxisType, NamedSharding
+
+TIMEOUT_S = 300
+
+
+def make_mesh(shape, names=("dp", "tp"), axis_type=AxisType.Auto):
+    """Of the first devices."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
+
+
+def place(mesh, operands, specs):
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
+
+
+def collectives(compiled) -> list[str]:
+    words = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    return re.findall(words, compiled.as_text())
+
+
+def targets(compiled) -> list[str]:
+    """Our custom calls."""
+    return re.findall(r'custom_call_target="(jax_paged\.[^"]+)"', compiled.as_text())
+
+
+def assert_same(results, expected):
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def check_in_a_process(file: str, *programs: str, devices: int) -> None:
+    child = subprocess.run(
+        [sys.executable, "-W", "error", file, *programs],
+        env=on_devices(devices),
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
+def run_chosen(programs: Mapping[str, Callable[[], None]], devices: int) -> None:
+    """What such a script does when it is started."""
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    assert jax.device_count() == devices
+    for name in sys.argv[1:]:
+        programs[name]()
+        print("passed", name)
