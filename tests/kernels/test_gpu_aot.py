@@ -9,8 +9,6 @@ failure.
 
 import collections
 import functools
-import importlib.util
-import os
 import re
 
 import jax
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental import topologies
+from h200 import custom_calls, h200_devices, host_traffic
 from jax.sharding import SingleDeviceSharding
 
 import jax_paged
@@ -30,61 +28,14 @@ from jax_paged.models.decoder.steps import Progress, admit, decode, prefill
 from jax_paged.models.testing import small_config
 from jax_paged.testing import is_in_place, pool_sized_ops
 
-# What XLA:GPU asks of a device when it compiles; figures of the H200 SXM from its data sheet and
-# from the CUDA programming guide's table for compute capability 9.0.
-H200 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 10 }
-gpu_device_info {
-  name: "NVIDIA H200"
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000
-  device_memory_size: 151397597184
-  l2_cache_size: 52428800
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-}
-"""
 CONFIG = small_config("qwen3_moe", head_dim=64)
 ROWS, PROMPT_TOKENS, CHUNK = 4, 64, 16
-
-
-def why_not() -> str | None:
-    """Why these programs cannot be compiled here, or None."""
-    status = jax_paged.build_info()["cuda"]["status"]
-    if status != "ok":
-        return f"CUDA kernels are {status}: install with JAX_PAGED_CUDA=on or wheels"
-    if not all(importlib.util.find_spec(name) for name in ("jax_plugins", "jax_cuda13_plugin")):
-        return "the XLA:GPU compiler is not installed: pip install 'jax_paged[gpu-aot]'"
-    return None
 
 
 @pytest.fixture(scope="module")
 def on_h200():
     """A function that puts abstract operands onto the H200."""
-    reason = why_not()
-    if reason and os.environ.get("JAX_PAGED_REQUIRE_GPU_AOT") == "1":
-        pytest.fail(f"JAX_PAGED_REQUIRE_GPU_AOT=1, but {reason}")
-    if reason:
-        pytest.skip(reason)
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
-    sharding = SingleDeviceSharding(topology.devices[0])
+    sharding = SingleDeviceSharding(h200_devices(1)[0])
 
     def place(tree):
         return jax.tree.map(
@@ -160,16 +111,6 @@ def compiled(request, on_h200, graph_and_params):
     state = on_h200(jax.eval_shape(new_state))
     program = jax.jit(functools.partial(function, graph), donate_argnames="state")
     return request.param, program.lower(params, state, *on_h200(operands)).compile()
-
-
-def custom_calls(compiled) -> list[str]:
-    return re.findall(r'custom_call_target="([^"]*)"', compiled.as_text())
-
-
-def host_traffic(hlo: str) -> list[str]:
-    """The HLO lines that speak with the host: callbacks, transfers, arrays in host memory."""
-    pattern = r"callback|\b(infeed|outfeed|send|recv|send-done|recv-done)\(|\bS\(5\)"
-    return [line.strip() for line in hlo.splitlines() if re.search(pattern, line)]
 
 
 def test_every_layer_calls_our_handlers(compiled):

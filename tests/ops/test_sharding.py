@@ -20,6 +20,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_same, check_in_a_process, collectives, place, run_chosen
+from split_weights import BY_EXPERT, BY_INNER, decode_step, split_params
 
 import jax_paged
 from jax_paged import (
@@ -310,22 +311,12 @@ def the_older_partitioner_splits_by_heads_too():
     assert_split_by_heads(step, step, operands, placed, expected)
 
 
-BY_EXPERT = {"gate_up": P("tp"), "down": P("tp")}
-# gate_up then has two axes of rows, so that inner is one.
-BY_INNER = {"gate_up": P(None, None, "tp"), "down": P(None, None, "tp")}
-
-
 def split_model(model, mesh, of_experts):
-    by_name = {"qkv": P("tp"), "out": P(None, "tp")} | of_experts
-
-    def split(path, x):
-        name = next((y for key in path if (y := getattr(key, "key", None)) in by_name), None)
-        if name == "gate_up" and of_experts is BY_INNER:
-            x = x.reshape(x.shape[0], 2, -1, x.shape[2])
-        return jax.device_put(x, NamedSharding(mesh, by_name.get(name, P())))
+    def put(x, shape, spec):
+        return jax.device_put(x.reshape(shape), NamedSharding(mesh, spec))
 
     graph, params = nnx.split(model)
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(split, params))
+    return nnx.merge(graph, split_params(params, of_experts, put))
 
 
 def split_state(state, mesh):
@@ -360,17 +351,12 @@ def a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone():
     model = Decoder(config, random_source(config, seed=1))
     mesh = make_mesh(AxisType.Auto)
 
-    def step(params, state, rows, tokens):
-        table, _ = state.table.reserve(rows, 1)
-        table, batch, _ = table.step(rows, 1, num_tokens=len(rows))
-        return nnx.merge(graph, params)(tokens, batch, state.replace(table=table))
-
     rows = jnp.arange(4, dtype=jnp.int32)
     for of_experts in (BY_EXPERT, BY_INNER):
         state = create_state(model, num_pages=64, max_seqs=4, pages_per_seq=4)
         state = split_state(state, mesh)
         graph, params = nnx.split(split_model(model, mesh, of_experts))
-        program = jax.jit(step, donate_argnums=1)
+        program = jax.jit(decode_step(graph), donate_argnums=1)
         compiled = program.lower(params, state, rows, rows).compile()
         found = collections.Counter(collectives(compiled))
         layers = config.num_layers

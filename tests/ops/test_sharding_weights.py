@@ -22,10 +22,19 @@ from meshes import (
     run_chosen,
     targets,
 )
+from split_weights import (
+    MIXTURES,
+    PROJECTIONS,
+    in_pairs,
+    mixture,
+    project,
+    projection,
+    run_experts,
+    specs_of,
+)
 
-from jax_paged import linear, lora, moe_experts, quantize_weight
+from jax_paged import linear, lora
 from jax_paged.ops.zero_pool import zero_pool
-from jax_paged.testing.experts import make_case, make_options, quantized
 
 DEVICES = 8
 F32_SUMS = {"rtol": 1e-6, "atol": 2e-6}  # of numbers around 1, added up in another order
@@ -52,33 +61,8 @@ def assert_rounded_once(out, exact, dtype):
     np.testing.assert_allclose(np.asarray(out, "f4"), exact, **tolerance)
 
 
-def projection(dtype="float32", kind=None, out=64):
-    """x [8, 128] and a weight, with its scale where it has 8 bits."""
-    rng = np.random.default_rng(0)
-    x, weight = rng.standard_normal((8, 128)), rng.standard_normal((out, 128)) / 128**0.5
-    weight = jnp.asarray(weight, dtype if kind is None else "float32")
-    operands = [jnp.asarray(x, dtype), weight]
-    return operands if kind is None else [operands[0], *quantize_weight(weight, dtype=kind)]
-
-
-def project(x, weight, scale=None, **options):
-    return linear(x, weight, weight_scale=scale, **options)
-
-
-# Of x, the weight and its scale; and whether the parts of the results are to be added up.
-PROJECTIONS = {
-    "outputs": (P(), P("tp"), P("tp"), False),
-    "tokens": (P("tp"), P(), P(), False),
-    "tokens and outputs": (P("dp"), P("tp"), P("tp"), False),
-    "depth": (P(None, "tp"), P(None, "tp"), P(), True),
-    "depth of the weight": (P(), P(None, "tp"), P(), True),
-    "tokens and depth": (P("dp", "tp"), P(None, "tp"), P(), True),
-    "outputs and depth": (P(None, "tp"), P("dp", "tp"), P("dp"), True),
-}
-
-
 def linear_is_native_on_each_device():
-    for operands in (projection(), projection("bfloat16"), projection("bfloat16", jnp.int8)):
+    for operands in (projection(), projection("bfloat16", jnp.int8)):
         exact = jax.jit(lambda *x: project(*x, out_dtype=jnp.float32))(*operands)
         expected = jax.jit(project)(*operands)
         dtype = operands[0].dtype
@@ -123,55 +107,8 @@ def gradients_and_batches_of_a_split_weight_are_those_of_one_device():
         )
 
 
-def mixture(**options):
-    """Experts as `run_experts` takes them: gate_up and what belongs to it with two axes of rows."""
-    kind = options.pop("kind", None)
-    case = make_case(8, 16, 3, hidden=32, inner=64, **options)
-    given = make_options(case, "swiglu_oai", "float32")
-    scales = {}
-    if kind is not None:
-        case, scales, _ = quantized(kind, case)
-    x, gate_up, down, experts, weights = case
-    experts = experts.at[2, 1].set(-1).at[3].set(16)
-    arrays = [x, gate_up, down, experts, weights, given["gate_up_bias"], given["down_bias"]]
-    return arrays + [scales[name] for name in ("gate_up_scale", "down_scale") if scales]
-
-
-def in_pairs(x):
-    """The rows of gate and up on an axis each."""
-    return x.reshape(x.shape[0], 2, -1, *x.shape[2:])
-
-
-def run_experts(x, gate_up, down, experts, weights, gate_up_bias, down_bias, *scales, **options):
-    names = ("gate_up_scale", "down_scale")
-    options |= dict(zip(names, scales, strict=False))
-    return moe_experts(
-        x, gate_up, down, experts, weights, gate_up_bias=gate_up_bias, down_bias=down_bias,
-        activation="swiglu_oai", limit=0.75, **options,
-    )  # fmt: skip
-
-
-# The mesh axes of the tokens, the experts and their inner size.
-MIXTURES = {
-    "experts": (None, "tp", None),
-    "inner": (None, None, "tp"),
-    "experts and inner": (None, "dp", "tp"),
-    "tokens and experts": ("dp", "tp", None),
-    "tokens and inner": ("dp", None, "tp"),
-    "experts over all": (None, ("dp", "tp"), None),
-}
-
-
-def specs_of(tokens, experts, inner, operands):
-    by_token = P(tokens)
-    rows = P(experts) if inner is None else P(experts, None, inner)  # of gate_up, and of down
-    specs = [by_token, rows, rows, by_token, by_token, rows, P(experts), rows, P(experts)]
-    return specs[: len(operands)]
-
-
 def experts_are_native_on_each_device():
-    cases = (mixture(), mixture(dtype=jnp.bfloat16), mixture(dtype=jnp.bfloat16, kind=jnp.int8))
-    for operands in cases:
+    for operands in (mixture(), mixture(dtype=jnp.bfloat16, kind=jnp.int8)):
         exact = jax.jit(lambda *x: run_experts(*x, out_dtype=jnp.float32))(*operands)
         dtype = operands[0].dtype
         paired = [in_pairs(x) if i in (1, 5, 7) else x for i, x in enumerate(operands)]
