@@ -253,14 +253,14 @@ class Partition:
         self, run: Callable[..., jax.Array], x: jax.Array, experts: jax.Array, weights: jax.Array,
         count: int,
     ) -> jax.Array:  # fmt: skip
-        """run(x, experts, weights) with the experts of all devices.
+        """run(x, experts, weights) with the experts of all devices, in x's dtype.
 
         Args:
-          run: `moe_experts` with the experts of this device.
+          run: `moe_experts` with the experts of this device, in f32.
           experts: their ids among all.
           count: experts of this device.
         """
-        gathers = self.is_inside and DP in self.expert_axes and self.dp > 1
+        dtype, gathers = x.dtype, self.is_inside and DP in self.expert_axes and self.dp > 1
         if gathers:  # each replica has tokens of its own
             x, experts, weights = (
                 jax.lax.all_gather(one, DP, tiled=True) for one in (x, experts, weights)
@@ -272,7 +272,8 @@ class Partition:
         if gathers:
             out = jax.lax.psum_scatter(out, DP, scatter_dimension=0, tiled=True)
         over = tuple(name for name in self.expert_axes if not (gathers and name == DP))
-        return jax.lax.psum(out, over) if over else out
+        out = jax.lax.psum(out, over) if over else out
+        return out.astype(dtype)
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
