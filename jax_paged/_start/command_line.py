@@ -2,6 +2,7 @@
 """The command line's options. Nothing is imported here that takes time, so that --help is quick."""
 
 import argparse
+import functools
 from typing import Any, NoReturn
 
 # What the models define; test_cli compares. Importing it from there would import jax.
@@ -199,7 +200,13 @@ def parser() -> argparse.ArgumentParser:
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
     """What `open_checkpoint` takes of the options of `_add_model`, by name."""
     names = ("dtype", "base", "weight_dtype", "context_length")
-    return {"path": options.model} | {name: getattr(options, name) for name in names}
+    given = {"path": options.model} | {name: getattr(options, name) for name in names}
+    sizes = {name: size for name in ("tp", "dp") if (size := getattr(options, name)) is not None}
+    if sizes:
+        from jax_paged.models import make_mesh
+
+        given["mesh"] = functools.partial(make_mesh, **sizes)
+    return given
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -219,6 +226,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype", choices=WEIGHT_DTYPES,
         help="quantize projections, experts and head while loading (`eval` prints what it costs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tp", type=int, metavar="N",
+        help="devices that share the heads: tensor parallelism (default: one device, or devices / "
+        "--dp)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dp", type=int, metavar="N",
+        help="replicas of so many devices; with --tp or --dp all devices are used (default: "
+        "devices / --tp)",
     )  # fmt: skip
     parser.add_argument(
         "--context-length", type=int, metavar="N",

@@ -51,7 +51,7 @@ class JaxPagedLM(TemplateLM):
       pretrained: a Hugging Face folder or GGUF file; None = `default_checkpoint`.
       model, tokenizer: a model that is loaded already, and its tokenizer; pretrained is then its
         name.
-      base, dtype, weight_dtype, context_length: as for `load_checkpoint`.
+      base, dtype, weight_dtype, context_length, mesh: as for `load_checkpoint`.
       kv_dtype: of K and V, as for `generate`.
       max_length: most tokens that a prediction sees; None = the model's context_length.
       max_gen_toks: new tokens of a request that does not say how many.
@@ -78,6 +78,7 @@ class JaxPagedLM(TemplateLM):
         dtype: Any = None,
         weight_dtype: Any = None,
         context_length: int | None = None,
+        mesh: Any = None,
         kv_dtype: str = "auto",
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -97,8 +98,9 @@ class JaxPagedLM(TemplateLM):
         if model is None:
             path = Path(pretrained) if pretrained else default_checkpoint()
             model, _, tokenizer = load_checkpoint(
-                path, dtype, base=base, weight_dtype=weight_dtype, context_length=context_length
-            )
+                path, dtype, base=base, weight_dtype=weight_dtype, context_length=context_length,
+                mesh=mesh,
+            )  # fmt: skip
             pretrained = str(path)
         if isinstance(tokenizer, MissingTokenizer):
             raise ValueError(tokenizer.reason)

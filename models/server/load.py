@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _server(options: argparse.Namespace, trace: list[Arrival]) -> Iterator[str]:
     """A server with the engine of these options, and its URL."""
-    model = model_options(options)
+    model = model_options(options) | {"tp": options.tp, "dp": options.dp}
+    model.pop("mesh", None)
     given = {
         "port": 0, "max_seqs": options.max_seqs, "kv_dtype": options.kv_dtype,
         "max_tokens": max(options.max_tokens, options.max_seqs), "max_queue": len(trace),

@@ -5,7 +5,9 @@ Each program below runs in a process of its own (this file as a script), because
 devices is fixed when JAX starts.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import re
@@ -24,12 +26,14 @@ from children import on_devices
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 from tiers import first_of
+from tiny_checkpoint import write_checkpoint as write_tiny
 
 import jax_paged
 from jax_paged import KVState
 from jax_paged.models import (
     Decoder,
     Engine,
+    cli,
     config_from_hf,
     create_state,
     generate,
@@ -145,6 +149,23 @@ def what_is_compiled_for_shapes_is_what_runs():
             assert not any("Compiling jit(decode)" in text for text in told), told
             generate(model, PROMPTS[:1], max_new_tokens=3, top_k=2)
             assert any("Compiling jit(decode)" in text for text in told), told
+
+
+def commands_take_the_sizes_of_a_mesh():
+    """The same tokens in two replicas of two devices, and on one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(Path(folder))
+        command = ["generate", "ab", "--model", folder, "--max-new-tokens", "5", "--json"]
+        command.append("--no-program-cache")
+        said = []
+        for sizes in ([], ["--tp", "2"], ["--dp", "4"]):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                assert cli.main([*command, *sizes]) == 0
+            said.append(json.loads(out.getvalue())["tokens"])
+        assert said[0] == said[1] == said[2]
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            assert cli.main([*command, "--tp", "3"]) != 0
+        assert "tp: expected a divisor of the 4 devices, got 3" in err.getvalue()
 
 
 def states_are_made_on_the_mesh():
@@ -346,7 +367,8 @@ PROGRAMS = {
         generate_and_score_give_the_same, likelihoods_are_equal, the_engine_gives_the_same,
         a_step_has_few_collectives_and_its_pool_in_place, states_are_made_on_the_mesh,
         what_is_compiled_for_shapes_is_what_runs, requests_go_where_their_pages_are,
-        new_weights_are_taken, checkpoints_load_into_shards, meshes_that_do_not_fit_are_refused,
+        commands_take_the_sizes_of_a_mesh, new_weights_are_taken, checkpoints_load_into_shards,
+        meshes_that_do_not_fit_are_refused,
     )
 }  # fmt: skip
 
