@@ -440,8 +440,9 @@ class ExpertsMLP(_GatedMLP):
 
             def run(x, experts, weights):
                 return moe_experts(
-                    x, self.gate_up[...], self.down[...], experts, weights, **options
-                )
+                    x, self.gate_up[...], self.down[...], experts, weights,
+                    out_dtype=jnp.float32, **options,
+                )  # fmt: skip
 
             if live is not None:
                 experts = jnp.where(live[:, None], experts, jnp.int32(-1))
