@@ -247,7 +247,7 @@ class JaxPagedLM(TemplateLM):
         most = max(_POOL_PAGES, 2 * needs[-1])  # with fewer than all need, requests wait
         engine = Engine(
             self.model, num_pages=round_up(min(sum(needs[-max_seqs:]), most)), max_seqs=max_seqs,
-            pages_per_seq=round_up(needs[-1]), max_tokens=max(256, max_seqs),
+            pages_per_seq=round_up(needs[-1]), max_tokens=max(512, max_seqs),
             kv_dtype=self.kv_dtype, progress=not disable_tqdm,
         )  # fmt: skip
         made: dict[int, Request] = {}
