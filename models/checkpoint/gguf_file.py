@@ -261,7 +261,7 @@ class GGUFFile:
         """Checks names, shapes and quantizations; returns a `Fill`, which dequantizes.
 
         Args:
-          config: from `config`. it takes the names of `expected_tensors`.
+          config: from `config`, whose `expected_tensors` are the names that the `Fill` takes.
         """
         weights = ((gguf_name(name), shape) for name, shape in each_expected_tensor(config))
         half = (config.rope.rotary_dim or config.head_dim) // 2
