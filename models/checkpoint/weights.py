@@ -136,9 +136,10 @@ def open_checkpoint(
     check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
     with ExitStack() as stack:
         with reading(path):
-            config, *opened = _open(path, base, stack, context_length)
-        mesh = mesh(config) if callable(mesh) else mesh
-        yield Checkpoint(path, config, *opened, dtype, weight_dtype, mesh)
+            config, tokenizer, fill = _open(path, base, stack, context_length)
+        if mesh is not None and not isinstance(mesh, Mesh):  # a mesh is callable, too
+            mesh = mesh(config)
+        yield Checkpoint(path, config, tokenizer, fill, dtype, weight_dtype, mesh)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:

@@ -63,24 +63,24 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> Decoder:
 def merging_fill(fill: Fill, adapter: Adapter, config: DecoderConfig) -> Fill:
     """What gives the tensors of a checkpoint with the adapter merged in, rounded once."""
 
-    def merged(name: str, out: np.ndarray, which: Part | None = None) -> None:
+    def merged(name: str, out: np.ndarray, part: Part | None = None) -> None:
         parts = name.split(".")  # model.layers.N.self_attn.q_proj.weight
         number = int(parts[2]) if name.startswith("model.layers.") else 0
         module = parts[-2] if len(parts) > 3 and parts[-1] == "weight" else ""
         own = {} if "experts" in parts else adapter.layers[number]
         merged_in = FUSED.get(module, (module,))
         if own.keys().isdisjoint(merged_in):
-            fill(name, out, which)
+            fill(name, out, part)
             return
         shape = published_shapes(config, number)[module]
         value, begin = np.empty(shape, np.float32), 0
         fill(name, value)
-        for part in merged_in:
-            end = begin + module_shapes(config, number)[part][0]
-            if part in own:
-                value[begin:end] += np.asarray(_product(own[part]))
+        for each in merged_in:
+            end = begin + module_shapes(config, number)[each][0]
+            if each in own:
+                value[begin:end] += np.asarray(_product(own[each]))
             begin = end
-        out[...] = value if which is None else value[which]
+        out[...] = value if part is None else value[part]
 
     return merged
 

@@ -67,6 +67,9 @@ class _Step:
 class Layer(Projections):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    attention_norm: nnx.Param
+    mlp_norm: nnx.Param
+
     def __init__(
         self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype,
         partition: Partition | None,
@@ -165,6 +168,9 @@ class Decoder(Projections):
       ValueError: the model cannot be split over the mesh.
     """
 
+    embedding: nnx.Param
+    norm: nnx.Param
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -252,7 +258,8 @@ class Decoder(Projections):
             model = nnx.merge(graph, params)
             return model._all_layers(state, *whole)
 
-        of_state, whole = state.specs(heads=TP), P()
+        of_state: Any = state.specs(heads=TP)
+        whole: Any = P()
         of_adapters = None if adapters is None else TokenAdapters(adapters.adapters.specs(), whole)
         return jax.shard_map(
             local,

@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +179,7 @@ class FillingSource:
             shape = (*shape[:axis], len(order), *shape[axis + 1 :])
         dtype = self._dtype if dtype is None else np.dtype(dtype)
 
-        def part(index: Part) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             sizes = [len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True)]
             out = _empty(sizes, dtype)
             self._read(names, axis, index, order, out)
@@ -211,8 +211,9 @@ class FillingSource:
         breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(owners) != 0)) + 1
         is_whole = all(i == slice(None) for i in (*before, *behind))
         for begin, end in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
-            name, size = names[owners[begin]], self._shape_of(names[owners[begin]])[axis]
-            first = int(rows[begin]) - int(ends[owners[begin]]) + size
+            owner = int(owners[begin])
+            name, size = names[owner], self._shape_of(names[owner])[axis]
+            first = int(rows[begin]) - int(ends[owner]) + size
             into = out[(slice(None),) * axis + (slice(begin, end),)]
             if is_whole and end - begin == size:
                 self._fill(name, into)

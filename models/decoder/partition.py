@@ -43,7 +43,7 @@ def make_mesh(
     *,
     tp: int | None = None,
     dp: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh of dp replicas on tp devices each, for `Decoder(mesh=…)` and `load_checkpoint`.
 

@@ -155,6 +155,10 @@ class Attention(Projections):
 
     qkv: nnx.Param
     out: nnx.Param
+    qkv_bias: nnx.Param  # this one and the next three only where the model has them
+    out_bias: nnx.Param
+    q_norm: nnx.Param
+    k_norm: nnx.Param
 
     def __init__(
         self,
@@ -377,6 +381,9 @@ class ExpertsMLP(_GatedMLP):
     Raises:
       ValueError: there are not so many experts, no such activation, or it has no such limit.
     """
+
+    router: nnx.Param
+    router_bias: nnx.Param  # only where the router has one
 
     def __init__(
         self,

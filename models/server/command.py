@@ -227,7 +227,7 @@ def _estimate(
     )  # fmt: skip
 
 
-def _slots(adapters: Mapping[str, Adapter]) -> dict[str, int]:
+def _slots(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     """The options of an engine with room for just these adapters."""
     if not adapters:
         return {}

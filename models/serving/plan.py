@@ -2,7 +2,7 @@
 """What the host has planned, as the arrays that the engine's programs take."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from ..decoder.steps import chunk_size
 from .scheduler import Feed, Orders
 from .step import PageOrders, StepPlan
+from .structured import Matcher
 
 
 def step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
@@ -91,5 +92,5 @@ def fill_plan(feeds: list[Feed], max_seqs: int, size: int, mask: Any) -> StepPla
             edits.presence[row] = request.edits.presence
             edits.frequency[row] = request.edits.frequency
             if has_constraint(feed):
-                request.matcher.allow(mask[row])
+                cast(Matcher, request.matcher).allow(mask[row])
     return plan

@@ -325,8 +325,8 @@ def checkpoints_load_into_shards():
             def whole(*names, source=source, **options):  # no `FillingSource`
                 return source(*names, **options)
 
-            for dtype in (None, "int8"):
-                model, *_ = load_checkpoint(folder, weight_dtype=dtype, mesh=make_mesh)
+            for dtype, mesh in ((None, make_mesh), ("int8", make_mesh(config))):
+                model, *_ = load_checkpoint(folder, weight_dtype=dtype, mesh=mesh)
                 mesh = model.partition.mesh
                 want = Decoder(config, whole, weight_dtype=dtype, mesh=mesh)
                 shapes = Decoder(config, abstract_source(config), weight_dtype=dtype, mesh=mesh)
