@@ -13,6 +13,7 @@ extern "C" XLA_FFI_Error* AttentionHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* MergeStatesHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* WriteKvHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* QkvNormRopeWriteHandler(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* CopyRowsHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* ScatterRowsHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* ZeroPoolHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* LinearHandler(XLA_FFI_CallFrame* call_frame);

@@ -83,6 +83,7 @@ nb::dict Registrations() {
   handlers["jax_paged.qkv_norm_rope_write.v1"] =
       nb::capsule(reinterpret_cast<void*>(QkvNormRopeWriteHandler));
   handlers["jax_paged.write_kv.v1"] = nb::capsule(reinterpret_cast<void*>(WriteKvHandler));
+  handlers["jax_paged.copy_rows.v1"] = nb::capsule(reinterpret_cast<void*>(CopyRowsHandler));
   handlers["jax_paged.scatter_rows.v1"] = nb::capsule(reinterpret_cast<void*>(ScatterRowsHandler));
   handlers["jax_paged.zero_pool.v1"] = nb::capsule(reinterpret_cast<void*>(ZeroPoolHandler));
   handlers["jax_paged.linear.v1"] = nb::capsule(reinterpret_cast<void*>(LinearHandler));

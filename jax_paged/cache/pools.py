@@ -31,7 +31,7 @@ from jax_paged.layout import (
     pages_shape,
 )
 from jax_paged.ops.mla import check_latent_scale
-from jax_paged.ops.move import copy_pages, copy_rows, move_slots
+from jax_paged.ops.move import copy_in_pools, copy_pages, move_slots
 from jax_paged.ops.zero_pool import zero_pool
 
 
@@ -151,18 +151,18 @@ class KVGroup:
     def with_copies(self, table: PageTable, copies: PageCopies) -> "KVGroup":
         """With another table, and pages copied as its verb says; donates the pages."""
         if self.v_pages is None:
-            (k_pages,) = copy_rows(2, (self.k_pages,), *copies)
+            (k_pages,) = copy_in_pools(2, (self.k_pages,), *copies)
             return dataclasses.replace(self, k_pages=k_pages, table=table)
         k_pages, v_pages = copy_pages(self.k_pages, self.v_pages, *copies)
         k_scale, v_scale = self.k_scale, self.v_scale
         if is_per_token(k_scale):
-            k_scale, v_scale = copy_rows(2, (k_scale, v_scale), *copies)
+            k_scale, v_scale = copy_in_pools(2, (k_scale, v_scale), *copies)
         return KVGroup(k_pages, v_pages, table, self.layout, k_scale, v_scale)
 
     def with_moves(self, table: PageTable, moves: SlotMoves) -> "KVGroup":
         """With another table, and tokens moved as its verb says; donates the pages."""
         if self.v_pages is None:
-            (k_pages,) = copy_rows(3, (self.k_pages,), *moves)
+            (k_pages,) = copy_in_pools(3, (self.k_pages,), *moves)
             return dataclasses.replace(self, k_pages=k_pages, table=table)
         per_token = is_per_token(self.k_scale)
         k_scale, v_scale = (self.k_scale, self.v_scale) if per_token else (None, None)

@@ -21,6 +21,7 @@ _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 # Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
 CPU_ONLY = frozenset(
     {
+        "jax_paged.copy_rows.v1",
         "jax_paged.linear.v1",
         "jax_paged.lora.v1",
         "jax_paged.scatter_rows.v1",

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged import checks
 from jax_paged.layout import LAYOUTS, POOLS, Layout, is_stacked, pages_shape
 from jax_paged.ops import reference
-from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
+from jax_paged.ops.scatter_rows import copy_rows, in_each_layer
 from jax_paged.ops.write import native_write, reference_write
 
 
@@ -48,11 +48,11 @@ def copy_pages(
     stacked = is_stacked(k_pages, layout)
     checks.check_pages(k_pages, v_pages, layout, 0 if stacked else None)
     src_pages, dst_pages = checks.as_pairs(src_pages=src_pages, dst_pages=dst_pages)
-    return copy_rows(1 + stacked, (k_pages, v_pages), src_pages, dst_pages)
+    return copy_in_pools(1 + stacked, (k_pages, v_pages), src_pages, dst_pages)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def copy_rows(leading, pools, src, dst):
+def copy_in_pools(leading, pools, src, dst):
     """`copy_pages` in any pools, of rows that stand behind so many leading axes.
 
     1 or, with a num_layers axis in front, 2: pages, of K and V or of scales per token. 3: tokens,
@@ -62,9 +62,11 @@ def copy_rows(leading, pools, src, dst):
     num_layers = pools[0].shape[0] if leading > 1 else 1
     num_rows = math.prod(pools[0].shape[:leading]) // max(num_layers, 1)
     valid = (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_rows)
-    source = in_each_layer(num_layers, num_rows, jnp.where(valid, src, 0)).ravel()
-    target = jnp.where(valid[None], in_each_layer(num_layers, num_rows, dst), -1).ravel()
-    return tuple(scatter_rows(pool, target, flat_rows(pool, leading)[source]) for pool in pools)
+    source, target = (
+        jnp.where(valid[None], in_each_layer(num_layers, num_rows, rows), -1).ravel()
+        for rows in (src, dst)
+    )
+    return tuple(copy_rows(pool, leading, target, source) for pool in pools)
 
 
 def move_slots(

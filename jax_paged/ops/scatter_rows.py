@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an array set in place, of any dtype: what moves whole pages and tokens of a pool.
+"""Rows of an array set in place, or copied, of any dtype: what moves pages and tokens of a pool.
 
 XLA:CPU knows no scatter of bf16 and 8-bit floats: it would convert the whole pool to a wider dtype
 and back, whatever the number of rows. There a native op copies bytes.
 """
 
+import functools
 import math
 
 import jax
@@ -16,6 +17,7 @@ from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import WHOLE, Split
 
 TARGET = "jax_paged.scatter_rows.v1"
+COPY_TARGET = "jax_paged.copy_rows.v1"
 
 
 @jax.custom_jvp
@@ -55,6 +57,57 @@ def _scatter_rows(pool, rows, values):
 def _vmap(axis_size, in_batched, *operands):
     axes = tuple(0 if is_batched else None for is_batched in in_batched)
     return jax.vmap(_scatter, axes, axis_size=axis_size)(*operands), True
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def copy_rows(pool: jax.Array, leading: int, target: jax.Array, source: jax.Array) -> jax.Array:
+    """pool[target[i]] ← pool[source[i]], its `leading` axes counted as one; all read as they were.
+
+    target and source are i32; a pair with a row out of range is skipped, and no row may be named
+    twice in target. In place where the pool is donated. Without native code, and on other platforms
+    than CPU, XLA gathers and scatters a row for each pair, skipped ones too. Over several devices
+    the other axes may be split.
+    """
+    return _native_copy(leading)(pool, target, source)
+
+
+@copy_rows.defjvp
+def _jvp_of_copy(leading, primals, tangents):
+    return jax.jvp(functools.partial(_copy, leading), primals, tangents)
+
+
+@functools.cache
+def _native_copy(leading: int):
+    reference = functools.partial(_copy, leading)
+
+    @custom_vmap
+    def copy(pool, target, source):
+        axes = [WHOLE] * leading + [f"axis_{i}" for i in range(leading, pool.ndim)]
+        of_pool = " ".join(axes)
+        operands = {"pool": of_pool, "target": WHOLE, "source": WHOLE}
+        (out,) = ffi_call(
+            COPY_TARGET,
+            (pool, target, source),
+            {"leading": leading},
+            split=Split(operands, results=(of_pool,), fixed=("pool",)),
+            aliases={0: 0},
+            implementation=None if COPY_TARGET in load.targets("_cpu") else "reference",
+            reference=lambda *operands: (reference(*operands),),
+        )
+        return out
+
+    @copy.def_vmap
+    def _(axis_size, in_batched, *operands):
+        axes = tuple(0 if is_batched else None for is_batched in in_batched)
+        return jax.vmap(reference, axes, axis_size=axis_size)(*operands), True
+
+    return copy
+
+
+def _copy(leading, pool, target, source):
+    flat = flat_rows(pool, leading)
+    valid = (source >= 0) & (source < flat.shape[0])
+    return _scatter(pool, jnp.where(valid, target, -1), flat[jnp.where(valid, source, 0)])
 
 
 def flat_rows(pool: jax.Array, leading: int) -> jax.Array:

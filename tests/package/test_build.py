@@ -85,7 +85,8 @@ def test_no_private_jax_module_is_imported():
 
 def test_build_info_tells_what_runs():
     info = jax_paged.build_info()
-    inside = ["jax_paged.scatter_rows.v1", "jax_paged.zero_pool.v1"]  # of the state's functions
+    of_state = ["copy_rows", "scatter_rows", "zero_pool"]  # inside its functions
+    inside = [f"jax_paged.{name}.v1" for name in of_state]
     on_cpu = {*CALLS, *inside}
     on_cuda = {*ON_CUDA, *load.CUDA_ONLY} if info["cuda"]["status"] == "ok" else set()
     assert info["targets"] == sorted(on_cpu | on_cuda)

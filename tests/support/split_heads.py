@@ -121,7 +121,7 @@ def moves(layers):
         pages = jp.copy_pages(k_pages, v_pages, src, dst)
         return jp.move_slots(*pages, src, dst)
 
-    used = ["jax_paged.scatter_rows.v1"] * 2 + ["jax_paged.write_kv.v1"]
+    used = ["jax_paged.copy_rows.v1"] * 2 + ["jax_paged.write_kv.v1"]
     return call, pools + ids, (pool, pool, WHOLE, WHOLE), (pool, pool), used
 
 

@@ -87,6 +87,22 @@ Call ScatterRows(const std::string& name) {
   return call;
 }
 
+Call CopyRows(const std::string& name) {
+  constexpr int64_t kRows = 240, kWidth = 512, kPairs = 180;  // some rows are read and written
+  Call call;
+  call.name = name;
+  call.handler = cpu::CopyRowsHandler;
+  std::vector<int32_t> target = Shuffled(kRows), source = Shuffled(kRows);
+  target.resize(kPairs);
+  source.resize(kPairs);
+  target[3] = -1;
+  source[4] = 2147480000;
+  call.operands = {Random(kF32, {kRows, kWidth}), Ints({kPairs}, target), Ints({kPairs}, source)};
+  call.attributes = {{"leading", int64_t{1}}};
+  call.results = {{kF32, {kRows, kWidth}, 0}};
+  return call;
+}
+
 Call ZeroPool(const std::string& name) {
   Call call;
   call.name = name;
@@ -158,6 +174,7 @@ std::vector<Call> OtherCalls() {
                              Qkv("qkv_norm_rope_write f16", kF16, "interleaved"),
                              Merge("merge f32", kF32),
                              Merge("merge bf16", kBf16),
+                             CopyRows("copy_rows"),
                              ScatterRows("scatter_rows"),
                              Lora("lora f32", kF32),
                              Lora("lora bf16", kBf16),

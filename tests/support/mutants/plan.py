@@ -23,6 +23,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "ffi/cpu/linear/handler.cc": (1, "linear"),
     "ffi/cpu/linear/lora.cc": (2, "lora"),
     "ffi/cpu/linear/moe_experts.cc": (2, "moe"),
+    "ffi/cpu/write/copy_rows.cc": (1, "scatter_rows"),
     "ffi/cpu/write/scatter_rows.cc": (1, "scatter_rows"),
     "ffi/cpu/write/qkv_norm_rope_write.cc": (1, "qkv_norm_rope_write"),
     "ffi/cpu/isa/vec_avx2.h": (1, "attention linear eight_bit"),
