@@ -82,7 +82,7 @@ class JaxPagedLM(TemplateLM):
         kv_dtype: str = "auto",
         max_length: int | None = None,
         max_gen_toks: int = 256,
-        max_seqs: int = 32,
+        max_seqs: int = 64,
         chunk: int = 512,
         seed: int = 0,
         add_bos_token: bool | None = None,

@@ -14,12 +14,15 @@ from .structured import Matcher
 
 
 def step_sizes(decode_tokens: int, max_tokens: int) -> list[int]:
-    """The compiled sizes: all rows decoding, then by factors of 4 (the last: 1.5 to 6) to all."""
+    """The compiled sizes: all rows decoding, then by factors of 4 (the last: 1.5 to 6) to all.
+
+    Before them a quarter of the rows, if that is at least 8: for when little is to do.
+    """
     sizes = [min(chunk_size(decode_tokens), max_tokens)]
     while sizes[-1] < max_tokens:
         larger = 4 * sizes[-1]
         sizes.append(larger if 3 * larger < 2 * max_tokens else max_tokens)
-    return sizes
+    return ([sizes[0] // 4] if sizes[0] >= 32 else []) + sizes
 
 
 def page_orders(nothing: PageOrders, orders: Orders) -> Iterator[PageOrders]:
