@@ -26,6 +26,7 @@ from ..decoder.executables import compiled
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, create_state
 from ..decoder.protocol import Graph, Model, check_model, run_model, split_model
 from ..progress import progress_bar
+from .log_sum_exp import log_sum_exp
 from .shared_texts import Orders, Schedule, in_sizes, share_texts
 
 _BEHIND = 2  # steps that are dispatched before the oldest is read back
@@ -278,10 +279,10 @@ def round_up(size: int) -> int:
 
 
 def _sizes(chunk: int) -> list[int]:
-    """The compiled sizes of a step and of its logits: all, a quarter, and so on down to 8."""
+    """The compiled sizes of a step and of its logits: all, a half, and so on down to 8."""
     sizes = [chunk]
-    while sizes[-1] > 8 and len(sizes) < 3:
-        sizes.append(max(8, sizes[-1] // 4))
+    while sizes[-1] > 8 and len(sizes) < 5:
+        sizes.append(max(8, sizes[-1] // 2))
     return sizes[::-1]
 
 
@@ -337,7 +338,7 @@ def feed(
 @jax.jit
 def look_up(logits: jax.Array, rows: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log p(targets[i]) under logits[rows[i]], and whether it is the first of the largest."""
-    total, largest = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
+    total, largest = log_sum_exp(logits)
     found = logits[rows, targets]
     # Not by argmax, which XLA does not vectorize on a CPU.
     ids = jax.lax.broadcasted_iota(jnp.int32, (len(rows), logits.shape[1]), 1)

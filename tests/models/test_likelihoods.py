@@ -3,12 +3,15 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_paged.models import Decoder, loglikelihoods, rolling_loglikelihoods, score, token_logits
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.evaluation.likelihoods import rolling_windows
+from jax_paged.models.evaluation.log_sum_exp import log_sum_exp
 from jax_paged.models.evaluation.shared_texts import Orders, Schedule, in_sizes, share_texts
 from jax_paged.models.testing import small_config
 
@@ -216,3 +219,16 @@ def test_bad_calls_are_refused(model, pair, options, message):
 def test_a_prefix_beyond_the_vocabulary_is_refused(model):
     with pytest.raises(ValueError, match=r"^prefix_token\[0\]: expected a token id in"):
         rolling_loglikelihoods(model, [[1]], prefix_token=64)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 4096, 4097, 9000])
+def test_the_logarithm_of_a_sum_of_exponentials(vocab_size):
+    logits = 30 * np.random.default_rng(0).standard_normal((5, vocab_size))
+    logits[1] = 1000  # exp of which is infinite
+    logits[2, 0] = -np.inf if vocab_size > 1 else 0
+    wide = logits.astype(np.float32).astype(np.float64)
+    largest = wide.max(axis=-1)
+    want = largest + np.log(np.exp(wide - largest[:, None]).sum(axis=-1))
+    total, most = jax.jit(log_sum_exp)(jnp.asarray(logits, jnp.float32))
+    np.testing.assert_allclose(total, want, rtol=2e-6)
+    np.testing.assert_array_equal(most, largest)
