@@ -29,6 +29,7 @@ from jax_paged.cache.state import KVState
 from jax_paged.checks import expect
 
 from .config import DecoderConfig
+from .exchange import EXCHANGE_FROM, exchanged
 from .parameters import FillingSource, TensorSource
 
 AXES = DP, TP = ("dp", "tp")
@@ -261,6 +262,8 @@ class Partition:
           count: experts of this device.
         """
         dtype, gathers = x.dtype, self.is_inside and DP in self.expert_axes and self.dp > 1
+        if gathers and _size(self.mesh, self.expert_axes) >= EXCHANGE_FROM:
+            return self._exchanged(run, x, experts, weights, count).astype(dtype)
         if gathers:  # each replica has tokens of its own
             x, experts, weights = (
                 jax.lax.all_gather(one, DP, tiled=True) for one in (x, experts, weights)
@@ -274,6 +277,18 @@ class Partition:
         over = tuple(name for name in self.expert_axes if not (gathers and name == DP))
         out = jax.lax.psum(out, over) if over else out
         return out.astype(dtype)
+
+
+    def _exchanged(self, run, x, experts, weights, count):
+        """`over_experts` where tokens go to those devices alone that have their experts."""
+        device = jnp.where(experts >= 0, experts // jnp.int32(count), jnp.int32(-1))
+        first = jax.lax.axis_index(self.expert_axes).astype(jnp.int32) * jnp.int32(count)
+        if TP not in self.expert_axes:
+            return exchanged(run, x, experts, weights, device, first, DP)
+        # The devices of a replica have the same tokens: each sends to those in its own place.
+        tp, place = jnp.int32(self.tp), jax.lax.axis_index(TP).astype(jnp.int32)
+        owner = jnp.where((device >= 0) & (device % tp == place), device // tp, jnp.int32(-1))
+        return jax.lax.psum(exchanged(run, x, experts, weights, owner, first, DP), TP)
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
