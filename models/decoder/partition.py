@@ -278,7 +278,6 @@ class Partition:
         out = jax.lax.psum(out, over) if over else out
         return out.astype(dtype)
 
-
     def _exchanged(self, run, x, experts, weights, count):
         """`over_experts` where tokens go to those devices alone that have their experts."""
         device = jnp.where(experts >= 0, experts // jnp.int32(count), jnp.int32(-1))
