@@ -8,6 +8,7 @@ are exchanged. Nothing is dropped: a buffer has room for every token of every re
 is in it travels.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -98,19 +99,19 @@ def ragged(rows: jax.Array, into: jax.Array, route: _Route, axis: str) -> jax.Ar
         rows,
         into,
         route,
-        cpu=lambda *args: _padded(*args, axis),
-        default=lambda *args: _ragged(*args, axis),
+        cpu=functools.partial(_padded, axis),
+        default=functools.partial(_ragged, axis),
     )
 
 
-def _ragged(rows, into, route, axis):
+def _ragged(axis, rows, into, route):
     return jax.lax.ragged_all_to_all(
         rows, into, route.send_starts, route.send_sizes, route.there, route.recv_sizes,
         axis_name=axis,
     )  # fmt: skip
 
 
-def _padded(rows, into, route, axis):
+def _padded(axis, rows, into, route):
     devices = jax.lax.axis_size(axis)
     column = jnp.arange(len(rows) // devices, dtype=jnp.int32)[None]
     padded = rows[jnp.clip(route.send_starts[:, None] + column, 0, len(rows) - 1)]
