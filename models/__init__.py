@@ -40,4 +40,5 @@ from .evaluation.scores import token_logits as token_logits
 from .serving import structured as structured
 from .serving.engine import Engine as Engine
 from .serving.engine import Request as Request
+from .serving.snapshot import SnapshotFile as SnapshotFile
 from .testing import Stepper as Stepper

@@ -36,7 +36,7 @@ class TextStream:
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stop_strings: Sequence[str] = ()):
         self.stopped = False
-        self._stop_strings, self._held = stop_strings, ""
+        self.stop_strings, self._held = stop_strings, ""
         self._decode = decode
         self._ids = list(prompt)  # from a character boundary on
         self._boundary = len(self._ids)  # the last character boundary within them
@@ -62,13 +62,13 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + piece
-        places = [(text.find(stop), len(stop)) for stop in self._stop_strings]
+        places = [(text.find(stop), len(stop)) for stop in self.stop_strings]
         found = [(begin + size, begin) for begin, size in places if begin >= 0]
         if found:
             self.stopped, self._held = True, ""
             _, begin = min(found)  # complete first
             return text[:begin]
-        size = max((_start_at_end(text, stop) for stop in self._stop_strings), default=0)
+        size = max((_start_at_end(text, stop) for stop in self.stop_strings), default=0)
         self._held = text[len(text) - size :]
         return text[: len(text) - size]
 

@@ -26,6 +26,7 @@ from jax_paged._start.interrupt import uninterrupted
 from jax_paged.cache.state import KVState
 from jax_paged.checks import check_choice, expect
 
+from ..checkpoint.tokenizer import Tokenizer
 from ..decoder.adapters import Adapter
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window
 from ..decoder.protocol import Model, check_model
@@ -39,6 +40,7 @@ from .renew import checked_weights, copied, copied_into
 from .request import LogProbability, OnTokens, Request, Sampling
 from .runner import ModelRunner
 from .scheduler import Feed, Scheduler
+from .snapshot import SNAPSHOT_VERSION, as_json, resubmitted
 from .speculate import RULES, draft_tree, look_up, look_up_tree
 from .step import FAILED, Drawn, LogProbabilities
 from .structured import Constraint
@@ -226,6 +228,7 @@ class Engine:
         adapter: str | None = None,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
+        begun: tuple[Sequence[int], Sequence[LogProbability]] = ((), ()),
     ) -> Request:
         """Adds a request; `step`, `run` and `stream` serve it.
 
@@ -250,6 +253,8 @@ class Engine:
           priority: higher goes first, and may preempt lower.
           on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
             a reason (None before) at the end.
+          begun: new tokens that it has from another engine, and what was told of them; it goes on
+            behind them, and on_tokens is called for later ones only.
 
         Returns:
           A `Request`. One that can never fit the context or the pool is refused: it is done,
@@ -304,10 +309,24 @@ class Engine:
             self._end(request, "refused", f"{what}, a request can have {most}")
         elif request.limit == 0 and not request.tells_prompt:
             self._end(request, "length")
+        elif begun[0] and self._has_ended(request, *begun):
+            request.tell()
         else:
             request.replica = self._replica_for(request)
             self._scheduler(request).add(request)
         return request
+
+    def _has_ended(
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[LogProbability]
+    ) -> bool:
+        """Gives a request the new tokens that it has already; whether they have ended it."""
+        had = as_tokens("begun", tokens, self.config.vocab_size).tolist()
+        expect(len(had) <= request.limit, "begun", f"at most {request.limit} tokens", len(had))
+        told = len(had) * (self.logprobs is not None)
+        expect(len(logprobs) == told, "begun", f"{told} log-probabilities", len(logprobs))
+        request.take(had, logprobs)
+        request.num_told = len(request.tokens)
+        return request.is_done
 
     def _replica_for(self, request: Request) -> int:
         """The replica that has most of the request's pages in its cache, or the least to do."""
@@ -432,6 +451,62 @@ class Engine:
             if request.is_done:
                 return
             self.step()
+
+    # Snapshots
+
+    def snapshot(self, requests: Sequence[Request] | None = None) -> dict[str, Any]:
+        """Requests with the tokens that they have, as values that JSON has, for `restore`.
+
+        `SnapshotFile` keeps one in a file.
+
+        Args:
+          requests: which ones, done ones too. None = all that wait or run, in the order of arrival.
+        """
+        if requests is None:
+            lists = ((*one.waiting, *one.running) for one in self._schedulers)
+            requests = sorted(chain.from_iterable(lists), key=lambda request: request.number)
+        return {
+            "jax_paged": SNAPSHOT_VERSION,
+            "model": self._salt,
+            "requests": [*map(as_json, requests)],
+        }
+
+    def restore(
+        self,
+        snapshot_of: Mapping[str, Any],
+        *,
+        decode: Decode | None = None,
+        tokenizer: Tokenizer | None = None,
+        on_tokens: Callable[[int, list[int], str | None], None] | None = None,
+    ) -> list[Request]:
+        """Goes on with the requests of a snapshot, of this engine or another one.
+
+        K and V of the tokens are computed anew. The weights must be those of then, and adapters
+        have the names of then; both are up to the caller.
+
+        Args:
+          snapshot_of: from `snapshot`, perhaps through JSON.
+          decode: of the requests that have stop strings, as for `submit`.
+          tokenizer: of those that have a constraint.
+          on_tokens: called as on_tokens(i, new_tokens, reason), with the place in the list.
+
+        Returns:
+          The requests in the order of the snapshot; those that were done are done.
+
+        Raises:
+          ValueError: this is no snapshot, it is of another model, or as `submit`.
+        """
+        version = snapshot_of.get("jax_paged")
+        expect(version == SNAPSHOT_VERSION, "snapshot_of", "a snapshot of this version", version)
+        model = snapshot_of["model"]
+        expect(model == self._salt, "snapshot_of", f"one of {self._salt}", model)
+        return [
+            resubmitted(
+                self, known, decode, tokenizer,
+                None if on_tokens is None else functools.partial(on_tokens, i),
+            )
+            for i, known in enumerate(snapshot_of["requests"])
+        ]  # fmt: skip
 
     def clear_cache(self) -> None:
         """Forgets all cached pages that no request uses."""

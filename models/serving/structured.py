@@ -48,6 +48,7 @@ class Matcher:
 
     def __init__(self, constraint: Constraint, vocab_size: int):
         llguidance = needed("llguidance", extra="structured")
+        self.grammar = constraint.grammar
         tokenizer = _ll_tokenizer(constraint.tokenizer, vocab_size)
         self.eos_tokens = frozenset(tokenizer.eos_tokens)
         self._matcher = llguidance.LLMatcher(

@@ -151,6 +151,29 @@ def test_what_a_constraint_allows_is_drawn_as_without_it(model, tokenizer):
     assert len(set(free.tokens)) > 1
 
 
+def test_a_constraint_goes_on_from_a_snapshot(model, tokenizer):
+    engine = Engine(model, **SIZES)
+    options = {
+        "max_new_tokens": 12,
+        "temperature": 1.0,
+        "constraint": regex("[abc]{20}", tokenizer),
+    }
+    request = engine.submit([1, 2], **options)
+    for _ in range(6):
+        engine.step()
+    assert not request.is_done
+    had = list(request.tokens)
+    assert had
+    text = json.dumps(engine.snapshot())
+    engine.run()
+    with pytest.raises(ValueError, match="tokenizer: expected the tokenizer of the requests"):
+        engine.restore(json.loads(text))
+    (again,) = engine.restore(json.loads(text), tokenizer=tokenizer)
+    assert again.tokens == had
+    engine.run()
+    assert (again.tokens, again.reason) == (request.tokens, request.reason)
+
+
 @pytest.mark.parametrize("drafts", [{}, {"max_drafts": 3}], ids=["no drafts", "look-up"])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_constraints_hold_with_drafts_and_preemption(model, tokenizer, drafts, preemption):
