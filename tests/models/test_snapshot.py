@@ -117,7 +117,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             engine.restore(bad)
-    with pytest.raises(ValueError, match="snapshot_of: expected one of .*bfloat16"):
+    with pytest.raises(ValueError, match=r"snapshot_of: expected one of .*bfloat16"):
         bf16.restore(good)
     with pytest.raises(ValueError, match="decode: expected a function"):
         engine.restore(good)
