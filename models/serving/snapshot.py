@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def resubmitted(
     if "grammar" in known:
         what = "the tokenizer of the requests that have a constraint"
         expect(tokenizer is not None, "tokenizer", what, None)
-        constraint = Constraint(known["grammar"], tokenizer)
+        constraint = Constraint(known["grammar"], cast(Tokenizer, tokenizer))
     told = [*map(_told, known["logprobs"])]
     if known["reason"] is None:
         bias = {int(token): value for token, value in options.pop("logit_bias")}
