@@ -35,6 +35,7 @@ from jax_paged.cache.table import Integers, PageCopies, SlotMoves, all_ok, check
 from jax_paged.checks import INT32_MAX, check_size, expect
 from jax_paged.checks.status import Status, code
 from jax_paged.layout import Layout
+from jax_paged.native.sharding import create_over
 from jax_paged.ops.batch import StepBatch
 
 # "full": K and V of all tokens. An int: K and V of a window of so many tokens, the query's own
@@ -423,13 +424,7 @@ def _create_on(mesh: Mesh, num_kv_heads: int | None, arguments: dict[str, Any]) 
         return KVState.create(num_kv_heads=num_kv_heads, **arguments)
 
     specs = jax.eval_shape(create).specs(heads=heads, pages=pages)
-    of_replica = PartitionSpec(pages) if pages else None
-
-    def own() -> KVState:
-        return jax.tree.map(lambda x, s: x[None] if s == of_replica else x, create(), specs)
-
-    made = jax.shard_map(own, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False)
-    return jax.jit(made)()
+    return create_over(mesh, create, specs, PartitionSpec(pages) if pages else None)
 
 
 def _checked_kinds(layer_kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:

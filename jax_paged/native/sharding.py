@@ -166,6 +166,21 @@ def over_devices(
     return without(*operands)
 
 
+def create_over(mesh: Mesh, create: Callable[[], Any], specs: Any, stacked: P | None = None) -> Any:
+    """What create() gives on each device, as one pytree, whose parts lie as `specs` says.
+
+    Where specs says `stacked`, parts get an axis of replicas in front.
+    """
+
+    def own():
+        def part(spec, x):
+            return jax.tree.map(lambda x: x[None], x) if spec == stacked else x
+
+        return jax.tree.map(part, specs, create(), is_leaf=lambda x: isinstance(x, P))
+
+    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+
+
 def _spec(sharding: Any, ndim: int) -> _Spec | None:
     """How an array is split; None when there is no telling."""
     if sharding is None:  # not decided yet

@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 
 from jax_paged.cache.state import KVState
 from jax_paged.checks import expect
+from jax_paged.native.sharding import create_over
 
 from .config import DecoderConfig
 from .exchange import EXCHANGE_FROM, exchanged
@@ -190,9 +191,7 @@ class Partition:
 
     def create_state(self, create: Callable[[], KVState]) -> KVState:
         """The state of all devices, whose KV heads are those that `create` makes for one."""
-        specs = jax.eval_shape(create).specs(heads=TP)
-        made = jax.shard_map(create, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)
-        return jax.jit(made)()
+        return create_over(self.mesh, create, jax.eval_shape(create).specs(heads=TP))
 
     def own_sizes(self, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         """The outputs that a device has of each part of "qkv" or "gate_up": [q, k, v]."""

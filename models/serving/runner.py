@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_paged.checks import expect
+from jax_paged.native.sharding import create_over
 from jax_paged.ops.batch import pages_for
 
 from ..decoder.adapters import AdaptedModel
@@ -73,7 +74,7 @@ class ModelRunner:
             self.device = create()
         else:
             self.splits = _splits_of(shapes, getattr(draft_model, "partition", None))
-            self.device = jax.jit(over_replicas(self.partition, create, (), self.splits))()
+            self.device = create_over(self.partition.mesh, create, self.splits, STACKED)
         # A step without constraints takes a mask that is on the devices already.
         self._all_tokens = everything(self._max_seqs, self._vocab_size)
         self._all_masks = self.of_all([self._all_tokens] * self.num_replicas)
