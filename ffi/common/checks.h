@@ -145,11 +145,14 @@ inline std::string CheckRank(const char* op, const char* argument, ShapeView got
   return Mismatch(op, argument, "rank " + std::to_string(rank), ShapeText(got.dims, got.rank));
 }
 
-// Scales go with 8-bit weights, and with no others: then they are [0].
+// Scales go with 8-bit weights, and with no others: then they are [0]. There is one for each
+// output, or for each block of kScaleBlock outputs and as much of the depth: then the rank is
+// higher by one.
 inline std::string CheckWeightScale(const char* op, const char* argument, Dtype weight,
-                                    ShapeView got, std::initializer_list<int64_t> expected) {
-  return IsEightBit(weight) ? CheckShape(op, argument, got, expected)
-                            : CheckShape(op, argument, got, {0});
+                                    ShapeView got, std::initializer_list<int64_t> of_outputs,
+                                    std::initializer_list<int64_t> of_blocks) {
+  if (!IsEightBit(weight)) return CheckShape(op, argument, got, {0});
+  return CheckShape(op, argument, got, got.rank == of_blocks.size() ? of_blocks : of_outputs);
 }
 
 // Reads the shape of a pool, with or without a leading num_layers axis; page_view.h has the axes.

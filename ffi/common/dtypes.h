@@ -40,6 +40,9 @@ struct Int8 {
   int8_t value;
 };
 
+// Outputs, and as much of the depth, of 8-bit weights that share a scale where blocks have one.
+inline constexpr int32_t kScaleBlock = 128;
+
 inline bool IsEightBit(Dtype dtype) { return static_cast<int>(dtype) >= kNumDtypes; }
 
 inline int64_t ByteWidth(Dtype dtype) {

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/checks.h"
+#include "common/integers.h"
 #include "common/moe_params.h"
 
 namespace jax_paged {
@@ -61,15 +62,18 @@ inline std::string ReadMoe(const MoeArrays& in, std::string_view activation, Moe
   const int64_t num_experts = params->num_experts = in.down.shape[0];
   const int64_t inner = params->inner = in.down.shape[2];
   const int64_t k = params->experts_per_token = in.experts.shape[1];
+  const int64_t hidden_blocks = CeilDiv(hidden, kScaleBlock);
+  const int64_t inner_blocks = CeilDiv(inner, kScaleBlock);
   const bool is_clamped = params->activation == Activation::kSwigluOai;
   if (failed(CheckShape(kMoeOp, "down", in.down.shape, {num_experts, hidden, inner})) ||
       failed(CheckShape(kMoeOp, "gate_up", in.gate_up.shape, {num_experts, 2 * inner, hidden})) ||
       failed(CheckShape(kMoeOp, "experts", in.experts.shape, {num_tokens, k})) ||
       failed(CheckShape(kMoeOp, "weights", in.weights.shape, {num_tokens, k})) ||
       failed(CheckWeightScale(kMoeOp, "gate_up_scale", params->w_dtype, in.gate_up_scale.shape,
-                              {num_experts, 2 * inner})) ||
+                              {num_experts, 2 * inner},
+                              {num_experts, 2 * inner_blocks, hidden_blocks})) ||
       failed(CheckWeightScale(kMoeOp, "down_scale", params->w_dtype, in.down_scale.shape,
-                              {num_experts, hidden})) ||
+                              {num_experts, hidden}, {num_experts, hidden_blocks, inner_blocks})) ||
       failed(ReadMoeBias("gate_up_bias", in.gate_up_bias, in.x.type, {num_experts, 2 * inner},
                          &params->gate_up_bias)) ||
       failed(ReadMoeBias("down_bias", in.down_bias, in.x.type, {num_experts, hidden},
@@ -92,9 +96,14 @@ inline std::string ReadMoe(const MoeArrays& in, std::string_view activation, Moe
   params->down = static_cast<const char*>(in.down.data);
   params->experts = static_cast<const int32_t*>(in.experts.data);
   params->weights = static_cast<const float*>(in.weights.data);
-  const bool is_scaled = IsEightBit(params->w_dtype);
-  params->gate_up_scale = is_scaled ? static_cast<const float*>(in.gate_up_scale.data) : nullptr;
-  params->down_scale = is_scaled ? static_cast<const float*>(in.down_scale.data) : nullptr;
+  const auto scale = [&](const Array& array, size_t rank) {
+    const bool has = IsEightBit(params->w_dtype) && array.shape.rank == rank;
+    return has ? static_cast<const float*>(array.data) : nullptr;
+  };
+  params->gate_up_scale = scale(in.gate_up_scale, /*rank=*/2);
+  params->down_scale = scale(in.down_scale, /*rank=*/2);
+  params->gate_up_block_scale = scale(in.gate_up_scale, /*rank=*/3);
+  params->down_block_scale = scale(in.down_scale, /*rank=*/3);
   params->limit = is_clamped ? static_cast<const float*>(in.limit.data) : nullptr;
   params->out = static_cast<char*>(in.out.data);
   return "";

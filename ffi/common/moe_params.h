@@ -21,17 +21,21 @@ struct MoeBias {
 };
 
 struct MoeParams {
-  const char* x;               // [num_tokens, hidden], dtype
-  const char* gate_up;         // [num_experts, 2 inner, hidden], w_dtype: gate rows first
-  const char* down;            // [num_experts, hidden, inner], w_dtype
-  const int32_t* experts;      // [num_tokens, experts_per_token]
-  const float* weights;        // the same
-  const float* gate_up_scale;  // [num_experts, 2 inner]; null where the experts have x's dtype, and
-  const float* down_scale;     // [num_experts, hidden]     so is down_scale
-  MoeBias gate_up_bias;        // [num_experts, 2 inner]
-  MoeBias down_bias;           // [num_experts, hidden]
-  const float* limit;          // scalar, of Activation::kSwigluOai; null with the others
-  char* out;                   // [num_tokens, hidden], out_dtype
+  const char* x;           // [num_tokens, hidden], dtype
+  const char* gate_up;     // [num_experts, 2 inner, hidden], w_dtype: gate rows first
+  const char* down;        // [num_experts, hidden, inner], w_dtype
+  const int32_t* experts;  // [num_tokens, experts_per_token]
+  const float* weights;    // the same
+  // Of 8-bit experts; null where there are none such. Those of blocks cover kScaleBlock outputs and
+  // as much of the depth; gate and up begin with a block each.
+  const float* gate_up_scale;        // [num_experts, 2 inner]
+  const float* down_scale;           // [num_experts, hidden]
+  const float* gate_up_block_scale;  // [num_experts, 2, blocks of inner, blocks of hidden]
+  const float* down_block_scale;     // [num_experts, blocks of hidden, blocks of inner]
+  MoeBias gate_up_bias;              // [num_experts, 2 inner]
+  MoeBias down_bias;                 // [num_experts, hidden]
+  const float* limit;                // scalar, of Activation::kSwigluOai; null with the others
+  char* out;                         // [num_tokens, hidden], out_dtype
   int64_t num_tokens;
   int64_t experts_per_token;
   int64_t num_experts;

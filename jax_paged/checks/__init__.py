@@ -23,6 +23,7 @@ ROPE_STYLES: tuple[str, ...] = get_args(RopeStyle)
 FLOAT_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 EIGHT_BIT_DTYPES = tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
 WEIGHT_DTYPES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))  # of weights with a scale
+SCALE_BLOCK = 128  # outputs, and as much of the depth, that share a scale where blocks have one
 OUT_DTYPES = EIGHT_BIT_DTYPES[:2]  # of an fp8 output
 MAX_HEAD_DIM = 512
 INT32_MAX = 2**31 - 1
@@ -87,8 +88,13 @@ def check_weight(
     dtype: jnp.dtype,
     axes: str,
     sizes: tuple[int | None, ...],
+    *,
+    parts: int = 1,
 ) -> None:
-    """Checks a weight of x's dtype without a scale, or an 8-bit one with one per output."""
+    """Checks a weight of x's dtype without a scale, or an 8-bit one with one per output or block.
+
+    The outputs are those of several parts, each of which begins with a block.
+    """
     check_array(name, weight)
     allowed = (dtype, *WEIGHT_DTYPES)
     expected = "dtype " + " or ".join(d.name for d in allowed)
@@ -100,10 +106,22 @@ def check_weight(
         expect(scale is not None, f"{name}_scale", text, None)
         assert scale is not None
         check_float(f"{name}_scale", scale, jnp.dtype(jnp.float32))
-        check_shape(f"{name}_scale", scale, outputs, weight.shape[:-1])
+        if scale.ndim == weight.ndim:
+            *leading, rows, depth = weight.shape
+            blocks = (parts * scale_blocks(rows // parts), scale_blocks(depth))
+            *names, last, depth_name = axes.split()
+            names += [f"blocks_of_{last}", f"blocks_of_{depth_name}"]
+            check_shape(f"{name}_scale", scale, " ".join(names), (*leading, *blocks))
+        else:
+            check_shape(f"{name}_scale", scale, outputs, weight.shape[:-1])
     elif scale is not None:
         text = f"None beside a {weight.dtype.name} {name}"
         expect(False, f"{name}_scale", text, f"{scale.dtype.name}{list(scale.shape)}")
+
+
+def scale_blocks(size: int) -> int:
+    """The blocks of SCALE_BLOCK in a size, of which the last may be short."""
+    return -(-size // SCALE_BLOCK)
 
 
 def is_eight_bit(pages: jax.Array) -> bool:

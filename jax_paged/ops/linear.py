@@ -3,8 +3,8 @@
 
 XLA's own product on CPU runs at a fifth of the memory's speed from two tokens on, and at a
 twentieth in bf16; this op reads each weight once at the memory's speed, and multiplies at that of
-the vector units when there are many tokens. Weights may be int8 or fp8 with a scale per output: a
-quarter of the bytes of f32. On CUDA it is XLA's product.
+the vector units when there are many tokens. Weights may be int8 or fp8 with a scale per output, or
+per block of 128 x 128: a quarter of the bytes of f32. On CUDA it is XLA's product.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 from jax_paged.checks import (
+    SCALE_BLOCK,
     WEIGHT_DTYPES,
     Implementation,
     check_float,
@@ -35,7 +36,7 @@ def linear(
     x: Float[Array, "tokens in"],
     weight: Float[Array, "out in"] | Int8[Array, "out in"],
     *,
-    weight_scale: Float[Array, "out"] | None = None,
+    weight_scale: Float[Array, "out"] | Float[Array, "out_blocks in_blocks"] | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens out"]:
@@ -44,7 +45,9 @@ def linear(
     Args:
       x: [tokens, in], bf16, f16 or f32.
       weight: [out, in] as published; dtype of x, or int8 or f8e4m3fn (see `quantize_weight`).
-      weight_scale: f32[out], of such 8-bit weights and of no others.
+      weight_scale: f32[out], of such 8-bit weights and of no others. Or one for each block of 128 ×
+        128, f32[⌈out / 128⌉, ⌈in / 128⌉], as DeepSeek-V3 and Qwen publish fp8 weights: then
+        out[t, n] = Σ_b weight_scale[n // 128, b] · Σ_d x[t, d] · weight[n, d], d in block b.
       out_dtype: bf16, f16 or f32; None = that of x. The sum is rounded once.
       implementation: None = native on CPU, XLA's product elsewhere; "native"; "reference" = XLA's,
         also of how a program over several devices splits it.
@@ -62,7 +65,8 @@ def linear(
 
     Over several devices the weight decides, and is never moved. Split by out, each device has its
     own outputs. Split by in, each one sums its own part of the depth (on CPU a multiple of 8), and
-    one all-reduce adds the parts up in f32. Tokens may be split along other mesh axes.
+    one all-reduce adds the parts up in f32. Tokens may be split along other mesh axes. A weight
+    whose blocks have scales may be split inside `jax.shard_map` alone.
 
     >>> import jax.numpy as jnp
     >>> print(linear(jnp.ones((2, 8)), 3 * jnp.ones((1, 8)))[:, 0])
@@ -149,15 +153,48 @@ def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
     )
 
 
-def contract(out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
+def contract(
+    out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array | None, parts: int = 1
+) -> jax.Array:
     """The same, where weights may be 8-bit, which every float dtype holds exactly."""
     if weight.dtype not in WEIGHT_DTYPES or scale is None:
         return contract_last(x, weight, out_dtype)
-    sums = contract_last(x, weight.astype(x.dtype), jnp.float32)
+    weight = weight.astype(x.dtype)
+    if scale.ndim == 2:
+        return _contract_blocks(x, weight, scale, parts).astype(out_dtype)
+    sums = contract_last(x, weight, jnp.float32)
     return (sums * scale[None, :]).astype(out_dtype)
 
 
+def _contract_blocks(x: jax.Array, weight: jax.Array, scale: jax.Array, parts: int) -> jax.Array:
+    """f32 sums of each block of the depth, times its scale, added up: 256 tokens at once.
+
+    The outputs are those of several parts, each of which begins with a block.
+    """
+    (out, depth), blocks = weight.shape, scale.shape[1]
+    scale = jnp.repeat(scale.reshape(parts, -1, blocks), SCALE_BLOCK, axis=1)
+    scale = scale[:, : out // parts].reshape(out, blocks)
+    padding = ((0, 0), (0, -depth % SCALE_BLOCK))
+    x, weight = (jnp.pad(a, padding).reshape(len(a), blocks, SCALE_BLOCK) for a in (x, weight))
+
+    def of_row(row):
+        exact = jax.lax.Precision.HIGHEST if row.dtype == jnp.float32 else None
+        sums = jnp.einsum(
+            "bd,obd->bo", row, weight, precision=exact, preferred_element_type=jnp.float32
+        )
+        return jnp.sum(sums * scale.T, axis=0)
+
+    at_once = 256
+    if len(x) <= at_once:
+        return jax.vmap(of_row)(x)
+    return jax.lax.map(of_row, x, batch_size=at_once)
+
+
 def _split(scale: jax.Array) -> Split:
+    if scale.ndim == 2:
+        whole = f"{WHOLE} {WHOLE}"
+        axes = {"x": f"tokens {WHOLE}", "weight": whole, "weight_scale": whole}
+        return Split(axes, results=(f"tokens {WHOLE}",), fixed=("weight",))
     axes = {"x": "tokens in", "weight": "out in", "weight_scale": "out" if scale.size else WHOLE}
     return Split(axes, results=("tokens out",), fixed=("weight",), summed=("in",))
 

@@ -43,8 +43,8 @@ def moe_experts(
     experts: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
     *,
-    gate_up_scale: Float[Array, "experts *two_inner"] | None = None,
-    down_scale: Float[Array, "experts hidden"] | None = None,
+    gate_up_scale: Float[Array, "experts *rows"] | None = None,
+    down_scale: Float[Array, "experts *rows"] | None = None,
     gate_up_bias: Float[Array, "experts *two_inner"] | None = None,
     down_bias: Float[Array, "experts hidden"] | None = None,
     activation: Activation = "silu",
@@ -67,7 +67,9 @@ def moe_experts(
       experts: integers [tokens, k]. One outside [0, num_experts) adds nothing and reads nothing.
       weights: [tokens, k], cast to f32.
       gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
-        8-bit experts are multiplied by, as `quantize_weight` gives them; only of 8-bit experts.
+        8-bit experts are multiplied by, as `quantize_weight` gives them; only of 8-bit experts. Or
+        scales of blocks of 128 × 128, as for `linear`: f32[num_experts, 2 · ⌈inner / 128⌉, ⌈hidden
+        / 128⌉], those of gate first, and f32[num_experts, ⌈hidden / 128⌉, ⌈inner / 128⌉].
       gate_up_bias, down_bias: [num_experts, 2 · inner] and [num_experts, hidden], f32 or dtype of
         x. None = 0.
       activation: "silu" is g · sigmoid(g). "gelu" is g · Φ(g), by erf. "gelu_tanh" is its
@@ -95,8 +97,9 @@ def moe_experts(
 
     Over several devices the experts decide, and are never moved. Split by expert, each device runs
     those that it has. Split by inner (a multiple of 8 on each device), each one runs its part of
-    every expert. One all-reduce adds the parts up in f32. Both may be at once, along other mesh
-    axes, and so may a split of tokens. Another split of experts is refused.
+    every expert; that is refused where blocks have scales. One all-reduce adds the parts up in f32.
+    Both may be at once, along other mesh axes, and so may a split of tokens. Another split of
+    experts is refused.
 
     >>> import jax.numpy as jnp
     >>> x, gate_up, down = jnp.ones((1, 8)), jnp.ones((2, 16, 8)), jnp.ones((2, 8, 8))
@@ -113,7 +116,10 @@ def moe_experts(
     check_array("gate_up", gate_up)
     rows, names = ((2, inner), "2 inner") if gate_up.ndim == 4 else ((2 * inner,), "2·inner")
     sizes = (num_experts, *rows, hidden)
-    check_weight("gate_up", gate_up, gate_up_scale, x.dtype, f"experts {names} hidden", sizes)
+    check_weight(
+        "gate_up", gate_up, gate_up_scale, x.dtype, f"experts {names} hidden", sizes,
+        parts=1 if gate_up.ndim == 4 else 2,
+    )  # fmt: skip
     expect(gate_up.dtype == down.dtype, "down", f"dtype {gate_up.dtype.name}", down.dtype.name)
     experts = as_index("experts", experts)
     check_shape("experts", experts, "tokens k", (x.shape[0], None))
@@ -176,11 +182,14 @@ def _batched(implementation: Implementation, activation: Activation, dtype: jnp.
 
 
 def _split(x, gate_up, down, experts, weights, *options) -> Split:
-    rows, inner = ("- inner", "inner") if gate_up.ndim == 4 else (WHOLE, WHOLE)
+    scaled = zip(options[:2], (gate_up, down), strict=True)
+    of_blocks = [" -" if scale.ndim == x.ndim else "" for scale, x in scaled]
+    inner = WHOLE if any(of_blocks) or gate_up.ndim == 3 else "inner"
+    rows = f"- {inner}" if gate_up.ndim == 4 else WHOLE
     axes = {
         "x": "tokens -", "gate_up": f"experts {rows} -", "down": f"experts - {inner}",
         "experts": "tokens -", "weights": "tokens -",
-        "gate_up_scale": f"experts {rows}", "down_scale": "experts -",
+        "gate_up_scale": f"experts {rows}{of_blocks[0]}", "down_scale": f"experts -{of_blocks[1]}",
         "gate_up_bias": f"experts {rows}", "down_bias": "experts -", "limit": "",
     }  # fmt: skip
     axes |= {name: WHOLE for name, x in zip(_OPTIONS, options, strict=True) if x.shape == (0,)}
@@ -239,11 +248,11 @@ def _block_size(num_pairs: int, num_experts: int) -> int:
 def _gated_mlp(x, gate_up, down, options, activation):
     gate_up_scale, down_scale, gate_up_bias, down_bias, limit = options
 
-    def project(x, weight, scale, bias):
-        out = contract(jnp.float32, x, weight, scale)
+    def project(x, weight, scale, bias, parts=1):
+        out = contract(jnp.float32, x, weight, scale, parts)
         return out if bias is None else out + bias.astype(jnp.float32)[None, :]
 
-    gate, up = jnp.split(project(x, gate_up, gate_up_scale, gate_up_bias), 2, axis=-1)
+    gate, up = jnp.split(project(x, gate_up, gate_up_scale, gate_up_bias, parts=2), 2, axis=-1)
     h = gated_product(gate, up, activation, limit)
     return project(h.astype(x.dtype), down, down_scale, down_bias)
 
@@ -282,7 +291,7 @@ def _reference(
         expert = jnp.sum(last_blocks <= block, dtype=jnp.int32)
         begin = starts[expert] + (block - first_blocks[expert]) * size
         rows = x[jax.lax.dynamic_slice(sorted_tokens, (begin,), (size,))]
-        own = (option[expert] if option.ndim == 2 else None for option in by_expert)
+        own = (option[expert] if option.ndim > 1 else None for option in by_expert)
         return _gated_mlp(rows, gate_up[expert], down[expert], (*own, limit), activation)
 
     @jax.checkpoint  # else a gradient keeps each block's copy of its expert

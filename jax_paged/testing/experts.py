@@ -9,6 +9,8 @@ import numpy as np
 
 from jax_paged.ops.linear import quantize_weight
 
+from .projections import quantize_blocks
+
 # Half a unit in the last place of an output, which biases make large: it counts beside an absolute
 # tolerance.
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-9}
@@ -76,9 +78,21 @@ def oracle(
     return out
 
 
-def quantized(kind, case):
-    """The case with 8-bit experts, its scales, and the case with what they stand for."""
+def quantized(kind, case, blocks=False):
+    """The case with 8-bit experts, its scales, and the case with what they stand for.
+
+    The scales are those of outputs or of blocks.
+    """
     x, gate_up, down, *rest = case
+    if blocks:
+        num_experts, two_inner, hidden = gate_up.shape
+        paired = gate_up.reshape(num_experts, 2, two_inner // 2, hidden)
+        codes, scale, wide = quantize_blocks(paired, kind)
+        down, down_scale, down_wide = quantize_blocks(down, kind)
+        scale = scale.reshape(num_experts, -1, scale.shape[-1])
+        scales = {"gate_up_scale": scale, "down_scale": down_scale}
+        meant = (wide.reshape(gate_up.shape), down_wide)
+        return [x, codes.reshape(gate_up.shape), down, *rest], scales, [x, *meant, *rest]
     gate_up, gate_up_scale = quantize_weight(gate_up, dtype=kind)
     down, down_scale = quantize_weight(down, dtype=kind)
     meant = (

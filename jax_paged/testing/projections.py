@@ -26,5 +26,19 @@ def make_codes(kind, rows, depth, columns, dtype=jnp.float32, seed=0):
     return x, jnp.asarray(weight), jnp.asarray(scale, jnp.float32)
 
 
+def quantize_blocks(weight, kind: Any = jnp.float8_e4m3fn):
+    """8-bit weights [..., out, in], scales of blocks of 128 x 128, and what they stand for."""
+    wide = np.asarray(weight, np.float64)
+    *leading, rows, depth = wide.shape
+    padding = [(0, 0)] * len(leading) + [(0, -rows % 128), (0, -depth % 128)]
+    blocks = np.pad(wide, padding)
+    blocks = blocks.reshape(*leading, blocks.shape[-2] // 128, 128, blocks.shape[-1] // 128, 128)
+    scale = (np.abs(blocks).max((-3, -1)) / EXTREMES[kind][0]).astype(np.float32)
+    each = np.repeat(np.repeat(scale, 128, -2), 128, -1)[..., :rows, :depth].astype(np.float64)
+    codes = wide / each
+    codes = np.asarray(codes if kind != jnp.int8 else np.rint(codes), np.float32).astype(kind)
+    return jnp.asarray(codes), jnp.asarray(scale), codes.astype(np.float64) * each
+
+
 def oracle(x, weight, scale: Any = 1):
     return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale, "f8")

@@ -32,10 +32,10 @@ class Call:
     activation: str = "silu"
 
     @classmethod
-    def of(cls, case, *, kind=None, **options):
+    def of(cls, case, *, kind=None, blocks=False, **options):
         scales, meant = {}, case
         if kind is not None:
-            case, scales, meant = quantized(kind, case)
+            case, scales, meant = quantized(kind, case, blocks)
         names = ("x", "gate_up", "down", "experts", "weights")
         arrays = dict.fromkeys(_OPTIONS, np.zeros(0, np.float32)) | scales | options
         activation = arrays.pop("activation", "silu")
@@ -261,6 +261,21 @@ BUGS = {
         "gated_unit.cuh", "gate * kGeluTanh[1], gate, kGeluTanh[0]", "0.0f, gate, kGeluTanh[0]",
         DIFFERS,
     ),
+    "scale of the block before": (
+        "gemm.cuh", "product.BlockScale(expert, 0, row, depth)",
+        "product.BlockScale(expert, 0, row, depth / 2)", DIFFERS,
+    ),
+    "scale of gate for up": (
+        "gemm.cuh", "product.BlockScale(expert, IS_GATED ? 1 : 0, row, depth)",
+        "product.BlockScale(expert, 0, row, depth)", DIFFERS,
+    ),
+    "scale of the first rows": (
+        "gemm.cuh", "block + row / kScaleBlock", "block", DIFFERS,
+    ),
+    "scale of another expert": (
+        "gemm.cuh", "int64_t{expert} * (IS_GATED ? 2 : 1) + part", "int64_t{expert} + part",
+        f"out of bounds|{DIFFERS}",
+    ),
     "bytes in the order of 16-bit weights": (
         "gemm.cuh", "a[step][set][1] = lower.low;\n        a[step][set][2] = upper.high;",
         "a[step][set][2] = lower.low;\n        a[step][set][1] = upper.high;", DIFFERS,
@@ -343,6 +358,14 @@ def battery():
         case = make_case(63, 6, 3, hidden=hidden, inner=inner, dtype=jnp.bfloat16)
         options = make_options(case, activation, bias_dtype)
         calls.append(Call.of(with_experts(case, ids), kind=kind, **options))
+    case = make_case(63, 6, 3, hidden=272, inner=144, dtype=jnp.bfloat16)
+    case[1] *= jnp.asarray(2.0 ** -np.arange(6), jnp.bfloat16)[:, None, None]
+    for at, axis in ((1, 1), (1, 2), (2, 1), (2, 2)):  # blocks and experts of other sizes
+        case[at] = jnp.where(
+            jnp.arange(case[at].shape[axis]).reshape((-1, 1) if axis == 1 else (1, -1)) < 128,
+            case[at], case[at] / 2,
+        )  # fmt: skip
+    calls.append(Call.of(with_experts(case, ids), kind=jnp.int8, blocks=True))
     return calls, far_call()
 
 

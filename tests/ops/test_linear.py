@@ -8,7 +8,13 @@ import pytest
 
 from jax_paged import linear, quantize_weight
 from jax_paged.ops.linear import TARGET
-from jax_paged.testing.projections import EXTREMES, make_case, make_codes, oracle
+from jax_paged.testing.projections import (
+    EXTREMES,
+    make_case,
+    make_codes,
+    oracle,
+    quantize_blocks,
+)
 
 kinds = pytest.mark.parametrize("kind", EXTREMES)
 
@@ -46,6 +52,22 @@ def test_8_bit_products_of_the_reference_match_float64(kind, dtype):
         out = linear(x, weight, weight_scale=scale, **options)
         expected = oracle(x, weight, scale)
         np.testing.assert_allclose(out, expected, atol=1e-5 * depth**0.5, rtol=0)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 8, 9, 130, 300])
+def test_sums_of_blocks_are_multiplied_by_their_scales(kind, dtype, rows, implementation):
+    for depth, columns in ((8, 1), (128, 128), (136, 300), (1032, 33), (1920, 144)):
+        x, weight = make_case(rows, depth, columns, dtype)
+        sizes = 2.0 ** np.arange(-(-depth // 128)).repeat(128)[:depth]  # blocks are apart
+        weight, scale, meant = quantize_blocks(np.asarray(weight, "f8") / sizes, kind)
+        assert scale.shape == (-(-columns // 128), -(-depth // 128))
+        options = {"out_dtype": jnp.float32, "implementation": implementation}
+        out = linear(x, weight, weight_scale=scale, **options)
+        assert out.shape == (rows, columns)
+        # As above: sums of `depth` products of order 1 at most.
+        np.testing.assert_allclose(out, oracle(x, meant), atol=1e-5 * depth**0.5, rtol=0)
 
 
 @kinds
@@ -101,11 +123,13 @@ def test_a_row_gets_the_same_bits_whatever_its_batch():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_gets_the_same_bits_from_8_bit_weights_whatever_its_batch(kind, dtype):
     """Up to 8 rows convert weights in registers, more of them in a panel."""
-    x, weight, scale = make_codes(kind, 29, 2504, 40, dtype)
-    together = linear(x, weight, weight_scale=scale, out_dtype=jnp.float32)
-    for rows in (1, 2, 3, 8, 12):
-        out = linear(x[:rows], weight, weight_scale=scale, out_dtype=jnp.float32)
-        np.testing.assert_array_equal(out, together[:rows])
+    x, weight, of_outputs = make_codes(kind, 29, 2504, 40, dtype)
+    of_blocks = jnp.linspace(0.5, 1.5, 20, dtype=jnp.float32)[None, :]
+    for scale in (of_outputs, of_blocks):
+        together = linear(x, weight, weight_scale=scale, out_dtype=jnp.float32)
+        for rows in (1, 2, 3, 8, 12):
+            out = linear(x[:rows], weight, weight_scale=scale, out_dtype=jnp.float32)
+            np.testing.assert_array_equal(out, together[:rows])
 
 
 @kinds
@@ -254,6 +278,9 @@ def test_bad_arguments_of_8_bit_weights_are_named(kind):
         linear(x, weight.astype(jnp.float32), weight_scale=scale)
     with pytest.raises(ValueError, match=r"weight_scale: expected shape \[out=3\], got \[2\]"):
         linear(x, weight, weight_scale=scale[:2])
+    text = r"shape \[blocks_of_out=1, blocks_of_in=1\], got \[1, 2\]"
+    with pytest.raises(ValueError, match=f"weight_scale: expected {text}"):
+        linear(x, weight, weight_scale=scale[None, :2])
     with pytest.raises(ValueError, match="weight_scale: expected dtype float32, got bfloat16"):
         linear(x, weight, weight_scale=scale.astype(jnp.bfloat16))
     with pytest.raises(

@@ -35,11 +35,11 @@ def softmax(x):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def check(case, implementation, *, kind=None, rtol=1e-7, **options):
+def check(case, implementation, *, kind=None, blocks=False, rtol=1e-7, **options):
     """Runs a case, with 8-bit experts where a kind is given, and compares it with the oracle."""
     scales, meant = {}, case
     if kind is not None:
-        case, scales, meant = quantized(kind, case)
+        case, scales, meant = quantized(kind, case, blocks)
     out = moe_experts(*case, **scales, **options, implementation=implementation)
     assert out.dtype == case[0].dtype
     *arrays, experts, weights = map(np.asarray, meant)
@@ -81,6 +81,21 @@ def test_8_bit_experts_match_a_float64_loop(
     check(case, implementation, kind=kind, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner"),
+    [(1, 128, 128), (30, 264, 144), (9, 128, 264), (9, 144, 8)],
+)
+@dtypes
+@kinds
+def test_experts_whose_blocks_have_scales_match_a_float64_loop(
+    tokens, hidden, inner, dtype, kind, implementation
+):
+    case = make_case(tokens, 5, 3, hidden, inner, dtype=dtype)
+    for at, part in ((1, 96), (2, 16)):  # blocks and experts of other sizes
+        case[at] = case[at].at[1:, part:].multiply(jnp.asarray(0.125, dtype))
+    check(case, implementation, kind=kind, blocks=True, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [None, jnp.int8])
 def test_sums_are_given_in_f32_before_they_are_rounded(dtype, kind, implementation):
@@ -94,16 +109,19 @@ def test_sums_are_given_in_f32_before_they_are_rounded(dtype, kind, implementati
     np.testing.assert_array_equal(wide.astype(dtype), run())
 
 
-@pytest.mark.parametrize("kind", [None, jnp.int8])
+@pytest.mark.parametrize("kind", [None, jnp.int8, jnp.float8_e4m3fn])
 def test_gate_and_up_may_stand_on_an_axis_of_their_own(kind, implementation):
     case = make_case(9, 4, 3, hidden=32, dtype="bfloat16")
     options, scales = make_options(case, "swiglu_oai", "float32"), {}
+    blocks = kind == jnp.float8_e4m3fn
     if kind is not None:
-        case, scales, _ = quantized(kind, case)
+        case, scales, _ = quantized(kind, case, blocks)
     given = options | scales
     expected = moe_experts(*case, **given, implementation=implementation)
     case[1] = case[1].reshape(4, 2, -1, 32)
     own = {name: given[name].reshape(4, 2, -1) for name in given if name.startswith("gate_up")}
+    if blocks:
+        own["gate_up_scale"] = own["gate_up_scale"][..., None]
     out = moe_experts(*case, **given | own, implementation=implementation)
     np.testing.assert_array_equal(out, expected)
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handler of jax_paged.linear.v1 on CPU: out = x w^T, each column times its scale where w is
-// 8-bit.
+// The handler of jax_paged.linear.v1 on CPU: out = x w^T, where w is 8-bit each column times its
+// scale, or each sum over a block of the depth.
 //
 // The rows of w are cut into blocks that the workers claim; linear/kernel.h does a block for all
 // rows of x. Each output is summed by one worker in one order, so the bits do not depend on the
@@ -32,7 +32,8 @@ constexpr int64_t kParallelRows = 16;       // of x: fewer are loaded by the cal
 struct Projection {
   const char* x;
   const char* w;
-  const float* scale;  // null where w has x's dtype
+  const float* scale;        // of outputs or
+  const float* block_scale;  // of blocks; null where there is none such
   char* out;
   Dtype dtype;
   Dtype w_dtype;
@@ -52,7 +53,7 @@ void Multiply(ffi::ThreadPool& pool, const Projection& call) {
   const int64_t padded_rows = PadLinearRows(num_rows);
   const int64_t x_stride = LinearStride(depth);
   const int64_t sums_floats = padded_rows * RoundUp(block, kLinearColumns);
-  const int64_t panel_floats = call.scale ? LinearPanelFloats(depth, block) : 0;
+  const int64_t panel_floats = IsEightBit(call.w_dtype) ? LinearPanelFloats(depth, block) : 0;
   const int64_t floats = padded_rows * x_stride + workers * (sums_floats + panel_floats);
   const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
   float* const rows = reinterpret_cast<float*>(scratch.data());
@@ -69,7 +70,9 @@ void Multiply(ffi::ThreadPool& pool, const Projection& call) {
     const int64_t begin = item * block;
     const int64_t count = Clamp(num_columns - begin, 0, block);
     float* const mine = sums + worker * (sums_floats + panel_floats);
-    kernels.sums(rows, x_stride, num_rows, call.w + begin * row_bytes, depth, count,
+    const LinearBlocks blocks =
+        LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
+    kernels.sums(rows, x_stride, num_rows, call.w + begin * row_bytes, depth, count, blocks,
                  mine + sums_floats, mine);
     if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, count, mine);
     StoreLinearSums(mine, num_rows, count, num_columns, call.out_dtype,
@@ -94,7 +97,8 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   }
   const int64_t num_rows = Shape(x)[0], depth = Shape(x)[1], num_columns = Shape(w)[0];
   if (failed(CheckShape(kOp, "w", Shape(w), {num_columns, depth})) ||
-      failed(CheckWeightScale(kOp, "scale", call.w_dtype, Shape(scale), {num_columns})) ||
+      failed(CheckWeightScale(kOp, "scale", call.w_dtype, Shape(scale), {num_columns},
+                              {CeilDiv(num_columns, kScaleBlock), CeilDiv(depth, kScaleBlock)})) ||
       failed(CheckShape(kOp, "out", Shape(*out), {num_rows, num_columns}))) {
     return ffi::Error::InvalidArgument(error);
   }
@@ -105,7 +109,9 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   if (num_rows == 0 || num_columns == 0) return ffi::Error::Success();
   call.x = static_cast<const char*>(x.untyped_data());
   call.w = static_cast<const char*>(w.untyped_data());
-  call.scale = IsEightBit(call.w_dtype) ? scale.typed_data() : nullptr;
+  const bool is_scaled = IsEightBit(call.w_dtype), has_blocks = Shape(scale).rank == 2;
+  call.scale = is_scaled && !has_blocks ? scale.typed_data() : nullptr;
+  call.block_scale = is_scaled && has_blocks ? scale.typed_data() : nullptr;
   call.out = static_cast<char*>(out->untyped_data());
   call.num_rows = num_rows;
   call.depth = depth;

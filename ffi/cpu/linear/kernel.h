@@ -11,7 +11,8 @@
 //            chunk after the other
 //   panel    8-bit weights become floats (or bf16 words) in registers where one tile uses them;
 //            with more tiles once for all of them, a block and chunk at a time in a panel that L2
-//            holds. The caller multiplies the sums by the scales
+//            holds. The caller multiplies the sums by the scales of outputs; where blocks of the
+//            depth have scales, a chunk is a block, and is multiplied when it is added
 //
 // Bound by reading w up to some eight rows, by multiply-adds beyond: per 16 of them 10 vector
 // loads.
@@ -67,11 +68,23 @@ void StagePanel(const T* w, int64_t w_stride, int64_t depth, int64_t count, floa
   }
 }
 
+// Stores or, where d > 0, adds the sums of a tile over the chunk that begins at d, of rows n of w.
+JAX_PAGED_INLINE void AddLinearChunk(Vec sum, int64_t d, const LinearBlocks& blocks, int64_t n,
+                                     float* to) {
+  if (blocks.scale) {
+    const Vec scale = Set1(blocks.At(n, d));
+    Store(to, d > 0 ? Fma(sum, scale, Load(to)) : Mul(sum, scale));
+  } else {
+    Store(to, d > 0 ? Add(Load(to), sum) : sum);
+  }
+}
+
 // sums[n * ROWS + r] (+)= x[r] . w[n] over the depth [begin, end), a chunk at a time, for n <
 // count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`.
 template <typename T, int ROWS, bool STREAMS>
 void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t begin,
-                 int64_t end, int64_t chunk, int64_t count, float* sums) {
+                 int64_t end, int64_t chunk, int64_t count, const LinearBlocks& blocks,
+                 float* sums) {
   constexpr int kColumns = kWidth / ROWS;
   for (int64_t n = 0; n < count; n += kColumns) {
     float* to = sums + n * ROWS;
@@ -89,7 +102,7 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
       } else {
         sum = ScoreTile<T, ROWS>(from, x_stride, rows, here);
       }
-      Store(to, d > 0 ? Add(Load(to), sum) : sum);
+      AddLinearChunk(sum, d, blocks, n, to);
     }
   }
 }
@@ -98,7 +111,7 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
 // over the whole depth, so that memory is read in a single stream.
 template <typename T>
 void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
-                  int64_t chunk, int64_t count, float* sums) {
+                  int64_t chunk, int64_t count, const LinearBlocks& blocks, float* sums) {
   constexpr int kChunks = 8;  // at a time, so that their sums stay in L1
   constexpr int64_t kAhead = 8192;
   for (int64_t n = 0; n < count; n += kWidth) {
@@ -117,8 +130,7 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
       }
       const Vec* of_chunk = sum[0];
       for (int64_t d = from; d < limit; d += chunk, of_chunk += kWidth) {
-        const Vec here = SumEach(of_chunk);
-        Store(sums + n, d > 0 ? Add(Load(sums + n), here) : here);
+        AddLinearChunk(SumEach(of_chunk), d, blocks, n, sums + n);
       }
     }
   }
@@ -127,17 +139,18 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
 // The products of the rows of a tile of x with a chunk of rows of w.
 template <typename T, bool STREAMS>
 void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
-                int64_t begin, int64_t end, int64_t chunk, int64_t count, float* sums) {
+                int64_t begin, int64_t end, int64_t chunk, int64_t count,
+                const LinearBlocks& blocks, float* sums) {
   if (tile == 8) {
-    LinearTiles<T, 8, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+    LinearTiles<T, 8, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, blocks, sums);
   } else if (tile == 4) {
-    LinearTiles<T, 4, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+    LinearTiles<T, 4, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, blocks, sums);
   } else if (tile == 2) {
-    LinearTiles<T, 2, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+    LinearTiles<T, 2, STREAMS>(x, x_stride, w, w_stride, begin, end, chunk, count, blocks, sums);
   } else if constexpr (STREAMS) {
-    LinearStream<T>(x, w, w_stride, begin, end, chunk, count, sums);
+    LinearStream<T>(x, w, w_stride, begin, end, chunk, count, blocks, sums);
   } else {
-    LinearTiles<T, 1, false>(x, x_stride, w, w_stride, begin, end, chunk, count, sums);
+    LinearTiles<T, 1, false>(x, x_stride, w, w_stride, begin, end, chunk, count, blocks, sums);
   }
 }
 
@@ -145,16 +158,17 @@ void LinearTile(int tile, const float* x, int64_t x_stride, const T* w, int64_t 
 // brings it in.
 template <typename T, bool COLD>
 void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t w_stride,
-                 int64_t begin, int64_t end, int64_t chunk, int64_t count, float* sums) {
+                 int64_t begin, int64_t end, int64_t chunk, int64_t count,
+                 const LinearBlocks& blocks, float* sums) {
   const int64_t padded = RoundUp(count, kLinearColumns);
   for (int64_t r = 0; r < num_rows;) {
     const int tile = LinearTileRows(num_rows, r);
     const float* const from = x + r * x_stride;
     float* const to = sums + r * padded;
     if (r == 0) {
-      LinearTile<T, COLD>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, to);
+      LinearTile<T, COLD>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, blocks, to);
     } else {
-      LinearTile<T, false>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, to);
+      LinearTile<T, false>(tile, from, x_stride, w, w_stride, begin, end, chunk, count, blocks, to);
     }
     r += tile;
   }
@@ -166,21 +180,27 @@ void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w,
 // which panels of it have.
 template <typename T, typename P = T>
 void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
-                int64_t depth, int64_t count, float* panel, float* sums) {
+                int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
+                float* sums) {
   const T* w = static_cast<const T*>(weights);
   static_assert(kUsesDot<T> == kUsesDot<P>, "the order of additions is that of the chunks");
   const bool stages = !kSameType<T, P> && num_rows > 8;
-  const int64_t chunk = ChunkDepth<T>(depth);
-  const int64_t step = num_rows <= 4 ? depth : chunk;
+  // Of the depth: what is added at once, and what is staged at once.
+  const int64_t span = ChunkDepth<T>(depth);
+  const int64_t chunk = blocks.scale ? kScaleBlock : span;
+  const int64_t step = num_rows <= 4 ? depth : blocks.scale ? RoundUp(span, chunk) : span;
   for (int64_t begin = 0; begin < depth; begin += step) {
     const int64_t end = depth - begin < step ? depth : begin + step;
     if (!stages) {
-      LinearChunk<T, true>(x, x_stride, num_rows, w + begin, depth, begin, end, chunk, count, sums);
+      LinearChunk<T, true>(x, x_stride, num_rows, w + begin, depth, begin, end, chunk, count,
+                           blocks, sums);
     } else if constexpr (!kSameType<T, P>) {
-      StagePanel<T>(w + begin, depth, end - begin, count, panel, chunk);
+      const int64_t panel_stride = Clamp(step, 0, RoundUp(depth, kPadFloats));
+      StagePanel<T>(w + begin, depth, end - begin, count, panel, panel_stride);
       const P* staged = reinterpret_cast<const P*>(panel);
-      const int64_t stride = chunk * int64_t{sizeof(float) / sizeof(P)};
-      LinearChunk<P, false>(x, x_stride, num_rows, staged, stride, begin, end, chunk, count, sums);
+      const int64_t stride = panel_stride * int64_t{sizeof(float) / sizeof(P)};
+      LinearChunk<P, false>(x, x_stride, num_rows, staged, stride, begin, end, chunk, count, blocks,
+                            sums);
     }
   }
 }

@@ -61,12 +61,32 @@ inline int64_t PadLinearRows(int64_t num_rows) {
   return rows;
 }
 
+// Scales of blocks of rows of w, kScaleBlock of them and as much of the depth.
+struct LinearBlocks {
+  const float* scale;  // [blocks of rows, stride]; null: none
+  int64_t stride;      // blocks of the depth
+  int64_t first_row;   // of the rows of w that are given; a multiple of kLinearColumns
+
+  float At(int64_t row, int64_t depth) const {
+    return scale[(first_row + row) / kScaleBlock * stride + depth / kScaleBlock];
+  }
+};
+static_assert(kScaleBlock % kLinearColumns == 0, "a tile has one scale");
+
+// Those of matrix number `matrix` of some, [rows, depth] each; `scale` may be null.
+inline LinearBlocks LinearBlocksOf(const float* scale, int64_t matrix, int64_t rows, int64_t depth,
+                                   int64_t first_row) {
+  const int64_t stride = CeilDiv(depth, kScaleBlock);
+  const int64_t skipped = matrix * CeilDiv(rows, kScaleBlock) * stride;
+  return {scale ? scale + skipped : nullptr, stride, first_row};
+}
+
 // For one dtype of x and one of w; linear/kernel.h explains the arguments.
 struct LinearKernels {
   void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
                     float* rows, int64_t x_stride);
   void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
-               int64_t count, float* panel, float* sums);
+               int64_t count, const LinearBlocks& blocks, float* panel, float* sums);
   void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);
 };
 

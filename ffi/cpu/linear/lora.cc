@@ -175,7 +175,7 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     float* const mine = sums + worker * sums_floats;
     const char* const w = call.a + (group.adapter * inner + begin) * call.depth * bytes;
     kernels.sums(x_rows + group.first_row * x_stride, x_stride, group.num_rows, w, call.depth,
-                 count, /*panel=*/nullptr, mine);
+                 count, /*blocks=*/{}, /*panel=*/nullptr, mine);
     StoreLinearSums(mine, group.num_rows, count, inner, call.dtype,
                     h + (group.first_row * inner + begin) * bytes);
   });
@@ -205,7 +205,7 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     const int64_t row_of_b = group.adapter * call.num_columns + block.begin;
     kernels.sums(h_rows + (block.part * num_rows + group.first_row) * h_stride, h_stride,
                  group.num_rows, call.b + row_of_b * call.rank * bytes, call.rank, block.count,
-                 /*panel=*/nullptr, mine);
+                 /*blocks=*/{}, /*panel=*/nullptr, mine);
     AddSums(mine, tokens.token_of.data() + group.first_row, group.num_rows, block.count,
             block.begin, call.num_columns, call.dtype, call.out);
   });

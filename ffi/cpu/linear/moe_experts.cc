@@ -102,7 +102,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
   const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
   const int64_t down_panel = LinearPanelFloats(call.inner, down_block);
-  const int64_t panel_floats = call.gate_up_scale ? std::max(gate_panel, down_panel) : 0;
+  const int64_t panel_floats = IsEightBit(call.w_dtype) ? std::max(gate_panel, down_panel) : 0;
   // For gate, up and down; or for the sum of one token. Then the panel of the worker.
   const int64_t own_floats =
       RoundUp(std::max(2 * gate_floats + down_floats, call.hidden), kPadFloats);
@@ -141,9 +141,13 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
     const float* const x = x_rows + group.first_row * x_stride;
     const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
     const char* const w = call.gate_up + first * call.hidden * w_bytes;
-    kernels.sums(x, x_stride, group.num_rows, w, call.hidden, count, panel, gate);
+    const auto blocks = [&](int64_t is_up) {
+      return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
+                            call.hidden, begin);
+    };
+    kernels.sums(x, x_stride, group.num_rows, w, call.hidden, count, blocks(0), panel, gate);
     kernels.sums(x, x_stride, group.num_rows, w + call.inner * call.hidden * w_bytes, call.hidden,
-                 count, panel, up);
+                 count, blocks(1), panel, up);
     if (call.gate_up_scale) {
       const float* const scale = call.gate_up_scale + first;
       ScaleLinearSums(scale, group.num_rows, count, gate);
@@ -178,8 +182,10 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
     const int64_t count = Clamp(call.hidden - begin, 0, down_block);
     float* const mine = sums + worker * sums_floats + 2 * gate_floats;
     const int64_t first = group.expert * call.hidden + begin;  // row of down
+    const LinearBlocks blocks =
+        LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
     kernels.sums(h_rows + group.first_row * h_stride, h_stride, group.num_rows,
-                 call.down + first * call.inner * w_bytes, call.inner, count,
+                 call.down + first * call.inner * w_bytes, call.inner, count, blocks,
                  sums + worker * sums_floats + own_floats, mine);
     if (call.down_scale) ScaleLinearSums(call.down_scale + first, group.num_rows, count, mine);
     if (call.down_bias.data) {

@@ -45,12 +45,14 @@ struct MoeArgs {
   Global<const char> down;            // [num_experts, hidden, inner]
   Global<const int32_t> experts;      // [num_tokens, experts_per_token]
   Global<const float> weights;        // the same
-  Global<const float> gate_up_scale;  // [num_experts, 2 inner]; null: the experts have x's dtype
-  Global<const float> down_scale;     // [num_experts, hidden]
-  Global<const float> limit;          // scalar, of Activation::kSwigluOai; null with the others
-  Global<char> out;                   // [num_tokens, hidden]
-  MoeBiasArgs gate_up_bias;           // [num_experts, 2 inner]
-  MoeBiasArgs down_bias;              // [num_experts, hidden]
+  Global<const float> gate_up_scale;  // MoeParams explains these four; null: none
+  Global<const float> down_scale;
+  Global<const float> gate_up_block_scale;
+  Global<const float> down_block_scale;
+  Global<const float> limit;  // scalar, of Activation::kSwigluOai; null with the others
+  Global<char> out;           // [num_tokens, hidden]
+  MoeBiasArgs gate_up_bias;   // [num_experts, 2 inner]
+  MoeBiasArgs down_bias;      // [num_experts, hidden]
 
   // Workspace. The planner writes the first three.
   Global<int32_t> num_tiles;  // scalar
@@ -133,6 +135,8 @@ inline MoeArgs MakeMoeArgs(const MoeParams& in, int32_t* workspace, int64_t firs
   args.weights = Global<const float>(in.weights) + first_token * k;
   args.gate_up_scale = Global<const float>(in.gate_up_scale);
   args.down_scale = Global<const float>(in.down_scale);
+  args.gate_up_block_scale = Global<const float>(in.gate_up_block_scale);
+  args.down_block_scale = Global<const float>(in.down_block_scale);
   args.limit = Global<const float>(in.limit);
   args.gate_up_bias = {Global<const char>(in.gate_up_bias.data),
                        in.gate_up_bias.dtype == Dtype::kFloat32};

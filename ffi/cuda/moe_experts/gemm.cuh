@@ -18,7 +18,9 @@
 //
 // 8-bit weights: the ring holds the bytes; a lane widens what ldmatrix gives it in registers, which
 // are 4 neighbours of the depth where mma wants two pairs 8 apart: x is read with the same change
-// of order. Scales multiply the finished sums; then biases are added.
+// of order. Scales of outputs multiply the finished sums; then biases are added. Scales of blocks
+// (kScaleBlock outputs and as much of the depth) multiply the sums of each stage, which lies in one
+// block of the depth, as the rows of an item lie in one block of outputs (of gate, and of up).
 //
 // A sum runs through the depth in one order, whatever else is in its tile: a token gets the same
 // bits in any batch.
@@ -45,6 +47,7 @@ inline constexpr int32_t kMoeSetRows = 16;   // one mma's
 inline constexpr int32_t kMoeWarpRows = 32;  // two sets
 inline constexpr int32_t kMoeRows = kMoeThreads / kWarpLanes * kMoeWarpRows;
 inline constexpr int32_t kMoeDepth = 64;  // of a stage
+static_assert(kScaleBlock % kMoeRows == 0 && kScaleBlock % kMoeDepth == 0, "one scale for a stage");
 
 // A stage: kMoeRows rows of weights, then kMoeTokens tokens, each kMoeDepth elements long.
 template <typename W>
@@ -78,6 +81,7 @@ struct MoeProduct {
 
   Global<const char> weights;
   Global<const float> scale;
+  Global<const float> block_scale;
   MoeBiasArgs bias;
   int32_t num_rows;  // of the result
   int32_t depth;
@@ -86,6 +90,7 @@ struct MoeProduct {
   JAX_PAGED_HOST_DEVICE explicit MoeProduct(const MoeArgs& args)
       : weights(IS_GATED ? args.gate_up : args.down),
         scale(IS_GATED ? args.gate_up_scale : args.down_scale),
+        block_scale(IS_GATED ? args.gate_up_block_scale : args.down_block_scale),
         bias(IS_GATED ? args.gate_up_bias : args.down_bias),
         num_rows(IS_GATED ? args.inner : args.hidden),
         depth(IS_GATED ? args.hidden : args.inner),
@@ -94,6 +99,15 @@ struct MoeProduct {
   // Of the weights of all experts: where a row of an expert begins.
   JAX_PAGED_DEVICE int64_t WeightRow(int32_t expert, int32_t row) const {
     return int64_t{expert} * (IS_GATED ? 2 * num_rows : num_rows) + row;
+  }
+
+  // The scale of the block with a row of the result, of gate (part 0) or up (1), at a depth.
+  JAX_PAGED_DEVICE float BlockScale(int32_t expert, int32_t part, int32_t row, int32_t at) const {
+    const int64_t row_blocks = CeilDiv<int32_t>(num_rows, kScaleBlock);
+    const int64_t block = (int64_t{expert} * (IS_GATED ? 2 : 1) + part) * row_blocks;
+    const int64_t depth_blocks = CeilDiv<int32_t>(depth, kScaleBlock);
+    return prim::LoadConst(block_scale +
+                           ((block + row / kScaleBlock) * depth_blocks + at / kScaleBlock));
   }
 };
 
@@ -294,6 +308,39 @@ JAX_PAGED_DEVICE void MultiplyMoeStage(Shared<char> stage, int32_t token_blocks,
   }
 }
 
+// The same with 8-bit weights of which blocks have scales, where a stage is part of a block and all
+// rows of a set are: the stage's sums are multiplied when they are added.
+template <typename T, typename W>
+JAX_PAGED_DEVICE void MultiplyMoeBlocks(Shared<char> stage, int32_t token_blocks,
+                                        const float (&scale)[2], MoeSums* sums) {
+  uint32_t a[2][2][2][4];
+  LoadMoeWeights<T, W>(stage, 0, a[0]);
+  LoadMoeWeights<T, W>(stage, 1, a[1]);
+  JAX_PAGED_UNROLL
+  for (int32_t block = 0; block < kMoeTokens / 16; ++block) {
+    if (block >= token_blocks) break;
+    float part[2][2][4] = {};
+    JAX_PAGED_UNROLL
+    for (int32_t step = 0; step < kMoeDepth / 16; ++step) {
+      uint32_t b[4];
+      LoadMoeTokens<W>(stage, step, block, b);
+      JAX_PAGED_UNROLL
+      for (int32_t set = 0; set < 2; ++set) {
+        prim::Mma<T>(part[set][0], a[step / 2][step % 2][set], b[0], b[1]);
+        prim::Mma<T>(part[set][1], a[step / 2][step % 2][set], b[2], b[3]);
+      }
+    }
+    JAX_PAGED_UNROLL
+    for (int32_t set = 0; set < 2; ++set) {
+      JAX_PAGED_UNROLL
+      for (int32_t i = 0; i < 8; ++i) {
+        float& sum = sums->of[set][2 * block + i / 4][i % 4];
+        sum = prim::Fma(part[set][i / 4][i % 4], scale[set], sum);
+      }
+    }
+  }
+}
+
 // The four sums of a lane (rows r and r + 8 of two tokens) as two rows that are neighbours, of one
 // token, for r of both halves of 8: the lanes of rows 2i and 2i + 1 swap a token. All lanes of the
 // warp take part.
@@ -403,7 +450,18 @@ JAX_PAGED_DEVICE void MoeGemmCta(const MoeArgs& args) {
       prim::SyncThreads();
       const int32_t before = stage == 0 ? Stage::kStages - 1 : stage - 1;
       loader.Issue(args, product, ring + before * Stage::kBytes);
-      MultiplyMoeStage<T, W>(ring + stage * Stage::kBytes, token_blocks, &sums);
+      const Shared<char> now = ring + stage * Stage::kBytes;
+      bool has_blocks = false;
+      if constexpr (sizeof(W) == 1) {
+        if (product.block_scale) {
+          has_blocks = true;
+          const int32_t expert = item.tile.expert, row = item.first_row;
+          const float scale[2] = {product.BlockScale(expert, 0, row, depth),
+                                  product.BlockScale(expert, IS_GATED ? 1 : 0, row, depth)};
+          MultiplyMoeBlocks<T, W>(now, token_blocks, scale, &sums);
+        }
+      }
+      if (!has_blocks) MultiplyMoeStage<T, W>(now, token_blocks, &sums);
       stage = stage == Stage::kStages - 1 ? 0 : stage + 1;
     }
     StoreMoeItem<T>(args, product, item, &sums);

@@ -87,6 +87,16 @@ JAX_PAGED_DEVICE void MoeSimtCta(const MoeArgs& args) {
           const int64_t element = product.WeightRow(tile.expert, rows[r]) * product.depth + d;
           LoadEight<W>(product.weights + element * int64_t{sizeof(W)}, w[r]);
         }
+        if (sizeof(W) == 1 && product.block_scale) {  // rows 2i and 2i + 1 are of one block
+          const int32_t row = rows[0];
+          const float scale = product.BlockScale(tile.expert, 0, row, d);
+          const float other = IS_GATED ? product.BlockScale(tile.expert, 1, row, d) : scale;
+          JAX_PAGED_UNROLL
+          for (int32_t j = 0; j < 8; ++j) {
+            w[0][j] *= scale;
+            w[1][j] *= other;
+          }
+        }
         JAX_PAGED_UNROLL
         for (int32_t n = 0; n < kMoeSimtTokens; ++n) {
           if (n >= tile.count) break;
