@@ -274,34 +274,36 @@ class GGUFFile:
             heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads}
 
         def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
-            stored, num_heads = gguf_name(name), heads.get(name.split(".")[-2])
-            if part is None:
-                self._dequantize(stored, out, num_heads)
-                return
-            rows, *rest = part  # of a part of each row the whole is dequantized
-            count = len(range(*rows.indices(self.shapes[stored][0])))
-            whole = np.empty((count, *self.shapes[stored][1:]), out.dtype)
-            self._dequantize(stored, whole, num_heads, rows)
-            out[...] = whole[(slice(None), *rest)]
+            self._dequantize(gguf_name(name), out, heads.get(name.split(".")[-2]), part)
 
         return fill
 
     def _dequantize(
-        self, name: str, out: np.ndarray, num_heads: int | None = None,
-        which: slice | None = None,
-    ) -> None:  # fmt: skip
-        """Fills `out` with a tensor, or with some of its rows.
+        self, name: str, out: np.ndarray, num_heads: int | None = None, part: Part | None = None
+    ) -> None:
+        """Fills `out` with a tensor, or with a part of it, whose blocks alone are read.
 
         Args:
           num_heads: rows are unpermuted, while packed. None = they are in order.
         """
-        _, number, data = self._tensors[name]
-        if num_heads or which is not None:
-            rows = data.reshape(self.shapes[name][0], -1)
-            rows = _unpermute(rows, num_heads) if num_heads else rows
-            data = (rows if which is None else rows[which]).reshape(-1)
+        shape, number, data = self._tensors[name]
+        kind, into = KINDS[number], out
+        index: list[Any] = list(part or [slice(None)] * len(shape))
+        if num_heads:
+            index[0] = _unpermute(np.arange(shape[0]), num_heads)[index[0]]
+        if len(shape) == 1 and num_heads:  # a bias, each value of which is a block
+            data = data.reshape(shape[0], -1)[index[0]]
+        elif part is not None or num_heads:
+            begin, end, _ = index[-1].indices(shape[-1])
+            first, last = begin // kind.size, -(-end // kind.size)
+            blocks = data.reshape(*shape[:-1], -1, kind.num_bytes)
+            data = blocks[(*index[:-1], slice(first, last))]
+            if (last - first) * kind.size != end - begin:
+                into = np.empty((*out.shape[:-1], (last - first) * kind.size), out.dtype)
         with reading(f"{self.path}: tensor {name!r}"):
-            dequantize(KINDS[number], data, out, self._pool)
+            dequantize(kind, data.reshape(-1), into, self._pool)
+        if into is not out:
+            out[...] = into[..., begin - first * kind.size : end - first * kind.size]
 
     def _check_kinds(self, names: Iterable[str]) -> None:
         for name in names:

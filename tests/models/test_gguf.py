@@ -5,17 +5,17 @@ import dataclasses
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
+from gguf_files import ARCHITECTURES, make, metadata_of, tensors_of, write
 from tokenizers import Tokenizer as Backend
 
 from jax_paged.models import load_checkpoint
-from jax_paged.models.checkpoint import gguf_quants
-from jax_paged.models.checkpoint.gguf_file import GGUFFile, gguf_name
+from jax_paged.models.checkpoint import gguf_file, gguf_quants
+from jax_paged.models.checkpoint.gguf_file import GGUFFile
 from jax_paged.models.checkpoint.gguf_quants import KINDS, QUANTIZATIONS
 from jax_paged.models.checkpoint.gguf_vocab import tokenizer_from_gguf
 from jax_paged.models.checkpoint.hf_config import config_from_hf
@@ -23,101 +23,6 @@ from jax_paged.models.decoder.parameters import expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config
 
 NAN, INF = float("nan"), float("inf")
-ARCHITECTURES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "phi3": "phi3",
-}  # fmt: skip
-
-
-def metadata_of(architecture, config, **changes):
-    values = {
-        "block_count": config.num_layers,
-        "context_length": config.context_length,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_q_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope.theta,
-    }
-    if architecture == "phi3":  # whose writer leaves the head_dim out
-        del values["attention.key_length"], values["attention.value_length"]
-        values |= {
-            "attention.sliding_window": config.window(0),
-            "rope.dimension_count": config.rope.rotary_dim,
-            "rope.scaling.original_context_length": 64,
-        }
-    if architecture == "llama":
-        values |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
-    if architecture == "qwen3moe":
-        values |= {
-            "expert_count": config.num_experts,
-            "expert_used_count": config.experts_per_token,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-        }
-    named = {f"{architecture}.{key}": value for key, value in values.items()}
-    return named | {"tokenizer.ggml.eos_token_id": 3} | changes
-
-
-def permute(rows, num_heads):
-    """The row order in which Llama's q and k are stored: halves interleaved to pairs."""
-    half = rows.shape[0] // num_heads // 2
-    out = np.empty_like(rows)
-    for head in range(num_heads):
-        for i in range(half):
-            begin = head * 2 * half
-            out[begin + 2 * i] = rows[begin + i]
-            out[begin + 2 * i + 1] = rows[begin + half + i]
-    return out
-
-
-def tensors_of(architecture, config):
-    source, tensors = random_source(config, 7), {}
-    heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads}
-    for name in expected_tensors(config):
-        value = np.array(source(name))
-        part = name.split(".")[-2]
-        if architecture == "llama" and part in heads:
-            value = permute(value, heads[part])
-        tensors[gguf_name(name)] = value
-    return tensors
-
-
-def write(path, architecture, metadata, tensors, kinds=None):
-    """Writes a GGUF file; kinds: tensor name → quantization."""
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in metadata.items():
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
-    for name, value in tensors.items():
-        kind = (kinds or {}).get(name, Kind.F32)
-        if value.dtype == np.uint8:  # blocks
-            writer.add_tensor(name, value, raw_dtype=kind)
-        else:
-            writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def make(architecture, **changes):
-    if architecture == "phi3":
-        changes = {"hidden_size": 64, "sliding_window": 9} | changes
-    config = config_from_hf(
-        small_hf_config(ARCHITECTURES[architecture], rms_norm_eps=2**-20, eos_token_id=3, **changes)
-    )
-    return config, metadata_of(architecture, config), tensors_of(architecture, config)
 
 
 def tensor(file, config, name, dtype=np.float32):
@@ -149,6 +54,42 @@ def test_biases_of_a_llama_file_are_read_and_unpermuted(tmp_path):
     assert file.config() == config
     name = "model.layers.1.self_attn.k_proj.bias"
     np.testing.assert_array_equal(tensor(file, config, name), random_source(config, 7)(name))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_of_a_part_of_a_tensor_only_its_blocks_are_read(tmp_path, monkeypatch, architecture, kind):
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "moe_intermediate_size": 64}
+    if architecture == "llama":
+        sizes = sizes | {"attention_bias": True, "mlp_bias": True}
+        del sizes["moe_intermediate_size"]
+    config, metadata, tensors = make(architecture, **sizes)
+    kinds = {name: kind for name, x in tensors.items() if x.ndim > 1}
+    write(tmp_path / "model.gguf", architecture, metadata, tensors, kinds)
+    file, read = GGUFFile(tmp_path / "model.gguf"), []
+    fill = file.open_tensors(config)
+
+    def counted(kind, data, out, pool):
+        read.append(data.nbytes // kind.num_bytes * kind.size)
+        gguf_quants.dequantize(kind, data, out, pool)
+
+    monkeypatch.setattr(gguf_file, "dequantize", counted)
+    for name, shape in expected_tensors(config).items():
+        whole = tensor(file, config, name)
+        for begin, end in ((0, 32), (32, 64), (5, 13)):
+            for axis, size in enumerate(shape):
+                part = tuple(
+                    slice(min(begin, size - 1), min(end, size)) if i == axis else slice(None)
+                    for i in range(len(shape))
+                )
+                out = np.full(whole[part].shape, np.nan, np.float32)
+                read.clear()
+                fill(name, out, part)
+                np.testing.assert_array_equal(out, whole[part], err_msg=name)
+                most = out.size
+                if begin == 5 and kind != Kind.F32 and axis == len(shape) - 1 and len(shape) > 1:
+                    most = out.size // out.shape[-1] * 32
+                assert sum(read) == most, (name, part)
 
 
 def test_a_mistral_file_is_a_llama(tmp_path):
