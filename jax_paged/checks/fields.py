@@ -52,6 +52,11 @@ def either(*domains: Domain) -> Domain:
     return Domain(text, lambda value: any(domain.has(value) for domain in domains))
 
 
+def one_of(*values: Any) -> Domain:
+    """These values."""
+    return Domain(" or ".join(map(repr, values)), lambda value: value in values)
+
+
 FLAG = Domain("true or false", lambda value: isinstance(value, bool))
 TEXT = Domain("a text", lambda value: isinstance(value, str))
 OBJECT = Domain("an object", lambda value: isinstance(value, dict))

@@ -12,7 +12,7 @@ from jax_paged.checks import check_size, expect
 from jax_paged.checks.fields import integer, short
 
 from ..decoder.config import TOKEN_IDS, DecoderConfig, token_ids
-from .hf_keys import FAMILIES, HONOURED, check_known
+from .hf_keys import FAMILIES, FP8_BLOCKS, HONOURED, check_known
 from .hf_rope import read_rope
 from .outside import check_keys, reading
 
@@ -123,6 +123,22 @@ def config_from_hf(
         return _config(raw, generation or {}, context_length, where)
 
 
+def _has_fp8_blocks(raw: Mapping[str, Any], where: str) -> bool:
+    """Whether weights are fp8 with scales of blocks; any other quantization is refused."""
+    given = raw.get("quantization_config")
+    if given is None:
+        return False
+    for key, value in (dict.fromkeys(FP8_BLOCKS) | given).items():
+        name = f"{where}: key 'quantization_config.{short(key)[1:-1]}'"
+        if key not in FP8_BLOCKS:
+            raise ValueError(
+                f"{name} is not known; it might alter the logits, so it is not ignored"
+            )
+        if not FP8_BLOCKS[key].has(value):
+            raise ValueError(f"{name} must be {FP8_BLOCKS[key].text}, got {short(value)}")
+    return True
+
+
 def check_context(context_length: int | None, longest: int) -> None:
     """Checks the option of `config_from_hf` against what the file says."""
     if context_length is None:
@@ -199,6 +215,7 @@ def _config(
         out_bias=attention_bias,
         mlp_bias=optional("mlp_bias", False),
         fused_projections=family.fused_projections,
+        fp8_blocks=_has_fp8_blocks(raw, where),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=token_ids(raw.get("eos_token_id") if eos is None else eos),
         layer_windows=_layer_windows(raw, model_type, num_layers, where),

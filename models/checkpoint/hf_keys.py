@@ -11,15 +11,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jax_paged.checks import SCALE_BLOCK
 from jax_paged.checks.fields import (
     ANYTHING,
     FLAG,
+    NOTHING,
     OBJECT,
     TEXT,
     Domain,
+    either,
     integer,
     list_of,
     number,
+    one_of,
     short,
 )
 
@@ -43,6 +47,7 @@ HONOURED: dict[str, Domain] = {
     "rope_theta": ROPE_DOMAINS["theta"],
     "rope_scaling": OBJECT,
     "rope_parameters": OBJECT,
+    "quantization_config": OBJECT,
     "original_max_position_embeddings": CONTEXT,
     "use_sliding_window": FLAG,
     "sliding_window": ANYTHING,  # where it is used it is checked
@@ -57,6 +62,17 @@ HONOURED: dict[str, Domain] = {
 _PHI3_CODE = {
     "AutoConfig": "configuration_phi3.Phi3Config",
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
+
+
+# The quantization that is read: fp8 with a scale for each block of 128 x 128. Activations are not
+# rounded to fp8 here, whatever the file says of them.
+FP8_BLOCKS: dict[str, Domain] = {
+    "quant_method": one_of("fp8"),
+    "weight_block_size": one_of([SCALE_BLOCK, SCALE_BLOCK]),
+    "fmt": one_of("e4m3", None),
+    "activation_scheme": one_of("dynamic", None),
+    "modules_to_not_convert": either(NOTHING, list_of(TEXT)),  # the tensors say so, too
 }
 
 
@@ -158,7 +174,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
     "partial_rotary_factor": (1, 1.0, None),
-    "quantization_config": (None,),
     "auto_map": (None, {}),
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),

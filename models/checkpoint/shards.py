@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of safetensors files."""
 
+import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (makes bfloat16 known to numpy, which safetensors relies on)
+import ml_dtypes  # makes bfloat16 known to numpy, which safetensors relies on
 import numpy as np
 from safetensors import safe_open
 
+from jax_paged.checks import SCALE_BLOCK
 from jax_paged.checks.fields import short
 
-from ..decoder.parameters import Part, Shape, is_finite
+from ..decoder.parameters import Part, Shape, is_finite, scale_name
 from .outside import reading
 
 _DTYPES = {"F32", "F16", "BF16"}
+_FP8 = "F8_E4M3"
 
 
 class Shards:
-    """The tensors of safetensors files, by name; `stack` closes the files."""
+    """The tensors of safetensors files, by name; `stack` closes the files.
 
-    def __init__(self, paths: Iterable[Path], stack: ExitStack):
+    fp8_blocks: whether tensors beside which there is one of `scale_name` may be fp8.
+    """
+
+    def __init__(self, paths: Iterable[Path], stack: ExitStack, *, fp8_blocks: bool = False):
+        self._fp8_blocks = fp8_blocks
         self.shapes: dict[str, Shape] = {}
         self._of: dict[str, tuple[Path, Any, str]] = {}  # its file, and its dtype there
+        self._headers: dict[Path, tuple[int, dict]] = {}  # and where they end
         for path in paths:
             if not path.exists():
                 raise ValueError(f"{path}: the index names this file, but it is not there")
@@ -39,18 +47,51 @@ class Shards:
 
     def check_dtype(self, name: str) -> None:
         path, _, dtype = self._of[name]
-        if dtype not in _DTYPES:
+        if dtype not in _DTYPES and not self.is_fp8(name):
             raise ValueError(
                 f"{path}: tensor {short(name)} must be of dtype {', '.join(sorted(_DTYPES))}, got "
                 f"{dtype}"
             )
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor is fp8 with scales of blocks."""
+        if not (self._fp8_blocks and name.endswith(".weight") and len(self.shapes[name]) == 2):
+            return False
+        return scale_name(name) in self._of and self._of[name][2] == _FP8
 
     def get(self, name: str, part: Part | None = None) -> np.ndarray:
         """A tensor, or a part of it: no more than that is read."""
         self.check_dtype(name)
         path, file, _ = self._of[name]
         with reading(f"{path}: tensor {name!r}"):
-            values = file.get_tensor(name) if part is None else file.get_slice(name)[part]
+            if self.is_fp8(name):
+                values = self._fp8(path, name, part)
+            else:
+                values = file.get_tensor(name) if part is None else file.get_slice(name)[part]
             if not is_finite(values):
                 raise ValueError("expected finite weights, got NaN or infinity")
         return values
+
+    def _fp8(self, path: Path, name: str, part: Part | None) -> np.ndarray:
+        """The same of a tensor of a dtype that safetensors does not give as numpy's."""
+        if path not in self._headers:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                self._headers[path] = 8 + size, json.loads(file.read(size))
+        start, header = self._headers[path]
+        begin, _ = header[name]["data_offsets"]
+        codes = np.memmap(path, np.uint8, "r", offset=start + begin, shape=self.shapes[name])
+        return np.array(codes[part or ...]).view(ml_dtypes.float8_e4m3fn)
+
+    def wide(self, name: str, part: Part | None = None) -> np.ndarray:
+        """The same, and of fp8 weights what they stand for, in f32."""
+        values = self.get(name, part)
+        if not self.is_fp8(name):
+            return values
+        wide, scale = values.astype(np.float32), self.get(scale_name(name)).astype(np.float32)
+        rows, columns = (
+            np.arange(size)[one] // SCALE_BLOCK
+            for size, one in zip(self.shapes[name], part or (slice(None),) * 2, strict=True)
+        )
+        wide *= scale[np.ix_(rows, columns)]
+        return wide

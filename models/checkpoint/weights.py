@@ -15,7 +15,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,9 +40,11 @@ from ..decoder.parameters import (
     Shape,
     TensorSource,
     abstract_source,
+    are_scaled,
     check_tensors,
     each_expected_tensor,
     expected_tensors,
+    with_scales,
 )
 from ..progress import progress_bar
 from . import gguf_file
@@ -136,10 +138,11 @@ def open_checkpoint(
     check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
     with ExitStack() as stack:
         with reading(path):
-            config, tokenizer, fill = _open(path, base, stack, context_length)
+            config, tokenizer, fill, scaled = _open(path, base, stack, context_length)
         if mesh is not None and not isinstance(mesh, Mesh):  # a mesh is callable, too
             mesh = mesh(config)
-        yield Checkpoint(path, config, tokenizer, fill, dtype, weight_dtype, mesh)
+        scaled = scaled if weight_dtype is None else frozenset()
+        yield Checkpoint(path, config, tokenizer, fill, dtype, weight_dtype, scaled, mesh)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -278,22 +281,24 @@ class _Published:
 
 def _open(
     path: Path, base: str | Path | None, stack: ExitStack, context_length: int | None
-) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill]:
+) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill, frozenset[str]]:
+    """The last one: the names of weights that are fp8 with scales of blocks."""
     if is_lora(path):
         adapter = LoraFolder(path)
         base = _base_of(adapter, base)
         with reading(base):
-            config, tokenizer, fill = _open(base, None, stack, context_length)
-        return config, tokenizer, merging_fill(fill, adapter.load(config), config)
+            config, tokenizer, fill, _ = _open(base, None, stack, context_length)
+        merged = merging_fill(fill, adapter.load(config), config)
+        return config, tokenizer, merged, frozenset()
     if base is not None:
         raise ValueError(f"base: expected None for a path that is no LoRA adapter, got {base}")
     if path.is_dir():
         config = read_config(path, context_length)
-        return config, tokenizer_from_folder(path), open_folder(path, config, stack)
+        return config, tokenizer_from_folder(path), *open_folder(path, config, stack)
     if path.suffix == ".gguf":
         file = gguf_file.GGUFFile(path)
         config = file.config(context_length=context_length)
-        return config, file.tokenizer(), file.open_tensors(config)
+        return config, file.tokenizer(), file.open_tensors(config), frozenset()
     what = "got a file of another kind" if path.exists() else "there is nothing"
     raise ValueError(f"{path}: expected a folder with config.json or a .gguf file, {what}")
 
@@ -319,7 +324,10 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint, found to be whole."""
+    """An open checkpoint, found to be whole.
+
+    scaled: the weights that stay fp8, with the scales of their blocks.
+    """
 
     path: Path
     config: DecoderConfig
@@ -327,6 +335,7 @@ class Checkpoint:
     fill: Fill
     dtype: np.dtype
     weight_dtype: WeightDtype
+    scaled: frozenset[str] = frozenset()
     mesh: Mesh | None = None
 
     @property
@@ -340,11 +349,12 @@ class Checkpoint:
                 break
         else:
             size = f"{count:,}"
-        return f"{name}: {size} parameters in {self.weight_dtype or self.dtype.name}"
+        held = self.weight_dtype or ("fp8" if self.scaled else self.dtype.name)
+        return f"{name}: {size} parameters in {held}"
 
     def shapes(self, implementation: Implementation = None) -> Decoder:
         """The model with shapes for weights: to compile for, while they are loaded."""
-        source = abstract_source(self.config, self.dtype)
+        source = abstract_source(self.config, self.dtype, self.scaled)
         return Decoder(
             self.config, source, weight_dtype=self.weight_dtype, implementation=implementation,
             mesh=self.mesh,
@@ -362,16 +372,20 @@ class Checkpoint:
         Raises:
           Stopped: `stop` has been set.
         """
-        shapes = expected_tensors(self.config)
+        shapes = with_scales(expected_tensors(self.config), self.scaled)
         total = len(shapes)
-        with progress_bar(total, "loading weights", "tensors", shown=progress) as update:
+        what, processes = "loading weights", jax.process_count()
+        if processes > 1:
+            what += f" ({jax.process_index() + 1} of {processes})"
+        with progress_bar(total, what, "tensors", shown=progress) as update:
 
             def on_tensor(name: str) -> None:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 update()
 
-            source = FillingSource(shapes.__getitem__, self.fill, self.dtype, on_tensor)
+            shape_of = shapes.__getitem__
+            source = FillingSource(shape_of, self.fill, self.dtype, on_tensor, self.scaled)
             return Decoder(
                 self.config, source, weight_dtype=self.weight_dtype, implementation=implementation,
                 mesh=self.mesh,
@@ -426,26 +440,26 @@ def _shard_names(folder: Path) -> list[str]:
     raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither")
 
 
-def open_folder(folder: Path, config: DecoderConfig, stack: ExitStack) -> Fill:
+def open_folder(
+    folder: Path, config: DecoderConfig, stack: ExitStack
+) -> tuple[Fill, frozenset[str]]:
     """Opens a folder's safetensors and checks their names, shapes and dtypes.
 
     Args:
       stack: closes the files when it is left.
 
     Returns:
-      fill(name, out, part) for the names of `expected_tensors`.
+      fill(name, out, part) for the names of `expected_tensors`, and those of them that are fp8 with
+      scales of blocks.
     """
-    shards = Shards([folder / shard for shard in _shard_names(folder)], stack)
+    paths = [folder / shard for shard in _shard_names(folder)]
+    shards = Shards(paths, stack, fp8_blocks=config.fp8_blocks)
     for name in shards.shapes:
         shards.check_dtype(name)
-    layout = _Layout(config, shards.shapes)
+    layout = _Layout(config, shards)
     _drop_derived(folder, config, shards.shapes, shards.get)
     check_tensors(folder, layout.stored(), shards.shapes)
-
-    def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
-        layout.fill(name, out, part, shards.get)
-
-    return fill
+    return layout.fill, layout.scaled()
 
 
 def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None:
@@ -465,13 +479,19 @@ def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None
 class _Layout:
     """How a folder stores the tensors of a configuration: experts one by one, or fused."""
 
-    def __init__(self, config: DecoderConfig, found: Mapping[str, Shape]):
-        self.config, self.found = config, found
+    def __init__(self, config: DecoderConfig, shards: Shards):
+        self.config, self.shards = config, shards
 
     def stored(self) -> Iterator[tuple[str, Shape]]:
         """(name, shape) of what must be in the files."""
+        for name, shape in self._stored_weights():
+            yield name, shape
+            if self.shards.is_fp8(name):
+                yield from with_scales({name: shape}, [name]).items()
+
+    def _stored_weights(self) -> Iterator[tuple[str, Shape]]:
         for name, shape in each_expected_tensor(self.config):
-            prefix, part = self._expert_part(name)
+            prefix, part, _ = self._expert_part(name)
             if not part:
                 yield name, shape
             elif not self._is_fused(prefix):
@@ -481,19 +501,30 @@ class _Layout:
             elif part == "down_proj":
                 yield prefix + part, shape
 
-    def fill(
-        self, name: str, out: np.ndarray, part: Part | None,
-        get: Callable[[str, Part | None], np.ndarray],
-    ) -> None:  # fmt: skip
-        """As `Fill`, for a tensor of `expected_tensors`; get(name, part): of what is stored."""
-        prefix, projection = self._expert_part(name)
+    def scaled(self) -> frozenset[str]:
+        """The names of `expected_tensors` that are fp8 with scales of blocks."""
+        return frozenset(
+            name for name, _ in each_expected_tensor(self.config) if self._is_scaled(name)
+        )
+
+    def _is_scaled(self, name: str) -> bool:
+        prefix, projection, _ = self._expert_part(name)
+        if not projection or self._is_fused(prefix):
+            return self.shards.is_fp8(name)
+        pieces = list(_pieces(prefix, projection, self.config.num_experts))
+        return are_scaled(set(filter(self.shards.is_fp8, pieces)), pieces)
+
+    def fill(self, name: str, out: np.ndarray, part: Part | None = None) -> None:
+        """As `Fill`, for a tensor of `expected_tensors`, or the scales of one."""
+        get = self.shards.get if out.dtype.itemsize == 1 else self.shards.wide
+        prefix, projection, kind = self._expert_part(name)
         if not projection:
             out[...] = get(name, part)
             return
         count, inner = self.config.num_experts, self.config.moe_intermediate_size
         experts, rows, columns = part or (slice(None),) * 3
         if not self._is_fused(prefix):
-            for number, piece in enumerate([*_pieces(prefix, projection, count)][experts]):
+            for number, piece in enumerate([*_pieces(prefix, projection, count, kind)][experts]):
                 out[number] = get(piece, None if part is None else (rows, columns))
         elif projection == "down_proj":
             out[...] = get(prefix + projection, part)
@@ -503,14 +534,15 @@ class _Layout:
             of_both = experts, slice(first + begin, first + end), columns
             out[...] = get(prefix + "gate_up_proj", of_both)
 
-    def _expert_part(self, name: str) -> tuple[str, str]:
-        """For experts what their stored names begin with, and "gate_proj" or such; else empty."""
+    def _expert_part(self, name: str) -> tuple[str, str, str]:
+        """For experts what their stored names begin with, "gate_proj" or such, and "weight"."""
         layer, experts, part = name.partition(".mlp.experts.")
-        return layer + experts, part.removesuffix(".weight")
+        projection, _, kind = part.partition(".")
+        return layer + experts, projection, kind
 
     def _is_fused(self, prefix: str) -> bool:
-        return prefix + "gate_up_proj" in self.found
+        return prefix + "gate_up_proj" in self.shards.shapes
 
 
-def _pieces(prefix: str, part: str, num_experts: int) -> Iterator[str]:
-    return (f"{prefix}{expert}.{part}.weight" for expert in range(num_experts))
+def _pieces(prefix: str, part: str, num_experts: int, kind: str = "weight") -> Iterator[str]:
+    return (f"{prefix}{expert}.{part}.{kind}" for expert in range(num_experts))

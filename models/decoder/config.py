@@ -57,6 +57,7 @@ DOMAINS: dict[str, Domain] = {
     "out_bias": FLAG,
     "mlp_bias": FLAG,
     "fused_projections": FLAG,
+    "fp8_blocks": FLAG,
     "num_experts": integer(0),
     "experts_per_token": integer(0),
     "moe_intermediate_size": integer(0),
@@ -153,6 +154,7 @@ class DecoderConfig:
     of every layer.
     fused_projections: the checkpoint has q, k and v as one tensor, `qkv_proj`, and gate and up as
     one, `gate_up_proj`.
+    fp8_blocks: weights in the checkpoint may be fp8, with a scale for each block of 128 x 128.
     context_length: the positions the checkpoint was trained for; nothing enforces it. The
     frequencies of a LongRoPE model are those of rows of up to so many tokens.
     """
@@ -174,6 +176,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     fused_projections: bool = False
+    fp8_blocks: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0

@@ -10,7 +10,7 @@ for tensors by name through a `TensorSource` and joins some of them into one lea
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from jax_paged.checks import SCALE_BLOCK, expect, scale_blocks
 from jax_paged.checks.fields import short
 
 from .config import DecoderConfig
@@ -96,6 +97,48 @@ def each_expected_tensor(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
         yield "lm_head.weight", (config.vocab_size, hidden)
 
 
+def scale_name(name: str) -> str:
+    """What the scales of the blocks of an fp8 weight are called."""
+    return name + "_scale_inv"
+
+
+def with_scales(shapes: dict[str, Shape], scaled: Iterable[str]) -> dict[str, Shape]:
+    """The shapes of tensors, and those of the scales of the blocks of some."""
+
+    def of_scales(name: str) -> Shape:
+        *leading, rows, columns = shapes[name]
+        return (*leading, scale_blocks(rows), scale_blocks(columns))
+
+    return shapes | {scale_name(name): of_scales(name) for name in scaled}
+
+
+def are_scaled(scaled: Collection[str], names: Sequence[str]) -> bool:
+    """Whether all of some weights, which become one, are among those with scales of blocks.
+
+    Raises:
+      ValueError: some are, and some are not.
+    """
+    has = [name in scaled for name in names]
+    if any(has) and not all(has):
+        one, other = names[has.index(True)], names[has.index(False)]
+        raise ValueError(f"{other}: expected fp8 with scales of blocks as {one} has, got none")
+    return any(has)
+
+
+def block_order(name: str, order: np.ndarray) -> np.ndarray:
+    """The order of blocks of rows, of that of the rows of a weight.
+
+    Raises:
+      ValueError: it takes a block apart.
+    """
+    starts = order[::SCALE_BLOCK]
+    whole = (starts[:, None] + np.arange(SCALE_BLOCK)).ravel()
+    ok = not (starts % SCALE_BLOCK).any() and np.array_equal(whole, order)
+    what = f"parts of devices that are multiples of {SCALE_BLOCK} rows, as its fp8 blocks are"
+    expect(ok, name, what, f"{len(order)} rows in another order")
+    return starts // SCALE_BLOCK
+
+
 def check_tensors(
     where: object, expected: Iterable[tuple[str, Shape]], found: Mapping[str, Shape]
 ) -> None:
@@ -128,12 +171,23 @@ def check_tensors(
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether bf16, f16 or f32 values hold no NaN and no infinity; 8 to 20 GB/s."""
-    if values.dtype.itemsize != 2:
+    """Whether bf16, f16, f32 or f8e4m3fn values hold no NaN and no infinity; 8 to 20 GB/s.
+
+    Little memory is needed for it: they are looked at in pieces.
+    """
+    flat, piece = values.reshape(-1), 1 << 18
+    return all(_all_finite(flat[i : i + piece]) for i in range(0, flat.size, piece))
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    if values.dtype.itemsize == 4:
         return bool(np.isfinite(values).all())
-    exponent = np.uint16(0x7C00 if values.dtype == np.float16 else 0x7F80)
-    bits = values.view(np.uint16) & exponent
-    return not bits.size or bits.max() != exponent
+    if values.dtype.itemsize == 1:  # which has no infinity
+        bits, exponent = values.view(np.uint8), np.uint8(0x7F)
+    else:
+        bits = values.view(np.uint16)
+        exponent = np.uint16(0x7C00 if values.dtype == np.float16 else 0x7F80)
+    return bool((bits & exponent).max() != exponent)
 
 
 class FillingSource:
@@ -144,6 +198,8 @@ class FillingSource:
       fill: where tensors come from.
       dtype: what the arrays become, unless the source is asked for another.
       on_tensor: called with each name that was loaded, for progress.
+      scaled: names of fp8 weights whose blocks have scales, which go by `scale_name`. Asked for as
+        f8e4m3fn, `fill` gives their codes; else what they stand for.
     """
 
     def __init__(
@@ -152,7 +208,9 @@ class FillingSource:
         fill: Fill,
         dtype: DTypeLike,
         on_tensor: Callable[[str], object] = lambda name: None,
+        scaled: Collection[str] = (),
     ):
+        self.scaled = scaled
         self._shape_of, self._fill, self._on_tensor = shape_of, fill, on_tensor
         self._dtype = np.dtype(dtype)
 
@@ -246,9 +304,14 @@ def random_source(
     return FillingSource(shapes.__getitem__, fill, dtype)
 
 
-def abstract_source(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> TensorSource:
-    """Shapes and dtypes only: a decoder to lower and compile, not to run."""
-    shapes = expected_tensors(config)
+def abstract_source(
+    config: DecoderConfig, dtype: DTypeLike = jnp.float32, scaled: Collection[str] = ()
+) -> TensorSource:
+    """Shapes and dtypes only: a decoder to lower and compile, not to run.
+
+    scaled: as for `FillingSource`.
+    """
+    shapes = with_scales(expected_tensors(config), scaled)
     default = dtype
 
     def source(*names: str, axis: int = 0, dtype: DTypeLike | None = None):
@@ -256,4 +319,5 @@ def abstract_source(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Te
         joined[axis] = sum(shapes[name][axis] for name in names)
         return jax.ShapeDtypeStruct(tuple(joined), default if dtype is None else dtype)
 
+    source.scaled = scaled  # type: ignore[attr-defined]
     return source  # type: ignore[return-value]

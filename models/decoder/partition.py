@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jax_paged.cache.state import KVState
-from jax_paged.checks import expect
+from jax_paged.checks import SCALE_BLOCK, expect
 from jax_paged.native.sharding import create_over
 
 from .config import DecoderConfig
@@ -36,7 +36,7 @@ from .parameters import FillingSource, TensorSource
 AXES = DP, TP = ("dp", "tp")
 
 # The axis of each weight that is split over "tp"; experts are split along their first axis. Biases
-# and scales follow an axis 0, and are whole beside an axis 1.
+# and scales follow an axis 0, and are whole beside an axis 1; those of blocks are split as weights.
 _SPLIT_AXES = {"embedding": 0, "head": 0, "qkv": 0, "out": 1, "gate_up": 0, "down": 1}
 
 
@@ -147,6 +147,7 @@ class Partition:
 
     def spec(self, leaf: str, ndim: int) -> P:
         """The split of a weight, bias or scale, by the name of its leaf."""
+        leaf = leaf.removesuffix("_block_scale")
         name = leaf.removesuffix("_scale").removesuffix("_bias")
         is_weight = name == leaf
         if name not in _SPLIT_AXES or (name in ("embedding", "head") and not self.splits_vocab):
@@ -182,6 +183,13 @@ class Partition:
         elif order is not None:
             x = x[order]
         return put(x, sharding(x.ndim))
+
+    def check_blocks(self, leaf: str, name: str, shape: Sequence[int]) -> None:
+        """Checks that no device gets a part of a block of a weight, `name` in the checkpoint."""
+        of_device = self.sharding(leaf, len(shape)).shard_shape(tuple(shape))
+        for whole, own in list(zip(shape, of_device, strict=True))[-2:]:
+            what = f"parts of multiples of {SCALE_BLOCK} rows and columns, as its fp8 blocks have"
+            expect(own == whole or own % SCALE_BLOCK == 0, name, what, f"{whole} split as {own}")
 
     def specs(self, params: Any) -> Any:
         """The splits of a pytree of arrays, by the names of their leaves."""

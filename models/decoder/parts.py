@@ -6,6 +6,7 @@
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -27,6 +28,7 @@ from jax_paged import (
     write_qkv,
 )
 from jax_paged.checks import (
+    SCALE_BLOCK,
     Implementation,
     RopeStyle,
     check_choice,
@@ -38,7 +40,7 @@ from jax_paged.ops.activations import Activation, check_activation
 
 from .adapters import LayerAdapters
 from .moe import gated_mlp, route
-from .parameters import TensorSource
+from .parameters import TensorSource, are_scaled, block_order, scale_name
 from .partition import Partition, put
 
 WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
@@ -73,13 +75,40 @@ class Projections(nnx.Module):
             value = self.partition.read(name, source, tensors, axis, order, **dtype)
         setattr(self, name, nnx.Param(value))
 
-    def _load(self, name: str, weight_dtype: WeightDtype, *tensors: Any, **options: Any) -> None:
-        """Sets a projection, quantized from f32 so that it is rounded once."""
-        if weight_dtype is None:
+    def _load(
+        self, name: str, weight_dtype: WeightDtype, *tensors: Any, sizes: Sequence[int] = (),
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Sets a projection, quantized from f32 so that it is rounded once.
+
+        fp8 weights whose blocks have scales stay as they are, where no other dtype is asked for.
+
+        Args:
+          sizes: the rows of tensors that are joined.
+        """
+        if weight_dtype is None and are_scaled(getattr(tensors[0], "scaled", ()), tensors[1:]):
+            self._set_blocks(name, *tensors, sizes=sizes, **options)
+        elif weight_dtype is None:
             self._set(name, *tensors, **options)
         else:
             self._set(name, *tensors, dtype=jnp.float32, **options)
             self._quantize(name, weight_dtype, getattr(self, name))
+
+    def _set_blocks(
+        self, name: str, source: TensorSource, *tensors: str, sizes: Sequence[int], axis: int = 0,
+        order: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Sets fp8 weights as they are, and the scales of their blocks: `name`_block_scale."""
+        for tensor, size in zip(tensors[:-1], sizes, strict=False):
+            expect(size % SCALE_BLOCK == 0, tensor, f"a multiple of {SCALE_BLOCK} rows", size)
+        self._set(name, source, *tensors, axis=axis, order=order, dtype=jnp.float8_e4m3fn)
+        if self.partition is not None:
+            self.partition.check_blocks(name, tensors[0], self._shape(name))
+        scales = [scale_name(tensor) for tensor in tensors]
+        blocks = None if order is None else block_order(tensors[0], order)
+        self._set(
+            name + "_block_scale", source, *scales, axis=axis, order=blocks, dtype=jnp.float32
+        )
 
     def _quantize(self, name: str, weight_dtype: str, weight: nnx.Param) -> None:
         value = param_value(weight)
@@ -95,7 +124,8 @@ class Projections(nnx.Module):
             setattr(self, leaf, nnx.Param(x))
 
     def _scale(self, name: str) -> jax.Array | None:
-        return getattr(self, name + "_scale")[...] if hasattr(self, name + "_scale") else None
+        leaves = (name + "_scale", name + "_block_scale")
+        return next((getattr(self, leaf)[...] for leaf in leaves if hasattr(self, leaf)), None)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Also in a model of shapes."""
@@ -185,12 +215,12 @@ class Attention(Projections):
         self.style: RopeStyle = style
         qkv = [prefix + "qkv_proj"] if fused else [f"{prefix}{name}_proj" for name in "qkv"]
         self._load("out", weight_dtype, source, prefix + "o_proj.weight")
-        width, order = self._shape("out")[1], None
-        if partition is not None:
-            kv_width = width // num_q_heads * num_kv_heads
-            order = partition.order("qkv", (width, kv_width, kv_width))
+        width = self._shape("out")[1]
+        kv_width = width // num_q_heads * num_kv_heads
+        sizes = (width, kv_width, kv_width)
+        order = None if partition is None else partition.order("qkv", sizes)
         names = [name + ".weight" for name in qkv]
-        self._load("qkv", weight_dtype, source, *names, order=order)
+        self._load("qkv", weight_dtype, source, *names, order=order, sizes=sizes)
         copies = 1 if partition is None else partition.kv_copies
         self._check_heads(prefix, check_size("num_kv_heads", num_kv_heads) * copies)
         if partition is not None:
@@ -342,9 +372,10 @@ class DenseMLP(_GatedMLP):
         names = [f"{prefix}{part}_proj" for part in parts]
         self._load("down", weight_dtype, source, prefix + "down_proj.weight")
         inner = self._shape("down")[1]
-        order = None if partition is None else partition.order("gate_up", (inner, inner))
+        sizes = (inner, inner)
+        order = None if partition is None else partition.order("gate_up", sizes)
         weights = [name + ".weight" for name in names]
-        self._load("gate_up", weight_dtype, source, *weights, order=order)
+        self._load("gate_up", weight_dtype, source, *weights, order=order, sizes=sizes)
         if bias:
             self._set("gate_up_bias", source, *(name + ".bias" for name in names), order=order)
             self._set("down_bias", source, prefix + "down_proj.bias")

@@ -317,7 +317,7 @@ def test_head_dim_defaults_as_published():
             {"max_window_layers": "all"} | SLIDES,
             "key 'max_window_layers' must be an integer from 0 to 2147483647, got 'all'",
         ),
-        ("qwen3", {"quantization_config": {"bits": 4}}, "'quantization_config' must be None"),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "quant_method' must be 'fp8', got None"),
         ("qwen3", {"mlp_bias": True}, "key 'mlp_bias' must be False or None, got True"),
         ("llama", {"pretraining_tp": 2}, "key 'pretraining_tp' must be 1 or None, got 2"),
         ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1"),

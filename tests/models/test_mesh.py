@@ -24,6 +24,7 @@ import pytest
 from adapters import make_adapter
 from children import on_devices
 from flax import nnx
+from fp8_folder import write_pair
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 from tiers import first_of
@@ -336,6 +337,28 @@ def checkpoints_load_into_shards():
                     assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
 
 
+def fp8_blocks_are_split_as_wholes():
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("qwen3_moe", "qwen3"):
+            sizes = {"head_dim": 128, "intermediate_size": 512}
+            (own := Path(folder, kind)).mkdir()
+            path, _ = write_pair(own, kind, **sizes)
+            one, many = (load_checkpoint(path, mesh=mesh)[0] for mesh in (None, make_mesh))
+            assert_same_answers(one, many)
+            with open_checkpoint(path, mesh=make_mesh) as checkpoint:
+                for x, like in zip(*map(leaves, (many, checkpoint.shapes())), strict=True):
+                    assert (x.shape, x.dtype) == (like.shape, like.dtype)
+                    assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+        for name, sizes, message in (
+            ("k", {"head_dim": 64}, "q_proj.weight: expected parts of devices that are multiples"),
+            ("down", {"head_dim": 128}, "down_proj.weight: .* 384 split as 192"),
+        ):
+            (own := Path(folder, name)).mkdir()
+            path, _ = write_pair(own, "qwen3", **sizes)
+            with pytest.raises(ValueError, match=message):
+                load_checkpoint(path, mesh=make_mesh)
+
+
 def leaves(model):
     return jax.tree.leaves(split_model(model)[1])
 
@@ -385,6 +408,7 @@ PROGRAMS = {
         what_is_compiled_for_shapes_is_what_runs, requests_go_where_their_pages_are,
         commands_take_the_sizes_of_a_mesh, new_weights_are_taken, checkpoints_load_into_shards,
         meshes_that_do_not_fit_are_refused, experts_are_added_up_before_they_are_rounded,
+        fp8_blocks_are_split_as_wholes,
     )
 }  # fmt: skip
 
