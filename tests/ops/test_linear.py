@@ -206,17 +206,18 @@ def test_a_weight_that_is_not_finite_shows_in_its_output_alone(kind, bad):
 
 @kinds
 def test_derivatives_beside_8_bit_weights_are_those_of_the_reference(kind):
-    x, weight, scale = make_codes(kind, 3, 16, 5)
+    x, weight, of_outputs = make_codes(kind, 3, 16, 5)
 
-    def loss(implementation):
+    def loss(implementation, scale):
         def square(x, scale):
             out = linear(x, weight, weight_scale=scale, implementation=implementation)
             return jnp.sum(out**2)
 
         return jax.grad(square, (0, 1))(x, scale)
 
-    for ours, theirs in zip(loss(None), loss("reference"), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for scale in (of_outputs, of_outputs[:1, None]):
+        for ours, theirs in zip(loss(None, scale), loss("reference", scale), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_nan_stays_in_its_row_and_column():

@@ -35,6 +35,7 @@ from split_weights import (
 
 from jax_paged import linear, lora
 from jax_paged.ops.zero_pool import zero_pool
+from jax_paged.testing.projections import quantize_blocks
 
 DEVICES = 8
 F32_SUMS = {"rtol": 1e-6, "atol": 2e-6}  # of numbers around 1, added up in another order
@@ -121,6 +122,16 @@ def experts_are_native_on_each_device():
             assert targets(compiled) == ["jax_paged.moe_experts.v1"], (name, shape)
             assert collectives(compiled) == ["all-reduce"], (name, shape)
             assert_rounded_once(out, exact, dtype)
+
+
+def experts_whose_blocks_have_scales_split_by_expert():
+    operands = mixture(kind=jnp.float8_e4m3fn, blocks=True)
+    compiled, out = compiled_for(
+        run_experts, make_mesh((1, 8)), operands, specs_of(None, "tp", None, operands)
+    )
+    assert targets(compiled) == ["jax_paged.moe_experts.v1"]
+    assert collectives(compiled) == ["all-reduce"]
+    np.testing.assert_allclose(out, jax.jit(run_experts)(*operands), **F32_SUMS)
 
 
 def whole_experts_keep_the_bits_of_tokens_that_are_split():
@@ -240,6 +251,7 @@ def splits_that_would_gather_a_weight_are_refused():
     def add_parts(x, a, b):
         return lora(x, a, b, jnp.zeros(8, jnp.int32), part_sizes=(32, 32))
 
+    of_blocks = [jnp.zeros((8, 1024)), *quantize_blocks(np.ones((1024, 1024)))[:2]]
     by_experts = "expected to be split over devices by experts alone, as .*, got"
     by_either = "expected to be split over devices by experts or inner alone, as .*, got"
     hint = (
@@ -263,6 +275,7 @@ def splits_that_would_gather_a_weight_are_refused():
         (run_experts, operands, {1: P("tp")}, f"down: {by_experts} it whole"),
         (run_experts, paired, {1: split, 2: P(None, "tp")}, f"down: {by_either} axis 1 split over"),
         (run_experts, paired, {1: P(None, None, None, "tp")}, f"gate_up: {by_either} axis 3 split"),
+        (project, of_blocks, {1: P("tp")}, "weight: expected to be whole on each device"),
         (add_parts, [operands[0], a, b], {1: P(None, "tp")}, "a: expected to be whole on each"),
         (
             add_parts,
@@ -286,6 +299,7 @@ PROCESSES = {
     ),
     "experts": (
         experts_are_native_on_each_device,
+        experts_whose_blocks_have_scales_split_by_expert,
         whole_experts_keep_the_bits_of_tokens_that_are_split,
         splits_that_would_gather_a_weight_are_refused,
     ),

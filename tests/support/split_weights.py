@@ -38,12 +38,12 @@ PROJECTIONS = {
 
 def mixture(**options):
     """The operands of `run_experts`, with ids that are no experts."""
-    kind = options.pop("kind", None)
+    kind, blocks = options.pop("kind", None), options.pop("blocks", False)
     case = make_case(8, 16, 3, hidden=32, inner=64, **options)
     given = make_options(case, "swiglu_oai", "float32")
     scales = {}
     if kind is not None:
-        case, scales, _ = quantized(kind, case)
+        case, scales, _ = quantized(kind, case, blocks)
     x, gate_up, down, experts, weights = case
     experts = experts.at[2, 1].set(-1).at[3].set(16)
     arrays = [x, gate_up, down, experts, weights, given["gate_up_bias"], given["down_bias"]]

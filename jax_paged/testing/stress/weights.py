@@ -20,6 +20,7 @@ LINEAR = {
     "shape": _SHAPES,
     "rows": (1, 0, 2, 3, 5, 8, 17, 130),
     "kind": (None, "int8", "float8_e4m3fn"),
+    "blocks": (False, True),  # have the scales of 8-bit weights
 }
 
 
@@ -32,17 +33,23 @@ def _linear(row: Row, seed: int, implementation: Any) -> float:
     else:
         kind = jnp.int8 if row["kind"] == "int8" else jnp.float8_e4m3fn
         x, weight, scale = projections.make_codes(kind, row["rows"], depth, columns, dtype, seed)
-        expected, options = projections.oracle(x, weight, scale), {"weight_scale": scale}
+        expected = projections.oracle(x, weight, scale)
+        if row["blocks"]:
+            wide = np.asarray(weight, np.float64) * np.asarray(scale, np.float64)[:, None]
+            weight, scale, meant = projections.quantize_blocks(wide, kind)
+            expected = projections.oracle(x, meant)
+        options = {"weight_scale": scale}
     out = linear(x, weight, out_dtype=jnp.float32, implementation=implementation, **options)
     return _share(out, expected, 1e-5 * depth**0.5)
 
 
 EXPERTS = {
     "dtype": ("float32", "bfloat16"),
-    "sizes": ((16, 24), (72, 40), (128, 96)),
+    "sizes": ((16, 24), (72, 40), (128, 96), (136, 264)),
     "tokens": (1, 0, 5, 70),
     "experts": ((4, 2), (8, 8), (64, 4), (5, 3)),
     "kind": (None, "int8", "float8_e4m3fn"),
+    "blocks": (False, True),  # have the scales of 8-bit experts
     "activation": ACTIVATIONS,
     "bias": (None, "float32", "x"),
     "wild": (False, True),
@@ -57,7 +64,7 @@ def _experts(row: Row, seed: int, implementation: Any) -> float:
     scales, meant = {}, case
     if row["kind"] is not None:
         kind = jnp.int8 if row["kind"] == "int8" else jnp.float8_e4m3fn
-        case, scales, meant = experts.quantized(kind, case)
+        case, scales, meant = experts.quantized(kind, case, row["blocks"])
     if row["wild"]:  # such an expert adds nothing
         rng = np.random.default_rng([seed, 1])
         ids, weights = np.array(case[3]), np.array(case[4])
