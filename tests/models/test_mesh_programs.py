@@ -8,11 +8,11 @@ script, too (`meshes`).
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
-from meshes import Told, check_in_a_process, run_chosen, told
+from meshes import check_in_a_process, run_chosen, told
+from planned import Plan, planned
 from tiers import first_of
 
 from jax_paged.models import Decoder, Engine, create_state, generate, make_mesh, split_model
@@ -22,7 +22,6 @@ from jax_paged.models.decoder.steps import Progress, decode
 from jax_paged.models.testing import small_config
 from jax_paged.testing import is_in_place
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CONFIG = small_config(
     num_experts=8, num_experts_per_tok=4, num_attention_heads=8, num_key_value_heads=4,
     vocab_size=96,
@@ -38,17 +37,6 @@ def models(tp):
     return Decoder(CONFIG, source), Decoder(CONFIG, source, mesh=mesh)
 
 
-def planned(tp, dp, tokens):
-    """What the collectives of an engine's step of so many tokens give."""
-    from plan_sharding import Plan
-
-    plan, found = Plan(CONFIG, tp, dp, dtype="float32"), Counter()
-    for one in plan.collectives(tokens, ROWS):
-        parts = dp if one.kind == "reduce-scatter" else 1
-        found.update(Told(one.kind, size // parts, loops=0) for size in one.sizes)
-    return found
-
-
 def addresses(*arrays):
     shards = (shard for x in arrays for shard in x.addressable_shards)
     return [shard.data.unsafe_buffer_pointer() for shard in shards]
@@ -57,11 +45,12 @@ def addresses(*arrays):
 def steps_hold_what_is_planned(tp, dp):
     one, many = models(tp)
     engine = Engine(many, num_pages=160, max_seqs=ROWS, page_size=4, max_tokens=LARGEST)
-    steps = engine._runner.steps
+    plan, steps = Plan(CONFIG, tp, dp, dtype="float32"), engine._runner.steps
     assert {size for size, _ in steps} >= {ROWS, LARGEST}
     for (size, _), step in steps.items():
-        assert told(step) == planned(tp, dp, size), (size, told(step) - planned(tp, dp, size))
-    counts = [sum(planned(tp, dp, size).values()) for size in (ROWS, LARGEST)]
+        want = planned(plan, size, ROWS)
+        assert told(step) == want, (size, told(step) - want, want - told(step))
+    counts = [len(plan.collectives(size, ROWS)) for size in (ROWS, LARGEST)]
     assert (counts[1] > counts[0]) == (dp > 1), counts  # halves
 
     rng = np.random.default_rng(0)
@@ -118,5 +107,4 @@ def test_only_the_loop_of_steps_has_collectives(tp, dp):
 
 
 if __name__ == "__main__":
-    sys.path.append(str(BENCHMARKS))
     run_chosen(PROGRAMS, int(np.prod([int(x) for x in re.findall(r"\d+", sys.argv[1])])))
