@@ -209,15 +209,13 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
     return " and ".join(f"{row['ms']['native'][0]:.2f}" for row in rows) + " ms"
 
 
-def replace(path: Path, block: str) -> None:
+def replace(path: Path, block: str, name: str = "measured") -> None:
     """Puts the block between the markers of a file."""
     text = path.read_text(encoding="utf-8")
-    pattern = r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)"
+    pattern = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
     new, count = re.subn(pattern, lambda _: block + "\n", text, flags=re.S)
     if count != 1:
-        raise SystemExit(
-            f"{path}: expected one <!-- measured --> … <!-- end --> block, got {count}"
-        )
+        raise SystemExit(f"{path}: expected one <!-- {name} --> … <!-- end --> block, got {count}")
     path.write_text(new, encoding="utf-8")
 
 

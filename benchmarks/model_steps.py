@@ -16,7 +16,7 @@ from jax_paged.models.decoder.sample import Sampler
 from jax_paged.models.decoder.steps import Progress, decode
 
 # As config.json has them. The first is Qwen3-MoE at 512 M parameters; the second SmolLM2-135M; the
-# third Qwen3-30B-A3B.
+# others Qwen3-30B-A3B and Qwen3-235B-A22B.
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe_512m": {
         "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 1024,
@@ -36,6 +36,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    },
+    "qwen3_235b_a22b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
         "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False,
     },
 }  # fmt: skip

@@ -38,6 +38,8 @@ AXES = DP, TP = ("dp", "tp")
 # The axis of each weight that is split over "tp"; experts are split along their first axis. Biases
 # and scales follow an axis 0, and are whole beside an axis 1; those of blocks are split as weights.
 _SPLIT_AXES = {"embedding": 0, "head": 0, "qkv": 0, "out": 1, "gate_up": 0, "down": 1}
+# For so many of its tokens an expert is read once on CUDA: halves that have as many read no more.
+_EXPERT_TOKENS = 64
 
 
 def make_mesh(
@@ -268,22 +270,56 @@ class Partition:
           experts: their ids among all.
           count: experts of this device.
         """
-        dtype, gathers = x.dtype, self.is_inside and DP in self.expert_axes and self.dp > 1
-        if gathers and _size(self.mesh, self.expert_axes) >= EXCHANGE_FROM:
-            return self._exchanged(run, x, experts, weights, count).astype(dtype)
-        if gathers:  # each replica has tokens of its own
-            x, experts, weights = (
-                jax.lax.all_gather(one, DP, tiled=True) for one in (x, experts, weights)
-            )
-        if self.expert_axes:
-            first = jax.lax.axis_index(self.expert_axes).astype(jnp.int32) * jnp.int32(count)
-            experts = jnp.where(experts >= 0, experts - first, jnp.int32(-1))
-        out = run(x, experts, weights)
-        if gathers:
-            out = jax.lax.psum_scatter(out, DP, scatter_dimension=0, tiled=True)
+        if self.exchanges_tokens:
+            return self._exchanged(run, x, experts, weights, count).astype(x.dtype)
+        gathers = self.gathers_tokens
         over = tuple(name for name in self.expert_axes if not (gathers and name == DP))
-        out = jax.lax.psum(out, over) if over else out
-        return out.astype(dtype)
+
+        def gather(*part):  # each replica has tokens of its own
+            return [jax.lax.all_gather(y, DP, tiled=True) for y in part] if gathers else part
+
+        def own(x, experts, weights):
+            if self.expert_axes:
+                first = jax.lax.axis_index(self.expert_axes).astype(jnp.int32) * jnp.int32(count)
+                experts = jnp.where(experts >= 0, experts - first, jnp.int32(-1))
+            return run(x, experts, weights)
+
+        def add_up(out):
+            if gathers:
+                out = jax.lax.psum_scatter(out, DP, scatter_dimension=0, tiled=True)
+            return (jax.lax.psum(out, over) if over else out).astype(x.dtype)
+
+        tokens, per_token = experts.shape
+        if not self.in_halves(tokens, per_token, count * _size(self.mesh, self.expert_axes)):
+            return add_up(own(*gather(x, experts, weights)))
+        # One half is exchanged while the experts work on the other. The barriers keep XLA from
+        # making one collective of those of both halves.
+        halves = zip(*(jnp.split(y, [tokens // 2]) for y in (x, experts, weights)), strict=True)
+        first, second = halves
+        second, first = jax.lax.optimization_barrier((second, gather(*first)))
+        out, rest = own(*first), own(*gather(*second))
+        rest, out = jax.lax.optimization_barrier((rest, add_up(out)))
+        return jnp.concatenate([out, add_up(rest)])
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether replicas have tokens of their own, and experts of all."""
+        return self.is_inside and DP in self.expert_axes and self.dp > 1
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether a token goes to those devices alone that have its experts."""
+        return self.shares_tokens and _size(self.mesh, self.expert_axes) >= EXCHANGE_FROM
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether experts get the tokens of all replicas instead."""
+        return self.shares_tokens and not self.exchanges_tokens
+
+    def in_halves(self, tokens: int, experts_per_token: int, num_experts: int) -> bool:
+        """Whether so many tokens of each replica are gathered in two halves."""
+        pairs = tokens * self.dp * experts_per_token
+        return self.gathers_tokens and pairs >= 2 * _EXPERT_TOKENS * num_experts
 
     def _exchanged(self, run, x, experts, weights, count):
         """`over_experts` where tokens go to those devices alone that have their experts."""

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -74,7 +74,7 @@ class ModelRunner:
             self.device = create()
         else:
             self.splits = _splits_of(shapes, getattr(draft_model, "partition", None))
-            self.device = create_over(self.partition.mesh, create, self.splits, STACKED)
+            self.device = self._made(create)
         # A step without constraints takes a mask that is on the devices already.
         self._all_tokens = everything(self._max_seqs, self._vocab_size)
         self._all_masks = self.of_all([self._all_tokens] * self.num_replicas)
@@ -82,6 +82,11 @@ class ModelRunner:
             self._all_masks = jnp.asarray(self._all_masks)
         self.steps: dict[tuple[int, bool], Any] = {}
         self.swapper: Swapper | None = None
+
+    def _made(self, create: Callable[[], EngineState]) -> EngineState:
+        """The state of all replicas, each of which has what `create` gives."""
+        assert self.partition is not None
+        return create_over(self.partition.mesh, create, self.splits, STACKED)
 
     def _add_drafter(self, model: Model) -> None:
         graph, params = split_model(model, "draft_model")

@@ -37,7 +37,6 @@ from jax_paged.models import (
     Engine,
     cli,
     config_from_hf,
-    create_state,
     generate,
     load_checkpoint,
     loglikelihoods,
@@ -53,7 +52,6 @@ from jax_paged.models.decoder.parameters import (
     expected_tensors,
     random_source,
 )
-from jax_paged.models.decoder.protocol import run_model
 from jax_paged.models.testing import small_config, small_hf_config
 
 SEED = 3
@@ -105,28 +103,6 @@ def likelihoods_are_equal():
     np.testing.assert_allclose([x.log_p for x in got], [x.log_p for x in want], rtol=1e-5)
 
 
-def a_step_has_few_collectives_and_its_pool_in_place():
-    """Per layer one all-reduce behind attention and one behind the MLP; weights never move."""
-    config = CONFIGS["experts"]
-    _, model = both(config)
-    state = create_state(model, num_pages=64, max_seqs=4, pages_per_seq=8)
-    graph, params = split_model(model)
-
-    def step(params, state, tokens):
-        state, batch, _ = state.append(jnp.arange(4, dtype=jnp.int32), 1)
-        return run_model(graph, params, tokens, batch, state)
-
-    tokens = np.zeros(4, np.int32)
-    compiled = jax.jit(step, donate_argnums=1).lower(params, state, tokens).compile()
-    # Beside those of the layers: one for the embedding, and the logits are gathered.
-    want = ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
-    found = sorted(collectives(compiled.as_text()))
-    assert found == want, found
-    before = addresses(state.k_pages)
-    _, state = compiled(params, state, tokens)
-    assert addresses(state.k_pages) == before
-
-
 def experts_are_added_up_before_they_are_rounded():
     config = CONFIGS["experts"]
     source = random_source(config, seed=SEED, dtype=jnp.bfloat16)
@@ -140,11 +116,6 @@ def experts_are_added_up_before_they_are_rounded():
     )  # fmt: skip
     differs = np.asarray(jax.jit(split)(params, x)) != np.asarray(one(x))
     assert differs.mean() < 0.01  # where another order of the f32 sum falls onto another side
-
-
-def collectives(text):
-    words = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-    return re.findall(words, text)
 
 
 def addresses(x):
@@ -404,7 +375,7 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         generate_and_score_give_the_same, likelihoods_are_equal, the_engine_gives_the_same,
-        a_step_has_few_collectives_and_its_pool_in_place, states_are_made_on_the_mesh,
+        states_are_made_on_the_mesh,
         what_is_compiled_for_shapes_is_what_runs, requests_go_where_their_pages_are,
         commands_take_the_sizes_of_a_mesh, new_weights_are_taken, checkpoints_load_into_shards,
         meshes_that_do_not_fit_are_refused, experts_are_added_up_before_they_are_rounded,

@@ -5,10 +5,13 @@ The number of devices is fixed when JAX starts. So a test file of such programs 
 which runs those that its arguments name; `check_in_a_process` starts it.
 """
 
+import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -28,9 +31,49 @@ def place(mesh, operands, specs):
     return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
 
 
+KINDS = "all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter"
+
+
 def collectives(compiled) -> list[str]:
-    words = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-    return re.findall(words, compiled.as_text())
+    return re.findall(rf" ({KINDS})(?:-start)?\(", compiled.as_text())
+
+
+class Told(NamedTuple):
+    """An array that a collective gives."""
+
+    kind: str
+    num_bytes: int
+    loops: int  # that it is in
+
+
+def told(compiled) -> Counter[Told]:
+    """What the collectives of a program give, without those of one device alone (XLA:CPU)."""
+    bodies: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in compiled.as_text().splitlines():
+        if match := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
+            name = match[2]
+            bodies[name], entry = [], name if match[1] else entry
+        elif name:
+            bodies[name].append(line)
+    found: Counter[Told] = Counter()
+
+    def visit(name: str, loops: int) -> None:
+        for line in bodies[name]:
+            inside = loops + (" while(" in line)
+            for called in re.findall(r"[\w.-]+", line.partition("), ")[2]):
+                if called in bodies:
+                    visit(called, inside)
+            match = re.search(rf" = (\(.*?\)|\S+) ({KINDS})(?:-done)?\(", line)
+            if re.search(r"replica_groups=(\{\{\d+\}|\[\d+,1\])", line):
+                continue
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]) if match else ():
+                size = math.prod(map(int, filter(None, shape.split(","))))
+                bits = int(re.search(r"\d+", dtype)[0]) if dtype != "pred" else 8
+                found[Told(match[2], size * bits // 8, loops)] += 1
+
+    visit(entry, 0)
+    return found
 
 
 def targets(compiled) -> list[str]:
