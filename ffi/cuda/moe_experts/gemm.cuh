@@ -103,11 +103,10 @@ struct MoeProduct {
 
   // The scale of the block with a row of the result, of gate (part 0) or up (1), at a depth.
   JAX_PAGED_DEVICE float BlockScale(int32_t expert, int32_t part, int32_t row, int32_t at) const {
-    const int64_t row_blocks = CeilDiv<int32_t>(num_rows, kScaleBlock);
-    const int64_t block = (int64_t{expert} * (IS_GATED ? 2 : 1) + part) * row_blocks;
-    const int64_t depth_blocks = CeilDiv<int32_t>(depth, kScaleBlock);
-    return prim::LoadConst(block_scale +
-                           ((block + row / kScaleBlock) * depth_blocks + at / kScaleBlock));
+    const int32_t row_blocks = CeilDiv<int32_t>(num_rows, kScaleBlock);
+    const int32_t block = (expert * (IS_GATED ? 2 : 1) + part) * row_blocks + row / kScaleBlock;
+    const int64_t first = int64_t{block} * CeilDiv<int32_t>(depth, kScaleBlock);
+    return prim::LoadConst(block_scale + (first + at / kScaleBlock));
   }
 };
 

@@ -87,15 +87,11 @@ JAX_PAGED_DEVICE void MoeSimtCta(const MoeArgs& args) {
           const int64_t element = product.WeightRow(tile.expert, rows[r]) * product.depth + d;
           LoadEight<W>(product.weights + element * int64_t{sizeof(W)}, w[r]);
         }
+        float block_scale[2] = {1.0f, 1.0f};
         if (sizeof(W) == 1 && product.block_scale) {  // rows 2i and 2i + 1 are of one block
-          const int32_t row = rows[0];
-          const float scale = product.BlockScale(tile.expert, 0, row, d);
-          const float other = IS_GATED ? product.BlockScale(tile.expert, 1, row, d) : scale;
-          JAX_PAGED_UNROLL
-          for (int32_t j = 0; j < 8; ++j) {
-            w[0][j] *= scale;
-            w[1][j] *= other;
-          }
+          block_scale[0] = product.BlockScale(tile.expert, 0, rows[0], d);
+          block_scale[1] =
+              IS_GATED ? product.BlockScale(tile.expert, 1, rows[0], d) : block_scale[0];
         }
         JAX_PAGED_UNROLL
         for (int32_t n = 0; n < kMoeSimtTokens; ++n) {
@@ -103,11 +99,14 @@ JAX_PAGED_DEVICE void MoeSimtCta(const MoeArgs& args) {
           float x[8];
           const int64_t element = int64_t{row_of[n]} * product.depth + d;
           LoadEight<T>(source + element * int64_t{sizeof(T)}, x);
+          float part[2] = {};
           JAX_PAGED_UNROLL
           for (int32_t j = 0; j < 8; ++j) {
-            sums[0][n] = prim::Fma(w[0][j], x[j], sums[0][n]);
-            sums[1][n] = prim::Fma(w[1][j], x[j], sums[1][n]);
+            part[0] = prim::Fma(w[0][j], x[j], part[0]);
+            part[1] = prim::Fma(w[1][j], x[j], part[1]);
           }
+          sums[0][n] = prim::Fma(part[0], block_scale[0], sums[0][n]);
+          sums[1][n] = prim::Fma(part[1], block_scale[1], sums[1][n]);
         }
       }
       float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
