@@ -53,7 +53,7 @@ def encode(order: Order, number: int) -> list[bytes | memoryview]:
     text = json.dumps(head).encode()
     most = f"values of at most {_MAX_HEAD_BYTES} bytes"
     expect(len(text) <= _MAX_HEAD_BYTES, order.name, most, len(text))
-    flat = (memoryview(x.reshape(-1).view(np.uint8)) for x in arrays)
+    flat = (x.reshape(-1).view(np.uint8).data for x in arrays)
     return [_LENGTH.pack(len(text)), text, *flat]
 
 

@@ -171,7 +171,8 @@ class Engine:
         if draft_model is not None and draft_branches > 1:
             _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         num_holds = max_seqs + -(-max_tokens // page_size)
-        self._runner = ModelRunner(model, draft_model, sizes, num_holds)
+        slots = None if max_adapters is None else (max_adapters, max_rank)
+        self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots)
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
@@ -179,7 +180,7 @@ class Engine:
         self._owns_weights = False
         self._adapters: AdapterSlots | None = None
         if max_adapters is not None:
-            self._adapters = AdapterSlots(model, max_adapters, max_rank)
+            self._adapters = AdapterSlots(self._runner, model.config)
         sizes_of_steps = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._schedulers = [
             Scheduler(
@@ -195,7 +196,7 @@ class Engine:
         self._num_requests = self.num_steps = self.num_fed = 0
         self.num_drafted = self.num_accepted = 0
         self.compile_seconds = self._runner.compile(
-            self._params_for([[]] * self.num_replicas), sizes_of_steps,
+            sizes_of_steps,
             window=self._window, swaps=swaps, scores=self.prompt_logprobs, progress=progress,
             max_drafts=max_drafts, rule=draft_rule, branches=draft_branches, logprobs=logprobs,
         )  # fmt: skip
@@ -532,12 +533,6 @@ class Engine:
         assert self._adapters is not None
         return self._adapters
 
-    def _params_for(self, feeds: list[list[Feed]]) -> Any:
-        """The params of a step with these feeds."""
-        if self._adapters is None:
-            return self.params
-        return self._adapters.params(self.params, self._runner.row_slots(feeds))
-
     # Counters
 
     @property
@@ -617,7 +612,7 @@ class Engine:
     def _dispatch(self, feeds: list[list[Feed]]) -> None:
         for own in feeds:
             own.sort(key=lambda feed: feed.row)
-        drawn = self._runner.run(self._params_for(feeds), feeds)
+        drawn = self._runner.run(feeds)
         for scheduler, own in zip(self._schedulers, feeds, strict=True):
             scheduler.dispatched(own)
         self._flying.append((drawn, feeds))
