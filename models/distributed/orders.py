@@ -7,6 +7,7 @@ length of the head (u32) · {"number", "name", "values", "arrays": [[dtype, shap
 import dataclasses
 import json
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,7 @@ def encode(order: Order, number: int) -> list[bytes | memoryview]:
         expect(x.dtype.name in _DTYPES, order.name, f"arrays of {', '.join(_DTYPES)}", x.dtype)
     described = [[x.dtype.name, x.shape] for x in arrays]
     head = {"number": number, "name": order.name, "values": order.values, "arrays": described}
-    text = json.dumps(head).encode()
+    text = json.dumps(head, default=operator.index).encode()
     most = f"values of at most {_MAX_HEAD_BYTES} bytes"
     expect(len(text) <= _MAX_HEAD_BYTES, order.name, most, len(text))
     flat = (x.reshape(-1).view(np.uint8).data for x in arrays)

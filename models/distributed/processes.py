@@ -14,6 +14,7 @@ link is silent for ten seconds, is closed or carries something wrong is gone: th
 line each and the exit code EXIT_LOST, whatever their main threads wait for.
 """
 
+import atexit
 import contextlib
 import queue
 import socket
@@ -21,11 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jax_paged._start.interrupt import leave_with
 from jax_paged.checks import expect
@@ -53,6 +53,8 @@ class Processes:
 
     def __init__(self, index: int, count: int, links: Mapping[int, Link]):
         self.index, self.count, self._links = index, count, links
+        self.owner: object = None  # whose orders they are
+        self.has_failed = False
         self._num_sent = 0
         self._inbox: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._is_over = threading.Event()
@@ -114,7 +116,7 @@ class Processes:
         for link in self._links.values():
             link.close()
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str) -> NoReturn:
         """Ends all processes: this one now, with a line on stderr and the exit code EXIT_LOST."""
         self._leaving.acquire()  # the first reason counts; nobody comes behind it
         self._tell(_STOP, reason.encode())
@@ -132,6 +134,8 @@ class Processes:
             time.sleep(SILENCE_S + _BEAT_S)  # the listener of that process then ends this one
         self._leaving.acquire()
         self._tell(_STOP, f"process {self.index} has failed: {error!r:.500}".encode())
+        self.has_failed = True
+        atexit.register(leave_failed, 1)  # before JAX, which would wait for the others
 
     # Threads
 
@@ -170,6 +174,13 @@ class Processes:
             self.stop(_gone(other, error))
         except ValueError as error:
             self.stop(f"process {self.index} cannot read what process {other} has sent: {error}")
+
+
+def leave_failed(code: int) -> NoReturn:
+    """Ends this process after its own error."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leave_with(code)
 
 
 def _gone(other: int, error: LinkError) -> str:
@@ -217,6 +228,8 @@ def _host_of(coordinator: str) -> str:
 
 def _links(index: int, count: int, key: bytes, host: str) -> dict[int, Link]:
     """Those between the first process and the others. JAX tells them where it listens."""
+    from jax.experimental import multihost_utils  # not for who needs none of this
+
     is_first = index == 0
     with contextlib.closing(_listen_at(host)) if is_first else contextlib.nullcontext() as listener:
         address = b"" if listener is None else f"{listener.getsockname()[1]} {host}".encode()

@@ -31,13 +31,14 @@ from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window
 from ..decoder.protocol import Model, check_model
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
+from ..distributed.processes import Processes
 from .adapters import AdapterSlots
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
 from .renew import checked_weights, copied, copied_into
 from .request import LogProbability, OnTokens, Request, Sampling
-from .runner import ModelRunner
+from .runner import ModelRunner, check_processes
 from .scheduler import Feed, Scheduler
 from .speculate import RULES, draft_tree, look_up, look_up_tree
 from .step import FAILED, Drawn, LogProbabilities
@@ -87,6 +88,8 @@ class Engine:
       max_adapters: most LoRA adapters at once, one for each request (`add_adapter`); the model is
         then a `Decoder`. None = none.
       max_rank: the largest rank of an adapter, at most 64; a multiple of 8, or rounded up to one.
+      processes: those that the model's mesh lies on (`start_processes`), where there are several.
+        The first one has the engine, and the others `follow`. A later engine takes its place.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -117,9 +120,11 @@ class Engine:
         prompt_logprobs: bool = False,
         max_adapters: int | None = None,
         max_rank: int = 16,
+        processes: Processes | None = None,
         progress: bool = True,
     ):
         check_model(model)
+        check_processes(model, processes)
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             check_count(name, value, 1)
         check_count("max_seqs", max_seqs, 1)
@@ -172,7 +177,8 @@ class Engine:
             _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         num_holds = max_seqs + -(-max_tokens // page_size)
         slots = None if max_adapters is None else (max_adapters, max_rank)
-        self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots)
+        self._processes = processes
+        self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots, processes)
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
@@ -468,7 +474,10 @@ class Engine:
 
         Raises:
           ValueError: a leaf is missing, too much, or of another shape or dtype; it is named.
+          NotImplementedError: the engine has several processes.
         """
+        if self._processes is not None:
+            raise NotImplementedError("update_weights: not for an engine of several processes yet")
         check_choice("running", running, ("recompute", "keep"))
         given = weights if mapping is None else mapping(weights)
         params = checked_weights(given, self._runner.graph, self.params)

@@ -5,8 +5,8 @@ What the schedulers have planned goes in, one plan for each replica, and what wa
 Without a mesh there is one replica, and its programs are those of `step` and `swap` as they are.
 
 Whatever changes the state is an `Order`. Where several processes have the devices, the engine's
-sends each one to all others before it carries it out: all do the same in the same order, or they
-would wait for each other, and what they draw would be wrong.
+sends each one to the others, which `follow`, before it carries it out. So all do the same in the
+same order; otherwise they would wait for each other, or what they draw would be wrong.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from ..decoder.generation import state_creator
 from ..decoder.partition import DP, TP, Partition, put
 from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
 from ..distributed.orders import Order
+from ..distributed.processes import Processes
 from ..progress import progress_bar
 from .logit_edits import everything, memory_of
 from .plan import fill_plan, has_constraint, page_orders
@@ -48,14 +49,18 @@ class ModelRunner:
       sizes: of the states of a replica, as for `create_state`.
       num_holds: of a `PageOrders`.
       slots: how many adapters, and of what rank; None = none.
-      send: has all other processes carry an order out; None = there are none.
+      processes: those that carry out the same; None = none, or this one follows.
     """
 
     def __init__(
         self, model: Model, draft_model: Model | None, sizes: dict[str, Any], num_holds: int,
-        slots: tuple[int, int] | None = None, send: Callable[[Order], None] | None = None,
+        slots: Sequence[int] | None = None, processes: Processes | None = None,
     ):  # fmt: skip
-        self._send = send
+        self._processes, self._token = processes, object()
+        if processes is not None:
+            processes.owner = self._token
+            values = sizes, num_holds, slots, _facts(model, draft_model)
+            processes.send(Order(_BEGIN, values))
         self.partition: Partition | None = getattr(model, "partition", None)
         self.num_replicas = 1 if self.partition is None else self.partition.dp
         self._vocab_size, self._max_seqs = model.config.vocab_size, sizes["max_seqs"]
@@ -135,7 +140,15 @@ class ModelRunner:
           scores: whether steps may tell log-probabilities of prompts.
           options: of `step`.
         """
-        start, state = time.perf_counter(), self.splits
+        start = time.perf_counter()
+        self._order("compile", step_sizes, window, swaps, scores, progress, options)
+        return time.perf_counter() - start
+
+    def _compile(
+        self, step_sizes: Sequence[int], window: Sequence[int] | None, swaps: bool, scores: bool,
+        progress: bool, options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        state = self.splits
         self._sizes = list(step_sizes)
         programs = [(size, False) for size in step_sizes]
         programs += [(step_sizes[-1], True)] if scores else []
@@ -147,8 +160,9 @@ class ModelRunner:
         with progress_bar(count, "compiling", "programs", shown=progress) as update:
             orders = self.of_all([self._nothing] * self.num_replicas)
             self.keep_program = self.compiled(
-                keep, self.device, orders, takes=(state, STACKED), gives=state, window=window
-            )
+                keep, self.device, orders, takes=(state, STACKED), gives=state,
+                window=None if window is None else tuple(window),
+            )  # fmt: skip
             update()
             begun = self.of_all([self._nobody] * self.num_replicas)
             self.remember_program = self.compiled(
@@ -171,7 +185,6 @@ class ModelRunner:
                     **options,
                 )  # fmt: skip
                 update()
-        return time.perf_counter() - start
 
     def compiled(
         self, program: Any, *args: Any, takes: Sequence[Any], gives: Any,
@@ -213,11 +226,13 @@ class ModelRunner:
 
     # Orders
 
-    def _order(self, name: str, *values: int, tree: Any = ()) -> Any:
+    def _order(self, name: str, *values: Any, tree: Any = ()) -> Any:
         """Has all processes do something, this one last."""
         order = Order(name, values, jax.tree.leaves(tree))
-        if self._send is not None:
-            self._send(order)
+        if self._processes is not None:
+            newest = self._processes.owner is self._token
+            expect(newest, "engine", "the newest one of its processes", "an older one")
+            self._processes.send(order)
         return self.carry_out(order)
 
     def carry_out(self, order: Order) -> Any:
@@ -321,8 +336,63 @@ class ModelRunner:
         return AdaptedModel(self.params, self.adapters, slots)
 
 
+def follow(processes: Processes, model: Model, *, draft_model: Model | None = None) -> None:
+    """Does on this process's devices what the engine of the first process does on its own.
+
+    Each process but the first calls it, with models that are loaded like those of the first one. It
+    returns when the first one is done.
+
+    Raises:
+      ValueError: the engine's models are others.
+    """
+    runner, facts = None, _facts(model, draft_model)
+    while (order := processes.receive()) is not None:
+        if order.name == _BEGIN:
+            *arguments, theirs = order.values
+            for name in sorted({*facts, *theirs}):
+                mine, others = facts.get(name), theirs.get(name)
+                expect(mine == others, name, f"{others}, as process 0 has", mine)
+            runner = None  # its pages are free before there are others
+            runner = ModelRunner(model, draft_model, *arguments)
+        else:
+            ok = runner is not None and order.name in _ORDERS
+            expect(ok, "process 0", "orders of an engine", repr(order.name))
+            assert runner is not None
+            runner.carry_out(order)
+
+
+def check_processes(model: Model, processes: Processes | None) -> None:
+    """Checks that an engine is made where a model's processes are told what to do."""
+    partition: Partition | None = getattr(model, "partition", None)
+    devices = [] if partition is None else partition.mesh.devices.flat
+    count = len({device.process_index for device in devices})
+    if processes is None:
+        text = "those that the model lies on (start_processes)"
+        expect(count < 2, "processes", text, None)
+    else:
+        ok = count == processes.count
+        expect(ok, "model", f"one on a mesh over all {processes.count} processes", count)
+        text = "the first one; the others follow(processes, model)"
+        expect(processes.is_first, "processes", text, f"number {processes.index}")
+
+
+def _facts(model: Model, draft_model: Model | None) -> dict[str, str]:
+    """What the models of all processes must have in common."""
+    facts: dict[str, Any] = {}
+    for name, one in (("model", model), ("draft_model", draft_model)):
+        if one is not None:
+            mesh = getattr(getattr(one, "partition", None), "mesh", None)
+            facts[f"{name}.dtype"] = np.dtype(one.dtype).name
+            facts[f"{name}.mesh"] = None if mesh is None else dict(mesh.shape)
+            of_config = getattr(one.config, "__dict__", {})
+            facts |= {f"{name}.config.{field}": value for field, value in of_config.items()}
+    return {name: repr(value) for name, value in facts.items()}
+
+
+_BEGIN = "begin"
 _ORDERS: dict[str, Callable[..., Any]] = {
-    "keep": ModelRunner._keep, "remember": ModelRunner._remember, "step": ModelRunner._step,
+    "compile": ModelRunner._compile, "keep": ModelRunner._keep,
+    "remember": ModelRunner._remember, "step": ModelRunner._step,
     "adapter": ModelRunner._put_adapter,
     "swap out": lambda runner, *values: runner.swapper.out(*values),
     "swap in": lambda runner, *values: runner.swapper.back(*values),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
@@ -179,10 +180,15 @@ class Swapper:
         for like, shards in zip(self._shapes, chunk, strict=True):
             nothing = np.zeros(like.sharding.shard_shape(like.shape), like.dtype)
             arrays = [
-                jax.device_put(shards.get(device, nothing), device)
+                jax.device_put(shards.get(device, nothing), _memory_of(device))
                 for device in like.sharding.addressable_devices
             ]
             whole.append(
                 jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
             )
         return tuple(whole)
+
+
+def _memory_of(device: Any) -> SingleDeviceSharding:
+    """Of several processes, one that names a device alone gets host memory in its place."""
+    return SingleDeviceSharding(device, memory_kind=device.default_memory().kind)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes over one mesh: what they give is what one device gives, and they end together.
+
+This file is a script, too: one process of a job, which runs the program that its arguments name.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from children import child, on_devices
+from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
+
+from jax_paged.models import Engine, evaluate, follow, generate, score, start_processes
+from jax_paged.models.distributed.processes import EXIT_LOST
+
+SECONDS = 240
+SHAPES = [(2, 1), (4, 1), (2, 2)]  # processes, devices of each
+BEGUN = "steps are under way"
+
+
+def all_call_the_same(processes):
+    """`generate`, `score` and `evaluate`, in each process with the same arguments."""
+    options = {"max_new_tokens": 8, "temperature": 0.8, "seed": 5}
+    seen = []
+    for model in both(CONFIGS["dense"])[not processes.is_first :]:
+        tokens = generate(model, PROMPTS[:3], **options).tokens
+        seen.append((tokens, score(model, PROMPTS[2]), evaluate(model, PROMPTS[2])["nll"]))
+    if processes.is_first:
+        (tokens, scores, nll), (got_tokens, got_scores, got_nll) = seen
+        assert got_tokens == tokens
+        np.testing.assert_allclose(got_scores, scores, rtol=2e-5, atol=2e-6)
+        assert abs(got_nll - nll) < 1e-5
+
+
+def the_engine_gives_the_same(processes, kind):
+    """The first process has the requests, and the others follow."""
+    (one, own_drafter), (many, drafter) = models_of(kind)
+    if not processes.is_first:
+        follow(processes, many, draft_model=drafter)
+        return
+    _, want = serve(kind, one, own_drafter)
+    engine, got = serve(kind, many, drafter, processes=processes)
+    assert_same(got, want)
+    assert {request.replica for request in got} == set(range(engine.num_replicas))
+
+
+def a_later_engine_takes_the_place(processes):
+    _, model = both(CONFIGS["dense"])
+    if not processes.is_first:
+        with pytest.raises(ValueError, match=r"processes: expected the first one; .* got number 1"):
+            Engine(model, **SIZES, processes=processes)
+        follow(processes, model)
+        return
+    with pytest.raises(ValueError, match="processes: expected those that the model lies on"):
+        Engine(model, **SIZES)
+    first, second = (Engine(model, **SIZES, processes=processes) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="several processes"):
+        second.update_weights(model)
+    request = second.submit(PROMPTS[0], max_new_tokens=2)
+    second.run()
+    assert len(request.tokens) == 2
+    first.submit(PROMPTS[0], max_new_tokens=2)
+    with pytest.raises(ValueError, match="engine: expected the newest one of its processes"):
+        first.run()
+
+
+def steps_go_on_and_on(processes):
+    _, model = both(CONFIGS["dense"])
+    if not processes.is_first:
+        print(BEGUN, flush=True)
+        follow(processes, model)
+        return
+    engine = Engine(model, **SIZES, processes=processes)
+    while True:
+        engine.submit(PROMPTS[0], max_new_tokens=9)
+        engine.run()
+        print(BEGUN, flush=True)
+
+
+def another_model(processes):
+    config = CONFIGS["dense" if processes.is_first else "experts"]
+    _, model = both(config)
+    if processes.is_first:
+        engine = Engine(model, **SIZES, processes=processes)
+        engine.submit(PROMPTS[0], max_new_tokens=2)
+        engine.run()
+    else:
+        follow(processes, model)
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        all_call_the_same, the_engine_gives_the_same, a_later_engine_takes_the_place,
+        steps_go_on_and_on, another_model,
+    )
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def job(*programs, count=2, devices=1):
+    """The processes of a job. A program's argument follows its name after a colon."""
+    with socket.create_server(("localhost", 0)) as free:
+        where = f"localhost:{free.getsockname()[1]}"
+    environment = on_devices(devices) | {"JAX_PAGED_KEY": "the key of these tests"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-W", "error", __file__, where, count]
+    with contextlib.ExitStack() as stack:
+        each = ([*command, index, *programs] for index in range(count))
+        started = (child(one, env=environment, seconds=SECONDS, **options) for one in each)
+        yield [stack.enter_context(one) for one in started]
+
+
+def run(*programs, **sizes):
+    with job(*programs, **sizes) as processes:
+        errors = [process.communicate()[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * len(codes), "\n".join(errors)[-6000:]
+
+
+def test_two_processes_give_what_one_device_gives():
+    run("all_call_the_same", "the_engine_gives_the_same:much at once")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(("count", "devices"), SHAPES)
+def test_engines(count, devices, kind):
+    run(f"the_engine_gives_the_same:{kind}", count=count, devices=devices)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("count", "devices"), SHAPES[1:])
+def test_programs_that_all_call(count, devices):
+    run("all_call_the_same", count=count, devices=devices)
+
+
+@pytest.mark.deep
+def test_a_later_engine_takes_the_place():
+    run("a_later_engine_takes_the_place")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dies", range(3))
+def test_a_killed_process_ends_the_others(dies):
+    with job("steps_go_on_and_on", count=3) as processes:
+        for process in processes:
+            assert f"{BEGUN}\n" in process.stdout  # beside what gloo has to say
+        os.kill(processes[dies].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        others = [p for p in processes if p is not processes[dies]]
+        errors = [process.communicate(timeout=15)[1] for process in others]
+        assert time.monotonic() - killed < 15
+        assert [process.returncode for process in others] == [EXIT_LOST] * 2, errors
+        for error in errors:
+            lines = [line for line in error.splitlines() if line.startswith("jax-paged: error:")]
+            assert len(lines) == 1, error
+            assert f"process {dies} is gone: its connection is closed" in lines[0]
+
+
+@pytest.mark.deep
+def test_another_model_ends_all():
+    with job("another_model") as processes:
+        errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [EXIT_LOST, 1]
+    assert errors[0].startswith("jax-paged: error: process 1 has failed: ValueError(")
+    assert "model.config.attention_scale: expected" in errors[0]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    warnings.filterwarnings("ignore", "each of the .* KV heads lies on")
+    where, count, index, *chosen = sys.argv[1:]
+    with start_processes(where, int(count), int(index)) as started:
+        for text in chosen:
+            name, _, argument = text.partition(":")
+            PROGRAMS[name](started, *filter(None, [argument]))
