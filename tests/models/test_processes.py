@@ -5,12 +5,14 @@ This file is a script, too: one process of a job, which runs the program that it
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 
 import jax
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 from children import child, on_devices
 from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
+from tiny_checkpoint import write_checkpoint
 
 from jax_paged.models import Engine, evaluate, follow, generate, score, start_processes
 from jax_paged.models.distributed.processes import EXIT_LOST
@@ -107,24 +110,35 @@ PROGRAMS = {
 
 
 @contextlib.contextmanager
-def job(*programs, count=2, devices=1):
-    """The processes of a job. A program's argument follows its name after a colon."""
+def started(command, count, devices):
+    """Processes of one job, of a command that gets host and port and the number of each."""
     with socket.create_server(("localhost", 0)) as free:
         where = f"localhost:{free.getsockname()[1]}"
     environment = on_devices(devices) | {"JAX_PAGED_KEY": "the key of these tests"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-W", "error", __file__, where, count]
     with contextlib.ExitStack() as stack:
-        each = ([*command, index, *programs] for index in range(count))
-        started = (child(one, env=environment, seconds=SECONDS, **options) for one in each)
-        yield [stack.enter_context(one) for one in started]
+        each = ([sys.executable, *command(where, index)] for index in range(count))
+        children = (child(one, env=environment, seconds=SECONDS, **options) for one in each)
+        yield [stack.enter_context(one) for one in children]
+
+
+def job(*programs, count=2, devices=1):
+    """The processes of some programs. A program's argument follows its name after a colon."""
+    script = ["-W", "error", __file__]
+    return started(lambda where, index: [*script, where, count, index, *programs], count, devices)
+
+
+def run_all(processes):
+    """What they print, once all have ended well."""
+    said = [process.communicate() for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * len(codes), "\n".join(error for _, error in said)[-6000:]
+    return [out for out, _ in said]
 
 
 def run(*programs, **sizes):
     with job(*programs, **sizes) as processes:
-        errors = [process.communicate()[1] for process in processes]
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * len(codes), "\n".join(errors)[-6000:]
+        run_all(processes)
 
 
 def test_two_processes_give_what_one_device_gives():
@@ -173,7 +187,72 @@ def test_another_model_ends_all():
         errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [EXIT_LOST, 1]
     assert errors[0].startswith("jax-paged: error: process 1 has failed: ValueError(")
-    assert "model.config.attention_scale: expected" in errors[0]
+    assert "model.config.experts_per_token: expected 0, as process 0 has, got 2" in errors[0]
+
+
+def command(*arguments, count=2):
+    """The processes of a command line."""
+    one = ["-m", "jax_paged", *arguments, "--no-program-cache"]
+    if count == 1:
+        return started(lambda where, index: one, 1, 1)
+    many = [*one, "--tp", "2", "--num-processes", count]
+    return started(
+        lambda where, index: [*many, "--coordinator", where, "--process-id", index], count, 1
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint, and a text."""
+    path = tmp_path_factory.mktemp("processes")
+    write_checkpoint(path)
+    (path / "text.txt").write_text("abba " * 30)
+    return path
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["generate", "eval", "bench-serve"])
+def test_commands_print_what_they_print_alone(folder, name):
+    arguments = {
+        "generate": ["generate", "ab", "b", "--max-new-tokens", "5", "--temperature", "0.9"],
+        "eval": ["eval", folder / "text.txt", "--chunk", "16"],
+        "bench-serve": ["bench-serve", "--requests", "3", "--new-tokens", "4", "--rate", "0"],
+    }[name]
+    said = []
+    for count in (1, 2):
+        with command(*arguments, "--json", "--model", folder, count=count) as processes:
+            out, *others = run_all(processes)
+        assert others == [""] * (count - 1)
+        said.append([json.loads(line) for line in out.splitlines()])
+    if name == "generate":
+        assert said[0] == said[1]
+    names = {"eval": ("tokens", "nll"), "bench-serve": ("new_tokens", "steps")}.get(name, ())
+    for key in names:
+        np.testing.assert_allclose(said[1][0][key], said[0][0][key], rtol=1e-5)
+
+
+@pytest.mark.deep
+def test_a_server_of_two_processes(folder):
+    with command("serve", "--model", folder, "--port", "0", "--pages", "16") as processes:
+        lines = iter(processes[0].stderr.readline, "")
+        url = next(line for line in lines if line.startswith("serving ")).split()[-1]
+        asked = json.dumps({"prompt": "ab", "max_tokens": 4, "model": folder.name}).encode()
+        request = urllib.request.Request(
+            f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        processes[0].send_signal(signal.SIGTERM)
+        run_all(processes)
+
+
+@pytest.mark.deep
+def test_an_error_of_the_first_process_ends_all(folder):
+    with command("eval", folder / "none.txt", "--model", folder) as processes:
+        said = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [2, EXIT_LOST]
+    assert said[0][1].splitlines()[-1].startswith("jax-paged: error: ")
+    assert "process 0 has failed: FileNotFoundError" in said[1][1]
 
 
 if __name__ == "__main__":
@@ -181,7 +260,7 @@ if __name__ == "__main__":
     jax.config.update("jax_numpy_rank_promotion", "raise")
     warnings.filterwarnings("ignore", "each of the .* KV heads lies on")
     where, count, index, *chosen = sys.argv[1:]
-    with start_processes(where, int(count), int(index)) as started:
+    with start_processes(where, int(count), int(index)) as processes_:
         for text in chosen:
             name, _, argument = text.partition(":")
-            PROGRAMS[name](started, *filter(None, [argument]))
+            PROGRAMS[name](processes_, *filter(None, [argument]))
