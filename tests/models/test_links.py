@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_paged.models import cli
 from jax_paged.models.distributed import processes as job
 from jax_paged.models.distributed.link import (
     MAX_FRAME_BYTES,
@@ -22,7 +23,7 @@ from jax_paged.models.distributed.link import (
     read_key,
 )
 from jax_paged.models.distributed.orders import Order, decode, encode
-from jax_paged.models.distributed.processes import EXIT_LOST, Processes
+from jax_paged.models.distributed.processes import EXIT_LOST, Processes, start_processes
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 HEAD = 4 + 32  # length and HMAC of a frame
@@ -209,6 +210,27 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path):
     ):
         with pytest.raises(ValueError, match=text):
             read_key(environment)
+
+
+def test_a_job_is_not_begun_without_key_or_place(monkeypatch):
+    monkeypatch.delenv("JAX_PAGED_KEY", raising=False)
+    monkeypatch.delenv("JAX_PAGED_KEY_FILE", raising=False)
+    with pytest.raises(ValueError, match="JAX_PAGED_KEY: expected a key"):
+        start_processes("localhost:1234", 2, 0)
+    monkeypatch.setenv("JAX_PAGED_KEY", "x" * 16)
+    for place in ("localhost", ":1234", "localhost:", "localhost:x", "localhost:65536"):
+        with pytest.raises(ValueError, match=f"coordinator: expected HOST:PORT, got '{place}'"):
+            start_processes(place, 2, 0)
+
+
+def test_commands_say_which_process_of_a_job_they_are(capsys):
+    for arguments, text in (
+        (["--process-id", "0"], "coordinator: expected HOST:PORT, got None"),
+        (["--coordinator", "a:1"], "num-processes: expected an integer >= 0, got None"),
+        (["--coordinator", "a:1", "--num-processes", "2"], "process-id: expected an integer >= 0"),
+    ):
+        assert cli.main(["generate", "a", *arguments, "--no-program-cache"]) == 2
+        assert text in capsys.readouterr().err
 
 
 ARRAYS = (

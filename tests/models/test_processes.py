@@ -5,8 +5,11 @@ This file is a script, too: one process of a job, which runs the program that it
 """
 
 import contextlib
+import itertools
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +17,7 @@ import sys
 import time
 import urllib.request
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,6 +29,7 @@ from tiny_checkpoint import write_checkpoint
 from jax_paged.models import Engine, evaluate, follow, generate, score, start_processes
 from jax_paged.models.distributed.processes import EXIT_LOST
 
+ROOT = Path(__file__).parents[2]
 SECONDS = 240
 SHAPES = [(2, 1), (4, 1), (2, 2)]  # processes, devices of each
 BEGUN = "steps are under way"
@@ -146,9 +151,11 @@ def test_two_processes_give_what_one_device_gives():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize(("count", "devices"), SHAPES)
-def test_engines(count, devices, kind):
+@pytest.mark.parametrize(
+    ("kind", "shape"), list(zip(ENGINES, itertools.cycle(SHAPES), strict=False))
+)
+def test_engines(kind, shape):
+    count, devices = shape
     run(f"the_engine_gives_the_same:{kind}", count=count, devices=devices)
 
 
@@ -176,9 +183,9 @@ def test_a_killed_process_ends_the_others(dies):
         assert time.monotonic() - killed < 15
         assert [process.returncode for process in others] == [EXIT_LOST] * 2, errors
         for error in errors:
-            lines = [line for line in error.splitlines() if line.startswith("jax-paged: error:")]
-            assert len(lines) == 1, error
-            assert f"process {dies} is gone: its connection is closed" in lines[0]
+            (line,) = error.splitlines()
+            gone = f"process {dies} is gone: its connection is closed"
+            assert line.startswith(f"jax-paged: error: {gone}")
 
 
 @pytest.mark.deep
@@ -211,10 +218,32 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["generate", "eval", "bench-serve"])
+def test_what_the_guide_shows(folder, tmp_path):
+    """Its two commands print what one process prints, and its program runs."""
+    text = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8").replace("MODEL", str(folder))
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("jax-paged gen")]
+    assert len(lines) == 2
+    with command(*lines[0][1:5], count=1) as processes:
+        (want,) = run_all(processes)
+
+    def arguments(where, index):
+        named = (where if x == "10.0.0.1:1234" else x for x in lines[index][1:])
+        return ["-m", "jax_paged", *named, "--no-program-cache"]
+
+    with started(arguments, 2, 1) as processes:
+        assert run_all(processes) == [want, ""]
+    (program,) = re.findall(r"^```py\n(.*?)^```", text, re.M | re.S)
+    script = tmp_path / "example.py"
+    script.write_text(program, encoding="utf-8")
+    with started(lambda where, index: [script, where, index], 2, 1) as processes:
+        out, *_ = run_all(processes)
+    assert "8 new tokens\n" in out
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["eval", "bench-serve"])
 def test_commands_print_what_they_print_alone(folder, name):
     arguments = {
-        "generate": ["generate", "ab", "b", "--max-new-tokens", "5", "--temperature", "0.9"],
         "eval": ["eval", folder / "text.txt", "--chunk", "16"],
         "bench-serve": ["bench-serve", "--requests", "3", "--new-tokens", "4", "--rate", "0"],
     }[name]
@@ -224,10 +253,7 @@ def test_commands_print_what_they_print_alone(folder, name):
             out, *others = run_all(processes)
         assert others == [""] * (count - 1)
         said.append([json.loads(line) for line in out.splitlines()])
-    if name == "generate":
-        assert said[0] == said[1]
-    names = {"eval": ("tokens", "nll"), "bench-serve": ("new_tokens", "steps")}.get(name, ())
-    for key in names:
+    for key in {"eval": ("tokens", "nll"), "bench-serve": ("new_tokens", "steps")}[name]:
         np.testing.assert_allclose(said[1][0][key], said[0][0][key], rtol=1e-5)
 
 
