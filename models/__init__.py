@@ -31,6 +31,8 @@ from .decoder.protocol import ModelConfig as ModelConfig
 from .decoder.protocol import merge_model as merge_model
 from .decoder.protocol import split_model as split_model
 from .decoder.stream import TextStream as TextStream
+from .distributed.processes import Processes as Processes
+from .distributed.processes import start_processes as start_processes
 from .evaluation.likelihoods import LogLikelihood as LogLikelihood
 from .evaluation.likelihoods import loglikelihoods as loglikelihoods
 from .evaluation.likelihoods import rolling_loglikelihoods as rolling_loglikelihoods
@@ -40,5 +42,6 @@ from .evaluation.scores import token_logits as token_logits
 from .serving import structured as structured
 from .serving.engine import Engine as Engine
 from .serving.engine import Request as Request
+from .serving.runner import follow as follow
 from .serving.snapshot import SnapshotFile as SnapshotFile
 from .testing import Stepper as Stepper

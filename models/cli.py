@@ -14,20 +14,24 @@ import functools
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import jax
+import numpy as np
 
 from jax_paged._start.command_line import model_options, parser
 from jax_paged._start.interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
 from jax_paged.cache.state import KVState
+from jax_paged.checks import expect
 from jax_paged.ops.batch import pages_for
 
 from .checkpoint.peft import load_adapter
-from .checkpoint.weights import Checkpoint, open_checkpoint
+from .checkpoint.weights import Checkpoint, load_checkpoint, open_checkpoint
+from .decoder.adapters import with_adapter
 from .decoder.generation import (
     PAGE_SIZE,
     Generation,
@@ -41,10 +45,12 @@ from .decoder.model import Decoder
 from .decoder.program_cache import kept_programs
 from .decoder.sample import Sampler
 from .decoder.stream import TextStream
+from .distributed.processes import Processes, leave_failed, start_processes
 from .evaluation.perplexity import evaluate
 from .progress import progress_bar
 from .serving import bench_serve, chat
 from .serving.batch import generate_many
+from .serving.runner import follow
 from .status import Status
 
 _BROKEN_PIPE = 141  # as a shell counts: 128 + SIGPIPE
@@ -68,12 +74,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Runs the command that the options name; returns the exit code."""
     logging.getLogger("jax").setLevel(logging.ERROR)  # e.g. about a GPU that is not used
+    code = _run(options)
+    if options.processes is not None and options.processes.has_failed:
+        leave_failed(code)  # JAX would wait for the others, which have ended
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
     status = Status()
     status.clear()
     try:
         options.status = status
         status.say("loading …")
-        with kept_programs() if options.program_cache else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if options.program_cache:
+                stack.enter_context(kept_programs())
+            if _is_of_a_job(options):
+                options.processes = stack.enter_context(_started(options))
+                if not options.processes.is_first and options.command != "eval":
+                    return _follow(options)
             return _COMMANDS[options.command](options)
     except KeyboardInterrupt:
         return EXIT_CODE
@@ -100,6 +119,44 @@ def run(options: argparse.Namespace) -> int:
 def _fail(message: object) -> int:
     print("jax-paged: error:", " ".join(str(message).split()), file=sys.stderr)
     return 2
+
+
+def _is_of_a_job(options: argparse.Namespace) -> bool:
+    """Whether this process is one of several; checks what says so."""
+    names = "coordinator", "num_processes", "process_id"
+    given = [getattr(options, name, None) for name in names]
+    coordinator, *numbers = given
+    expect(coordinator is not None or given == [None] * 3, "coordinator", "HOST:PORT", None)
+    if coordinator not in (None, "auto"):
+        for name, number in zip(("num-processes", "process-id"), numbers, strict=True):
+            check_count(name, number, 0)
+    return coordinator is not None
+
+
+def _started(options: argparse.Namespace) -> Processes:
+    """The processes of the job. What libraries write to stdout, as gloo does, goes to stderr."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
+    os.dup2(2, 1)
+    coordinator = None if options.coordinator == "auto" else options.coordinator
+    return start_processes(coordinator, options.num_processes, options.process_id)
+
+
+def _follow(options: argparse.Namespace) -> int:
+    """What all processes but the first one do; Ctrl-C is for that one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    given = model_options(options)
+    with open_checkpoint(**given) as checkpoint:
+        options.status.tell(checkpoint.title)
+        model: Any = checkpoint.load()
+    if options.command == "generate" and options.adapter is not None:
+        model = with_adapter(model, load_adapter(options.adapter, model.config))
+    drafter = None
+    if getattr(options, "draft_model", None) is not None:
+        drafter, _, _ = load_checkpoint(**given | {"path": options.draft_model, "base": None})
+    options.status.clear()
+    follow(options.processes, model, draft_model=drafter)
+    return 0
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -141,12 +198,12 @@ def _generate(options: argparse.Namespace) -> int:
         sampling["adapter"] = adapter
         searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
         options.status.tell(checkpoint.title)
-        if len(texts) > 1:
+        if len(texts) > 1 or options.processes is not None:
             model = checkpoint.load()
             options.status.say("compiling …")
             result = generate_many(
                 model, texts, num_pages=options.pages, kv_dtype=options.kv_dtype,
-                on_tokens=printer.take, **searched, **sampling,
+                processes=options.processes, on_tokens=printer.take, **searched, **sampling,
             )  # fmt: skip
         else:  # one program for the whole loop, without trips to the host
             result = _generate_one(options, checkpoint, texts, sampling, searched, printer)
@@ -194,7 +251,8 @@ def _state(model: Decoder, options: argparse.Namespace) -> KVState:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    text = _read_text(options.text)
+    is_first = options.processes is None or options.processes.is_first
+    text = _read_text(options.text) if is_first else None
     for name in ("chunk", "context", "stride"):
         if getattr(options, name) is not None:
             check_count(name, getattr(options, name), 1)
@@ -206,27 +264,34 @@ def _eval(options: argparse.Namespace) -> int:
         result["unquantized_perplexity"] = before
         cost = 100 * (result["perplexity"] / before - 1)
         lines.append(f"perplexity of the unquantized weights: {before:.4f} ({cost:+.2f} %)")
-    print(json.dumps(result) if options.json else "\n".join(lines), flush=True)
+    if is_first:
+        print(json.dumps(result) if options.json else "\n".join(lines), flush=True)
     return 0
 
 
-def _evaluated(options: argparse.Namespace, text: str, weight_dtype: Any) -> dict[str, Any]:
-    """The model is loaded here, so that there is one in memory at a time."""
+def _evaluated(options: argparse.Namespace, text: str | None, weight_dtype: Any) -> dict[str, Any]:
+    """The model is loaded here, so that there is one in memory at a time.
+
+    Args:
+      text: None = the first process has it.
+    """
     given = model_options(options) | {"weight_dtype": weight_dtype}
+    tokens: Any = []
+    names = ("chunk", "context", "stride", "window", "kv_dtype")
+    asked = {name: getattr(options, name) for name in names} | {"num_pinned": options.pinned}
     with open_checkpoint(**given) as checkpoint:
-        tokens = checkpoint.tokenizer.encode(text)
-        if len(tokens) < 2:
-            raise ValueError(
-                f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}"
-            )
+        if text is not None:
+            tokens = checkpoint.tokenizer.encode(text)
+            if len(tokens) < 2:
+                raise ValueError(
+                    f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}"
+                )
         options.status.tell(checkpoint.title)
         model = checkpoint.load()
+    if options.processes is not None:  # all compute the same, whatever options they have
+        (asked,), (tokens,) = options.processes.share([asked], [np.asarray(tokens, np.int32)])
     with progress_bar(len(tokens) - 1, "eval", "tokens") as update:
-        return evaluate(
-            model, tokens, chunk=options.chunk, context=options.context, stride=options.stride,
-            window=options.window, num_pinned=options.pinned, kv_dtype=options.kv_dtype,
-            on_progress=update,
-        )  # fmt: skip
+        return evaluate(model, tokens, **asked, on_progress=update)
 
 
 def _lm_eval(options: argparse.Namespace) -> int:
@@ -405,6 +470,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _bench_serve(options: argparse.Namespace) -> int:
     if options.http is None:
         return bench_serve.run(options)
+    expect(options.processes is None, "http", "none with --coordinator", repr(options.http))
     from .server import load
 
     return load.run(options)

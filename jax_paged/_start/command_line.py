@@ -87,6 +87,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     root = _Parser(prog="jax-paged", description="Language models on paged attention for JAX.")
     root.add_argument("--version", action=_Version)
+    root.set_defaults(processes=None)
     commands = root.add_subparsers(metavar="COMMAND", required=True)
 
     one = commands.add_parser(
@@ -124,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"size of the KV pool in pages of {PAGE_SIZE} tokens (default: as many as are needed)",
     )  # fmt: skip
     _add_kv_dtype(one)
+    _add_processes(one)
     one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
     one.add_argument(
         "--json", action="store_true",
@@ -175,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     two.add_argument("--json", action="store_true", help="print one JSON object")
     _add_kv_dtype(two)
+    _add_processes(two)
 
     five = commands.add_parser(
         "lm-eval", help="tasks of lm-eval", description=_LM_EVAL, allow_abbrev=False
@@ -188,11 +191,13 @@ def parser() -> argparse.ArgumentParser:
     _add_model(three)
     _add_trace(three)
     _add_kv_dtype(three)
+    _add_processes(three)
 
     five = commands.add_parser("serve", help="serve over HTTP", description=_SERVE)
     five.set_defaults(command="serve")
     _add_model(five)
     _add_kv_dtype(five)
+    _add_processes(five)
     _add_server(five)
     return root
 
@@ -202,7 +207,7 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
     names = ("dtype", "base", "weight_dtype", "context_length")
     given = {"path": options.model} | {name: getattr(options, name) for name in names}
     sizes = {name: size for name in ("tp", "dp") if (size := getattr(options, name)) is not None}
-    if sizes:
+    if sizes or getattr(options, "coordinator", None) is not None:
         from jax_paged.models import make_mesh
 
         given["mesh"] = functools.partial(make_mesh, **sizes)
@@ -276,6 +281,19 @@ def _add_kv_dtype(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of KV pages: fewer bytes take less memory (default: that of weights)",
     )  # fmt: skip
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="this process is one of a job, whose first process listens there; --num-processes and "
+        "--process-id say which one (or auto: as Slurm or Open MPI have it). All have one key: "
+        "JAX_PAGED_KEY_FILE or JAX_PAGED_KEY",
+    )  # fmt: skip
+    parser.add_argument("--num-processes", type=int, metavar="N", help="processes of the job")
+    parser.add_argument(
+        "--process-id", type=int, metavar="N", help="number of this process; 0 prints and serves"
+    )
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

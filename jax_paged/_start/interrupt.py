@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 EXIT_CODE = 130  # as a shell counts: 128 + SIGINT
 
@@ -21,11 +22,16 @@ _cleanups: list[Callable[[], object]] = []
 
 def leave(*_: object) -> None:
     """Ends the process at once: the handler of SIGINT while there is nothing to keep."""
-    for clean in _cleanups:
-        clean()
     if os.isatty(2):
         os.write(2, b"\r\033[K")  # the line that says what goes on
-    os._exit(EXIT_CODE)
+    leave_with(EXIT_CODE)
+
+
+def leave_with(code: int) -> NoReturn:
+    """Ends the process at once, from whatever thread."""
+    for clean in _cleanups:
+        clean()
+    os._exit(code)
 
 
 def leave_at_ctrl_c() -> None:

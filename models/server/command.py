@@ -191,6 +191,7 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         kv_dtype=options.kv_dtype,
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
+        processes=options.processes,
         **slots,
     )
     for name, adapter in adapters.items():

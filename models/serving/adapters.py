@@ -10,16 +10,15 @@ number: no version ever finds the pages of another one.
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jax_paged.checks import expect
 
 from ..checkpoint.peft import load_adapter
-from ..decoder.adapters import AdaptedModel, Adapter, Adapters, check_adapter, put_adapter
-from ..decoder.executables import compiled
-from ..decoder.protocol import Model
+from ..decoder.adapters import Adapters, check_adapter
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +36,15 @@ class AdapterVersion:
 
 
 class AdapterSlots:
-    """Names, versions and slots, and the arrays of all slots.
+    """Names, versions and slots.
 
     Args:
-      model: the engine's, a `Decoder`.
-      max_adapters: slots. max_rank: the largest rank.
+      runner: with the arrays of all slots.
+      config: of the model.
     """
 
-    def __init__(self, model: Model, max_adapters: int, max_rank: int):
-        is_plain = not isinstance(model, AdaptedModel)
-        expect(is_plain, "max_adapters", "None for a model with an adapter", max_adapters)
-        config: Any = model.config  # a DecoderConfig, or `create` says so
-        self._config = config
-        self.adapters = Adapters.create(
-            config, max_adapters=max_adapters, max_rank=max_rank, dtype=model.dtype,
-            partition=getattr(model, "partition", None),
-        )  # fmt: skip
-        nothing = self.adapters.packed(Adapter(({},) * config.num_layers))
-        self._put = compiled(put_adapter, self.adapters, np.int32(0), nothing)
+    def __init__(self, runner: "ModelRunner", config: Any):
+        self._runner, self._config = runner, config
         self._by_name: dict[str, AdapterVersion] = {}
         self._num_versions = 0
 
@@ -74,15 +64,15 @@ class AdapterSlots:
         if isinstance(adapter, str | Path):
             adapter = load_adapter(adapter, self._config)
         check_adapter(adapter, self._config)
-        return self.adapters.packed(adapter)
+        return self._adapters.packed(adapter)
 
     def add(self, name: Any, packed: Adapters, in_use: Iterable[AdapterVersion]) -> AdapterVersion:
         """Puts an adapter into a slot that no request of `in_use` has."""
         expect(isinstance(name, str) and name != "", "name", "a text that is not empty", repr(name))
         others = [version for other, version in self._by_name.items() if other != name]
         taken = {version.slot for version in (*others, *in_use)}
-        free = [slot for slot in range(self.adapters.max_adapters) if slot not in taken]
-        most = self.adapters.max_adapters
+        most = self._adapters.max_adapters
+        free = [slot for slot in range(most) if slot not in taken]
         text = f"a free one of {most} slots (max_adapters)"
         got = (
             f"{len(others)} other adapters and {len(taken) - len(others)} that requests still have"
@@ -90,7 +80,7 @@ class AdapterSlots:
         expect(bool(free), "name", text, got)
         version = AdapterVersion(name, self._num_versions, free[0])
         self._num_versions += 1
-        self.adapters = self._put(self.adapters, np.int32(free[0]), packed)
+        self._runner.put_adapter(free[0], packed)
         self._by_name[name] = version
         return version
 
@@ -99,6 +89,7 @@ class AdapterSlots:
         self.find(name)
         del self._by_name[name]
 
-    def params(self, params: Any, slots: np.ndarray) -> AdaptedModel:
-        """The params of a step whose rows have these slots, i32[max_seqs]."""
-        return AdaptedModel(params, self.adapters, slots)
+    @property
+    def _adapters(self) -> Adapters:
+        assert self._runner.adapters is not None
+        return self._runner.adapters

@@ -13,6 +13,7 @@ from ..decoder.adapters import Adapter, with_adapter
 from ..decoder.generation import PAGE_SIZE, Generation, OnTokens, as_texts, check_count
 from ..decoder.protocol import Model, check_model
 from ..decoder.stream import Decode
+from ..distributed.processes import Processes
 from .engine import Engine
 from .request import Request
 
@@ -30,6 +31,7 @@ def generate_many(
     adapter: Adapter | None = None,
     num_pages: int | None = None,
     kv_dtype: str = "auto",
+    processes: Processes | None = None,
     on_tokens: OnTokens | None = None,
     **sampling: Any,
 ) -> Generation:
@@ -41,6 +43,7 @@ def generate_many(
     Args:
       model, prompts, max_new_tokens, stop_tokens, stop_strings, decode, adapter, kv_dtype,
         sampling: as for `generate`, which would give the same tokens.
+      processes: as for `Engine`.
       num_pages: pages of the pool; None = enough for the 16 longest. A prompt that fills all of it
         stops with "row_full".
       on_tokens: called after each step with the new ids and the stop reason of each prompt.
@@ -67,7 +70,7 @@ def generate_many(
     capacity = pages_per_seq * PAGE_SIZE
     engine = Engine(
         model, num_pages=num_pages, max_seqs=min(len(texts), MAX_SEQS),
-        pages_per_seq=pages_per_seq, kv_dtype=kv_dtype,
+        pages_per_seq=pages_per_seq, kv_dtype=kv_dtype, processes=processes,
     )  # fmt: skip
     requests: list[Request | None] = []
     stops = {"stop_tokens": stop_tokens, "stop_strings": stop_strings, "decode": decode}

@@ -183,6 +183,7 @@ def make_engine(
         kv_dtype=options.kv_dtype,
         preemption="recompute" if options.swap_pages is None else "swap",
         swap_pages=options.swap_pages,
+        processes=options.processes,
     )
 
 

@@ -32,13 +32,14 @@ from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window
 from ..decoder.protocol import Model, check_model
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
+from ..distributed.processes import Processes
 from .adapters import AdapterSlots
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
 from .renew import checked_weights, copied, copied_into
 from .request import LogProbability, OnTokens, Request, Sampling
-from .runner import ModelRunner
+from .runner import ModelRunner, check_processes
 from .scheduler import Feed, Scheduler
 from .snapshot import SNAPSHOT_VERSION, as_json, resubmitted
 from .speculate import RULES, draft_tree, look_up, look_up_tree
@@ -89,6 +90,8 @@ class Engine:
       max_adapters: most LoRA adapters at once, one for each request (`add_adapter`); the model is
         then a `Decoder`. None = none.
       max_rank: the largest rank of an adapter, at most 64; a multiple of 8, or rounded up to one.
+      processes: those that the model's mesh lies on (`start_processes`), where there are several.
+        The first one has the engine, and the others `follow`. A later engine takes its place.
       progress: whether to show a bar on stderr while compiling, if it is a terminal.
 
     Raises:
@@ -119,9 +122,11 @@ class Engine:
         prompt_logprobs: bool = False,
         max_adapters: int | None = None,
         max_rank: int = 16,
+        processes: Processes | None = None,
         progress: bool = True,
     ):
         check_model(model)
+        check_processes(model, processes)
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             check_count(name, value, 1)
         check_count("max_seqs", max_seqs, 1)
@@ -173,7 +178,9 @@ class Engine:
         if draft_model is not None and draft_branches > 1:
             _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         num_holds = max_seqs + -(-max_tokens // page_size)
-        self._runner = ModelRunner(model, draft_model, sizes, num_holds)
+        slots = None if max_adapters is None else (max_adapters, max_rank)
+        self._processes = processes
+        self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots, processes)
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
@@ -181,7 +188,7 @@ class Engine:
         self._owns_weights = False
         self._adapters: AdapterSlots | None = None
         if max_adapters is not None:
-            self._adapters = AdapterSlots(model, max_adapters, max_rank)
+            self._adapters = AdapterSlots(self._runner, model.config)
         sizes_of_steps = step_sizes(max_seqs * (1 + max_drafts), max_tokens)
         self._schedulers = [
             Scheduler(
@@ -197,7 +204,7 @@ class Engine:
         self._num_requests = self.num_steps = self.num_fed = 0
         self.num_drafted = self.num_accepted = 0
         self.compile_seconds = self._runner.compile(
-            self._params_for([[]] * self.num_replicas), sizes_of_steps,
+            sizes_of_steps,
             window=self._window, swaps=swaps, scores=self.prompt_logprobs, progress=progress,
             max_drafts=max_drafts, rule=draft_rule, branches=draft_branches, logprobs=logprobs,
         )  # fmt: skip
@@ -542,7 +549,10 @@ class Engine:
 
         Raises:
           ValueError: a leaf is missing, too much, or of another shape or dtype; it is named.
+          NotImplementedError: the engine has several processes.
         """
+        if self._processes is not None:
+            raise NotImplementedError("update_weights: not for an engine of several processes yet")
         check_choice("running", running, ("recompute", "keep"))
         given = weights if mapping is None else mapping(weights)
         params = checked_weights(given, self._runner.graph, self.params)
@@ -606,12 +616,6 @@ class Engine:
         expect(self._adapters is not None, "adapter", "an engine that was made for some", got)
         assert self._adapters is not None
         return self._adapters
-
-    def _params_for(self, feeds: list[list[Feed]]) -> Any:
-        """The params of a step with these feeds."""
-        if self._adapters is None:
-            return self.params
-        return self._adapters.params(self.params, self._runner.row_slots(feeds))
 
     # Counters
 
@@ -692,7 +696,7 @@ class Engine:
     def _dispatch(self, feeds: list[list[Feed]]) -> None:
         for own in feeds:
             own.sort(key=lambda feed: feed.row)
-        drawn = self._runner.run(self._params_for(feeds), feeds)
+        drawn = self._runner.run(feeds)
         for scheduler, own in zip(self._schedulers, feeds, strict=True):
             scheduler.dispatched(own)
         self._flying.append((drawn, feeds))

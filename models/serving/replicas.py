@@ -41,10 +41,15 @@ def over_replicas(
     )
 
 
-def stacked(partition: Partition, each: Sequence[Any]) -> Any:
-    """The arguments of all replicas, pytrees of numpy arrays, as the program takes them."""
+def stacked(each: Sequence[Any]) -> Any:
+    """The arguments of all replicas, pytrees of numpy arrays, as one."""
+    return jax.tree.map(lambda *x: np.stack(x), *each)
+
+
+def placed(partition: Partition, x: Any) -> Any:
+    """Stacked arguments on the devices, as the program takes them."""
     sharding = NamedSharding(partition.mesh, STACKED)
-    return jax.tree.map(lambda *x: put(np.stack(x), sharding), *each)
+    return jax.tree.map(lambda leaf: put(leaf, sharding), x)
 
 
 def _strip(splits: Any, args: Any) -> Any:

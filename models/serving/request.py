@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,9 +94,7 @@ class Request:
     end_told: bool = False
     num_offered: int = 0  # full pages that the cache has been told of
     is_stale: bool = False  # its pages hold K and V of earlier weights
-    # Preempted by swap: its first `swapped` tokens are in host memory, in chunks of pages.
-    swapped: int = 0
-    chunks: list[Any] = dataclasses.field(default_factory=list)
+    swapped: int = 0  # preempted by swap: how many of its first tokens are in host memory
 
     @property
     def is_done(self) -> bool:

@@ -3,6 +3,10 @@
 
 What the schedulers have planned goes in, one plan for each replica, and what was drawn comes out.
 Without a mesh there is one replica, and its programs are those of `step` and `swap` as they are.
+
+Whatever changes the state is an `Order`. Where several processes have the devices, the engine's
+sends each one to the others, which `follow`, before it carries it out. So all do the same in the
+same order; otherwise they would wait for each other, or what they draw would be wrong.
 """
 
 import dataclasses
@@ -20,18 +24,18 @@ from jax.sharding import PartitionSpec as P
 
 from jax_paged.checks import expect
 from jax_paged.native.sharding import create_over
-from jax_paged.ops.batch import pages_for
 
-from ..decoder.adapters import AdaptedModel
+from ..decoder.adapters import AdaptedModel, Adapter, Adapters, put_adapter
 from ..decoder.executables import compiled
 from ..decoder.generation import state_creator
 from ..decoder.partition import DP, TP, Partition, put
 from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
+from ..distributed.orders import Order
+from ..distributed.processes import Processes
 from ..progress import progress_bar
 from .logit_edits import everything, memory_of
 from .plan import fill_plan, has_constraint, page_orders
-from .replicas import GATHERED, STACKED, over_replicas, stacked
-from .request import Request
+from .replicas import GATHERED, STACKED, over_replicas, placed, stacked
 from .scheduler import Feed, Orders
 from .step import Drawn, EngineState, PageOrders, StepPlan, keep, remember, step
 from .swap import Swapper
@@ -45,11 +49,19 @@ class ModelRunner:
       draft_model: on one device or on the same mesh. None = none.
       sizes: of the states of a replica, as for `create_state`.
       num_holds: of a `PageOrders`.
+      slots: how many adapters, and of what rank; None = none.
+      processes: those that carry out the same; None = none, or this one follows.
     """
 
     def __init__(
-        self, model: Model, draft_model: Model | None, sizes: dict[str, Any], num_holds: int
-    ):
+        self, model: Model, draft_model: Model | None, sizes: dict[str, Any], num_holds: int,
+        slots: Sequence[int] | None = None, processes: Processes | None = None,
+    ):  # fmt: skip
+        self._processes, self._token = processes, object()
+        if processes is not None:
+            processes.owner = self._token
+            values = sizes, num_holds, slots, _facts(model, draft_model)
+            processes.send(Order(_BEGIN, values))
         self.partition: Partition | None = getattr(model, "partition", None)
         self.num_replicas = 1 if self.partition is None else self.partition.dp
         self._vocab_size, self._max_seqs = model.config.vocab_size, sizes["max_seqs"]
@@ -82,6 +94,9 @@ class ModelRunner:
             self._all_masks = jnp.asarray(self._all_masks)
         self.steps: dict[tuple[int, bool], Any] = {}
         self.swapper: Swapper | None = None
+        self.adapters: Adapters | None = None  # of all slots
+        if slots is not None:
+            self._add_slots(model, *slots)
 
     def _made(self, create: Callable[[], EngineState]) -> EngineState:
         """The state of all replicas, each of which has what `create` gives."""
@@ -105,37 +120,57 @@ class ModelRunner:
         self._drafter = graph if mesh is None else _graph_of_replica(model)
         self._drafter_params = params
 
+    def _add_slots(self, model: Model, count: int, max_rank: int) -> None:
+        is_plain = not isinstance(model, AdaptedModel)
+        expect(is_plain, "max_adapters", "None for a model with an adapter", count)
+        config: Any = model.config  # a DecoderConfig, or `create` says so
+        self.adapters = Adapters.create(
+            config, max_adapters=count, max_rank=max_rank, dtype=model.dtype,
+            partition=self.partition,
+        )  # fmt: skip
+        nothing = self.adapters.packed(Adapter(({},) * config.num_layers))
+        self._put = compiled(put_adapter, self.adapters, np.int32(0), nothing)
+
     # Programs
 
     def compile(
-        self, params: Any, step_sizes: Sequence[int], *, window: tuple[int, int] | None,
-        swaps: bool, scores: bool, progress: bool, **options: Any,
+        self, step_sizes: Sequence[int], *, window: tuple[int, int] | None, swaps: bool,
+        scores: bool, progress: bool, **options: Any,
     ) -> float:  # fmt: skip
         """Compiles all programs; returns the seconds that it took.
 
         Args:
-          params: as `run` gets them.
           step_sizes: tokens of a step, ascending.
           window: of `keep`.
           swaps: whether rows will be swapped.
           scores: whether steps may tell log-probabilities of prompts.
           options: of `step`.
         """
-        start, state = time.perf_counter(), self.splits
+        start = time.perf_counter()
+        self._order("compile", step_sizes, window, swaps, scores, progress, options)
+        return time.perf_counter() - start
+
+    def _compile(
+        self, step_sizes: Sequence[int], window: Sequence[int] | None, swaps: bool, scores: bool,
+        progress: bool, options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        state = self.splits
         self._sizes = list(step_sizes)
         programs = [(size, False) for size in step_sizes]
         programs += [(step_sizes[-1], True)] if scores else []
         graph: Graph = self._step_graph
+        params = self._params_with(self.of_all([self._no_slots] * self.num_replicas))
         if isinstance(params, AdaptedModel) and not isinstance(graph, AdaptedGraph):
             graph = AdaptedGraph(graph)  # not a model that has an adapter of its own
         count = len(programs) + 2 + swaps
         with progress_bar(count, "compiling", "programs", shown=progress) as update:
             orders = self.of_all([self._nothing] * self.num_replicas)
             self.keep_program = self.compiled(
-                keep, self.device, orders, takes=(state, STACKED), gives=state, window=window
-            )
+                keep, self.device, orders, takes=(state, STACKED), gives=state,
+                window=None if window is None else tuple(window),
+            )  # fmt: skip
             update()
-            begun = self._begun(0, self._max_seqs, *self._no_memory)
+            begun = self.of_all([self._nobody] * self.num_replicas)
             self.remember_program = self.compiled(
                 remember, self.device, *begun, takes=(state, *[STACKED] * 3), gives=state
             )
@@ -148,14 +183,14 @@ class ModelRunner:
                 drafter = None if self._drafter is None else self._drafter_splits
                 takes = self._param_splits(params), state, STACKED, drafter
             for size, tells in programs:
-                plans = [StepPlan.create(self._max_seqs, size, None)] * self.num_replicas
+                plan = StepPlan.create(self._max_seqs, size, None)
+                plan = _with_mask(self.of_all([plan] * self.num_replicas), self._all_masks)
                 self.steps[size, tells] = self.compiled(
-                    step, params, self.device, self._with_masks(plans), self._drafter_params,
-                    leading=(graph,), takes=takes, gives=(state, GATHERED),
-                    drafter=self._drafter, scores=tells, **options,
+                    step, params, self.device, plan, self._drafter_params, leading=(graph,),
+                    takes=takes, gives=(state, GATHERED), drafter=self._drafter, scores=tells,
+                    **options,
                 )  # fmt: skip
                 update()
-        return time.perf_counter() - start
 
     def compiled(
         self, program: Any, *args: Any, takes: Sequence[Any], gives: Any,
@@ -187,71 +222,99 @@ class ModelRunner:
 
     def of_all(self, each: Sequence[Any]) -> Any:
         """An argument of all replicas, of what each gets."""
-        return each[0] if self.partition is None else stacked(self.partition, each)
+        return self._placed(self._together(each))
+
+    def _together(self, each: Sequence[Any]) -> Any:
+        return each[0] if self.partition is None else stacked(each)
+
+    def _placed(self, x: Any) -> Any:
+        return x if self.partition is None else placed(self.partition, x)
+
+    # Orders
+
+    def _order(self, name: str, *values: Any, tree: Any = ()) -> Any:
+        """Has all processes do something, this one last."""
+        order = Order(name, values, jax.tree.leaves(tree))
+        if self._processes is not None:
+            newest = self._processes.owner is self._token
+            expect(newest, "engine", "the newest one of its processes", "an older one")
+            self._processes.send(order)
+        return self.carry_out(order)
+
+    def carry_out(self, order: Order) -> Any:
+        """Does something on the devices of this process."""
+        return _ORDERS[order.name](self, *order.values, *order.arrays)
+
+    def _keep(self, *arrays: np.ndarray) -> None:
+        orders = jax.tree.unflatten(jax.tree.structure(self._nothing), arrays)
+        self.device = self.keep_program(self.device, self._placed(orders))
+
+    def _remember(self, replica: int, row: int, seen: np.ndarray, bias: np.ndarray) -> None:
+        each = [self._nobody] * self.num_replicas
+        each[replica] = np.int32(row), seen, bias
+        self.device = self.remember_program(self.device, *self.of_all(each))
+
+    def _step(self, size: int, tells: bool, *arrays: np.ndarray) -> Drawn:
+        own, rest = arrays[: _PLAN.num_leaves], list(map(self._placed, arrays[_PLAN.num_leaves :]))
+        params = self._params_with(None if self.adapters is None else rest.pop(0))
+        plan = self._placed(jax.tree.unflatten(_PLAN, own))
+        plan = _with_mask(plan, rest.pop() if rest else self._all_masks)
+        program = self.steps[size, tells]
+        self.device, drawn = program(params, self.device, plan, self._drafter_params)
+        return drawn
+
+    def _put_adapter(self, slot: int, *arrays: np.ndarray) -> None:
+        packed = jax.tree.unflatten(jax.tree.structure(self.adapters), arrays)
+        self.adapters = self._put(self.adapters, np.int32(slot), packed)
 
     # Between steps
 
     def keep(self, orders: Sequence[Orders]) -> None:
         """Carries out what the schedulers have ordered, in as many calls as it fills."""
         for replica, one in enumerate(orders):
-            for request, row in one.swap_outs:
-                assert self.swapper is not None
-                num_pages = pages_for(request.swapped, self.table.page_size)
-                request.chunks = self.swapper.out(replica, row, num_pages)
+            for out in one.swap_outs:
+                self._order("swap out", replica, *out)
         calls = (page_orders(self._nothing, one) for one in orders)
         for each in itertools.zip_longest(*calls, fillvalue=self._nothing):
-            self.device = self.keep_program(self.device, self.of_all(each))
+            self._order("keep", tree=self._together(each))
         for replica, one in enumerate(orders):
             for request in one.starts:
                 if request.edits.is_active and request.row is not None:
-                    self._remember(replica, request)
-            for row, begin, chunks in one.swap_ins:
-                assert self.swapper is not None
-                self.swapper.back(replica, row, begin, chunks)
+                    known = request.prompt, request.tokens
+                    memory = memory_of(request.edits, self._vocab_size, *known)
+                    self._order("remember", replica, request.row, tree=memory)
+            for back in one.swap_ins:
+                self._order("swap in", replica, *back)
+            for number in one.forgets:
+                self._order("forget", number)
 
     @property
-    def _no_memory(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(self._vocab_size, np.int32), np.zeros(self._vocab_size, np.float32)
+    def _nobody(self) -> tuple[Any, np.ndarray, np.ndarray]:
+        """The arguments of `remember` for a replica where no request starts."""
+        zeros = np.zeros(self._vocab_size, np.int32)
+        return np.int32(self._max_seqs), zeros, zeros.astype(np.float32)
 
-    def _remember(self, replica: int, request: Request) -> None:
-        assert request.row is not None
-        known = memory_of(request.edits, self._vocab_size, request.prompt, request.tokens)
-        begun = self._begun(replica, request.row, *known)
-        self.device = self.remember_program(self.device, *begun)
-
-    def _begun(self, replica: int, row: int, seen: np.ndarray, bias: np.ndarray) -> tuple:
-        """The arguments of `remember`: a row of one replica, none of the others."""
-        each = [(np.int32(self._max_seqs), *self._no_memory)] * self.num_replicas
-        each[replica] = np.int32(row), seen, bias
-        return self.of_all(each)
+    def put_adapter(self, slot: int, packed: Adapters) -> None:
+        """Puts an adapter into a slot."""
+        self._order("adapter", slot, tree=packed)
 
     # Steps
 
-    def run(self, params: Any, feeds: Sequence[list[Feed]]) -> Drawn:
+    def run(self, feeds: Sequence[list[Feed]]) -> Drawn:
         """Dispatches a step with the feeds of each replica, in the order of their rows."""
         tells = any(feed.request.is_told_of_prompt for own in feeds for feed in own)
         most = max(sum(feed.num_tokens for feed in own) for own in feeds)
         size = next(size for size in self._sizes if size >= (self._sizes[-1] if tells else most))
-        plans = []
-        for own in feeds:
-            mask = None
+        plans, masks = [], [self._all_tokens] * len(feeds)
+        for replica, own in enumerate(feeds):
             if any(map(has_constraint, own)):
-                mask = self._all_tokens.copy()
-            plans.append(fill_plan(own, self._max_seqs, size, mask))
-        program = self.steps[size, tells]
-        plan = self._with_masks(plans)
-        self.device, drawn = program(params, self.device, plan, self._drafter_params)
-        return drawn
-
-    def _with_masks(self, plans: Sequence[StepPlan]) -> StepPlan:
-        """The plans of all replicas; a mask of None allows all tokens."""
-        if all(plan.edits.mask is None for plan in plans):
-            plan, mask = self.of_all(plans), self._all_masks
-        else:
-            masks = [p.edits.mask if p.edits.mask is not None else self._all_tokens for p in plans]
-            mask = self.of_all(masks)
-            plan = self.of_all([_with_mask(plan, None) for plan in plans])
-        return _with_mask(plan, mask)
+                masks[replica] = self._all_tokens.copy()
+            plan = fill_plan(own, self._max_seqs, size, masks[replica])
+            plans.append(_with_mask(plan, None))
+        slots = None if self.adapters is None else self._together(list(map(self._slots_of, feeds)))
+        is_free = all(mask is self._all_tokens for mask in masks)
+        mask = None if is_free else self._together(masks)
+        return self._order("step", size, tells, tree=(self._together(plans), slots, mask))
 
     def read(self, drawn: Drawn) -> list[Drawn]:
         """What each replica has drawn, as numpy arrays; waits for it."""
@@ -260,14 +323,88 @@ class ModelRunner:
             return [host]
         return [jax.tree.map(lambda x, r=r: x[r], host) for r in range(self.num_replicas)]
 
-    def row_slots(self, feeds: Sequence[list[Feed]]) -> Any:
-        """The adapter slot of each row of each replica, -1 = none: of `AdaptedModel`."""
-        each = [np.full(self._max_seqs, -1, np.int32) for _ in feeds]
-        for slots, own in zip(each, feeds, strict=True):
-            for feed in own:
-                if feed.request.adapter is not None:
-                    slots[feed.row] = feed.request.adapter.slot
-        return self.of_all(each)
+    @property
+    def _no_slots(self) -> np.ndarray:
+        return np.full(self._max_seqs, -1, np.int32)
+
+    def _slots_of(self, feeds: list[Feed]) -> np.ndarray:
+        """The adapter slot of each row of a replica, -1 = none: of `AdaptedModel`."""
+        slots = self._no_slots
+        for feed in feeds:
+            if feed.request.adapter is not None:
+                slots[feed.row] = feed.request.adapter.slot
+        return slots
+
+    def _params_with(self, slots: Any) -> Any:
+        """The params of a step whose rows have these slots."""
+        if self.adapters is None:
+            return self.params
+        return AdaptedModel(self.params, self.adapters, slots)
+
+
+def follow(processes: Processes, model: Model, *, draft_model: Model | None = None) -> None:
+    """Does on this process's devices what the engine of the first process does on its own.
+
+    Each process but the first calls it, with models that are loaded like those of the first one. It
+    returns when the first one is done.
+
+    Raises:
+      ValueError: the engine's models are others.
+    """
+    runner, facts = None, _facts(model, draft_model)
+    while (order := processes.receive()) is not None:
+        if order.name == _BEGIN:
+            *arguments, theirs = order.values
+            for name in sorted({*facts, *theirs}):
+                mine, others = facts.get(name), theirs.get(name)
+                expect(mine == others, name, f"{others}, as process 0 has", mine)
+            runner = None  # its pages are free before there are others
+            runner = ModelRunner(model, draft_model, *arguments)
+        else:
+            ok = runner is not None and order.name in _ORDERS
+            expect(ok, "process 0", "orders of an engine", repr(order.name))
+            assert runner is not None
+            runner.carry_out(order)
+
+
+def check_processes(model: Model, processes: Processes | None) -> None:
+    """Checks that an engine is made where a model's processes are told what to do."""
+    partition: Partition | None = getattr(model, "partition", None)
+    devices = [] if partition is None else partition.mesh.devices.flat
+    count = len({device.process_index for device in devices})
+    if processes is None:
+        text = "those that the model lies on (start_processes)"
+        expect(count < 2, "processes", text, None)
+    else:
+        ok = count == processes.count
+        expect(ok, "model", f"one on a mesh over all {processes.count} processes", count)
+        text = "the first one; the others follow(processes, model)"
+        expect(processes.is_first, "processes", text, f"number {processes.index}")
+
+
+def _facts(model: Model, draft_model: Model | None) -> dict[str, str]:
+    """What the models of all processes must have in common."""
+    facts: dict[str, Any] = {}
+    for name, one in (("model", model), ("draft_model", draft_model)):
+        if one is not None:
+            mesh = getattr(getattr(one, "partition", None), "mesh", None)
+            facts[f"{name}.dtype"] = np.dtype(one.dtype).name
+            facts[f"{name}.mesh"] = None if mesh is None else dict(mesh.shape)
+            of_config = getattr(one.config, "__dict__", {})
+            facts |= {f"{name}.config.{field}": value for field, value in of_config.items()}
+    return {name: repr(value) for name, value in facts.items()}
+
+
+_BEGIN = "begin"
+_ORDERS: dict[str, Callable[..., Any]] = {
+    "compile": ModelRunner._compile, "keep": ModelRunner._keep,
+    "remember": ModelRunner._remember, "step": ModelRunner._step,
+    "adapter": ModelRunner._put_adapter,
+    "swap out": lambda runner, *values: runner.swapper.out(*values),
+    "swap in": lambda runner, *values: runner.swapper.back(*values),
+    "forget": lambda runner, number: runner.swapper.forget(number),
+}  # fmt: skip
+_PLAN = jax.tree.structure(StepPlan.create(1, 1, None))
 
 
 def _with_mask(plan: StepPlan, mask: Any) -> StepPlan:

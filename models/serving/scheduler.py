@@ -20,7 +20,6 @@ reservation will succeed, and what to do when it would not:
 import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jax_paged.ops.batch import pages_for
 
@@ -58,9 +57,11 @@ class Orders:
     # row, cache entries, tokens to reserve room for behind them, tokens of those to swap in
     adoptions: list[tuple[int, list[int], int, int]] = dataclasses.field(default_factory=list)
     starts: list[Request] = dataclasses.field(default_factory=list)  # those of the adoptions
-    swap_outs: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # and its row
-    # row, its first column that is not the cache's, its chunks
-    swap_ins: list[tuple[int, int, list[Any]]] = dataclasses.field(default_factory=list)
+    # row, its pages, number of the request, under which they lie in host memory
+    swap_outs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    # row, its first column that is not the cache's, number of the request
+    swap_ins: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    forgets: list[int] = dataclasses.field(default_factory=list)  # numbers, at last
 
 
 class Scheduler:
@@ -301,7 +302,7 @@ class Scheduler:
         self.orders.adoptions.append((request.row, list(entries), rest, swapped))
         self.orders.starts.append(request)
         if swapped:
-            self.orders.swap_ins.append((request.row, len(entries), request.chunks))
+            self.orders.swap_ins.append((request.row, len(entries), request.number))
             self.num_swapped_in += 1
         self._drop_swapped(request)
         if self.cache is not None and request.num_preemptions == 0:
@@ -345,7 +346,8 @@ class Scheduler:
         if 0 < need <= self.num_free_swap and request.row is not None:
             self.num_free_swap -= need
             request.swapped = request.fed
-            self.orders.swap_outs.append((request, request.row))
+            num_pages = pages_for(request.fed, self.page_size)
+            self.orders.swap_outs.append((request.row, num_pages, request.number))
             self.num_swapped_out += 1
         self._leave(request)
         request.num_preemptions += 1
@@ -372,5 +374,7 @@ class Scheduler:
 
     def _drop_swapped(self, request: Request) -> None:
         """Forgets what host memory has of a request."""
-        self.num_free_swap += self._swap_need(request.swapped)
-        request.swapped, request.chunks = 0, []
+        if request.swapped:
+            self.num_free_swap += self._swap_need(request.swapped)
+            self.orders.forgets.append(request.number)
+            request.swapped = 0

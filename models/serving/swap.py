@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
@@ -95,7 +96,8 @@ def copy_in(
 class Swapper:
     """Copies rows of an engine's state to host memory and back, with programs compiled ahead.
 
-    Over a mesh the programs run on all replicas; only what a row's own devices have is copied.
+    Over a mesh the programs run on all replicas; only what a row's own devices have is copied. What
+    is copied out lies here under a number.
 
     Args:
       runner: the engine's, with the state; a copy back changes that.
@@ -103,6 +105,7 @@ class Swapper:
 
     def __init__(self, runner: "ModelRunner"):
         self._runner, splits = runner, runner.splits
+        self._chunks: dict[int, list[Chunk]] = {}
         self._count = chunk_pages(runner.table.pages_per_seq)
         pools = (*_pools(runner.device.state), *_pools(runner.device.drafter))
         self._shardings = [x.sharding for x in pools]
@@ -129,21 +132,25 @@ class Swapper:
         """Out and in, compiled."""
         return self._out, self._in
 
-    def out(self, replica: int, row: int, num_pages: int) -> list[Chunk]:
+    def out(self, replica: int, row: int, num_pages: int, number: int) -> None:
         """Starts to copy the first pages of a row; they may be freed at once."""
         rows = self._of_row(replica, row, 0)
-        return [
+        self._chunks[number] = [
             self._to_host(replica, self._out(self._runner.device, rows, np.int32(first)))
             for first in range(0, num_pages, self._count)
         ]
 
-    def back(self, replica: int, row: int, begin: int, chunks: list[Chunk]) -> None:
-        """Starts to copy chunks into the pages of a row, but for columns before `begin`."""
-        rows = self._of_row(replica, row, 0)
+    def back(self, replica: int, row: int, begin: int, number: int) -> None:
+        """Starts to copy what lies under a number into a row, but for columns before `begin`."""
+        chunks, rows = self._chunks[number], self._of_row(replica, row, 0)
         begins = self._of_row(replica, begin, self._runner.table.pages_per_seq)
         for number in range(begin // self._count, len(chunks)):
             chunk, first = self._to_device(replica, chunks[number]), np.int32(number * self._count)
             self._runner.device = self._in(self._runner.device, rows, first, begins, chunk)
+
+    def forget(self, number: int) -> None:
+        """Gives up what lies under a number."""
+        del self._chunks[number]
 
     def _of_row(self, replica: int, value: int, others: int) -> Any:
         """An argument for a row of one replica, with another value for the other replicas."""
@@ -173,10 +180,15 @@ class Swapper:
         for like, shards in zip(self._shapes, chunk, strict=True):
             nothing = np.zeros(like.sharding.shard_shape(like.shape), like.dtype)
             arrays = [
-                jax.device_put(shards.get(device, nothing), device)
+                jax.device_put(shards.get(device, nothing), _memory_of(device))
                 for device in like.sharding.addressable_devices
             ]
             whole.append(
                 jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
             )
         return tuple(whole)
+
+
+def _memory_of(device: Any) -> SingleDeviceSharding:
+    """Of several processes, one that names a device alone gets host memory in its place."""
+    return SingleDeviceSharding(device, memory_kind=device.default_memory().kind)

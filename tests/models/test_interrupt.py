@@ -17,7 +17,7 @@ from tiny_checkpoint import write_checkpoint
 import jax_paged
 from jax_paged.models import Decoder
 from jax_paged.models.decoder.parameters import random_source
-from jax_paged.models.serving import engine
+from jax_paged.models.serving import engine, runner
 from jax_paged.models.testing import small_config
 
 COMMANDS = {
@@ -126,7 +126,7 @@ def test_the_engine_compiles_a_program_to_its_end(monkeypatch):
             signal.raise_signal(signal.SIGINT)
             compiled.append(True)
 
-    monkeypatch.setattr(engine, "keep", Program())
+    monkeypatch.setattr(runner, "keep", Program())
     config = small_config("qwen3", vocab_size=64, head_dim=8)
     model = Decoder(config, random_source(config))
     with pytest.raises(KeyboardInterrupt):

@@ -27,6 +27,19 @@ from flax import nnx
 from fp8_folder import write_pair
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
+from served_engines import (
+    BEGINNING,
+    CONFIGS,
+    ENGINES,
+    PROMPTS,
+    RNG,
+    SEED,
+    SIZES,
+    assert_same,
+    both,
+    models_of,
+    serve,
+)
 from tiers import first_of
 from tiny_checkpoint import write_checkpoint as write_tiny
 
@@ -52,24 +65,7 @@ from jax_paged.models.decoder.parameters import (
     expected_tensors,
     random_source,
 )
-from jax_paged.models.testing import small_config, small_hf_config
-
-SEED = 3
-CONFIGS = {
-    "experts": small_config(num_experts=8, vocab_size=96),
-    "dense": small_config("qwen2", intermediate_size=64, vocab_size=64),
-    "fused, tied": small_config("phi3", intermediate_size=64, tie_word_embeddings=True),
-}
-RNG = np.random.default_rng(SEED)
-BEGINNING = RNG.integers(0, 60, 20).tolist()
-PROMPTS = [BEGINNING + RNG.integers(0, 60, n).tolist() for n in (1, 9, 30, 4, 17, 2)] + [[7]]
-
-
-def both(config, seed=SEED, mesh=None, **options):
-    """A model on one device and on a mesh."""
-    source = random_source(config, seed=seed)
-    mesh = make_mesh(config, **options.pop("sizes", {})) if mesh is None else mesh
-    return Decoder(config, source, **options), Decoder(config, source, mesh=mesh, **options)
+from jax_paged.models.testing import small_hf_config
 
 
 def assert_same_answers(one, many, **options):
@@ -201,56 +197,11 @@ def states_are_made_on_the_mesh():
             KVState.create(**(sizes | {"mesh": mesh} | options))
 
 
-SIZES = {"num_pages": 24, "max_seqs": 3, "page_size": 4, "max_tokens": 16}
-ENGINES = {
-    "plain": {},
-    "swap": {"num_pages": 14, "preemption": "swap", "kv_dtype": "int8"},
-    "look-up trees": {"max_drafts": 3, "draft_branches": 2, "logprobs": 2},
-    "draft model": {"max_drafts": 2, "draft_model": "one device"},
-    "draft model on the mesh": {"max_drafts": 2, "draft_model": "mesh", "draft_branches": 2},
-    "window": {"window": 12, "num_pinned": 2},
-    "adapters": {"max_adapters": 2, "max_rank": 8},
-    "prompt log-probabilities": {"logprobs": 0, "prompt_logprobs": True},
-}
-
-
 def the_engine_gives_the_same(kind):
     """On two replicas of two devices, which both have requests; all pages are free at the end."""
-    config = CONFIGS["experts" if kind in ("plain", "swap", "window") else "dense"]
-    options = SIZES | ENGINES[kind]
-    one, many = both(config)
-    served = []
-    for model in (one, many):
-        if "draft_model" in ENGINES[kind]:
-            own, on_mesh = both(config, seed=SEED + 1)
-            is_mesh = model is many and ENGINES[kind]["draft_model"] == "mesh"
-            options["draft_model"] = on_mesh if is_mesh else own
-        engine = Engine(model, **options)
-        asked = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
-        each = [{} for _ in PROMPTS]
-        if kind == "adapters":
-            for i, name in enumerate("ab"):
-                engine.add_adapter(name, make_adapter(config, i))
-            each = [{"adapter": "ab"[i % 2]} if i % 3 else {} for i in range(len(PROMPTS))]
-        if kind == "plain":
-            each[1], each[2] = {"repetition_penalty": 1.5}, {"banned_tokens": [1, 2, 3]}
-        asked |= {"prompt_logprobs": True} if "prompt_logprobs" in options else {}
-        requests = [
-            engine.submit(prompt, draw_index=i, **asked, **own)
-            for i, (prompt, own) in enumerate(zip(PROMPTS, each, strict=True))
-        ]
-        engine.run()
-        engine.clear_cache()
-        assert engine.num_free_pages == engine.num_pages
-        served.append((engine, requests))
-    (_, want), (engine, got) = served
-    assert [r.tokens for r in got] == [r.tokens for r in want]
+    (_, want), (engine, got) = (serve(kind, *models) for models in models_of(kind))
+    assert_same(got, want)
     assert {r.replica for r in got} == {0, 1}
-    for ours, theirs in zip(got, want, strict=True):
-        for name in ("logprobs", "prompt_logprobs"):
-            pairs = zip(getattr(ours, name), getattr(theirs, name), strict=True)
-            assert all(a is b or abs(a.model - b.model) < 1e-5 for a, b in pairs)
-    assert (engine.num_swaps[0] > 0) == (kind == "swap")
     before = addresses(engine.state.k_pages)
     engine.submit([1, 2], max_new_tokens=2)
     engine.run()

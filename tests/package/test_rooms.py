@@ -14,7 +14,8 @@ ROOMS = ("layout", "checks", "native", "ops", "cache", "models", "testing")
 # The same of the rooms of the models. Nobody but the command imports `evaluation`.
 MODEL_ROOMS = (
     *("_packages", "progress", "status"),
-    *("decoder", "checkpoint", "testing", "serving", "evaluation", "server", "cli", ""),
+    *("decoder", "checkpoint", "testing", "distributed", "serving", "evaluation", "server", "cli"),
+    "",
 )
 
 

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes over one mesh: what they give is what one device gives, and they end together.
+
+This file is a script, too: one process of a job, which runs the program that its arguments name.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from children import child, on_devices
+from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
+from tiny_checkpoint import write_checkpoint
+
+from jax_paged.models import Engine, evaluate, follow, generate, score, start_processes
+from jax_paged.models.distributed.processes import EXIT_LOST
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240
+SHAPES = [(2, 1), (4, 1), (2, 2)]  # processes, devices of each
+BEGUN = "steps are under way"
+
+
+def all_call_the_same(processes):
+    """`generate`, `score` and `evaluate`, in each process with the same arguments."""
+    options = {"max_new_tokens": 8, "temperature": 0.8, "seed": 5}
+    seen = []
+    for model in both(CONFIGS["dense"])[not processes.is_first :]:
+        tokens = generate(model, PROMPTS[:3], **options).tokens
+        seen.append((tokens, score(model, PROMPTS[2]), evaluate(model, PROMPTS[2])["nll"]))
+    if processes.is_first:
+        (tokens, scores, nll), (got_tokens, got_scores, got_nll) = seen
+        assert got_tokens == tokens
+        np.testing.assert_allclose(got_scores, scores, rtol=2e-5, atol=2e-6)
+        assert abs(got_nll - nll) < 1e-5
+
+
+def the_engine_gives_the_same(processes, kind):
+    """The first process has the requests, and the others follow."""
+    (one, own_drafter), (many, drafter) = models_of(kind)
+    if not processes.is_first:
+        follow(processes, many, draft_model=drafter)
+        return
+    _, want = serve(kind, one, own_drafter)
+    engine, got = serve(kind, many, drafter, processes=processes)
+    assert_same(got, want)
+    assert {request.replica for request in got} == set(range(engine.num_replicas))
+
+
+def a_later_engine_takes_the_place(processes):
+    _, model = both(CONFIGS["dense"])
+    if not processes.is_first:
+        with pytest.raises(ValueError, match=r"processes: expected the first one; .* got number 1"):
+            Engine(model, **SIZES, processes=processes)
+        follow(processes, model)
+        return
+    with pytest.raises(ValueError, match="processes: expected those that the model lies on"):
+        Engine(model, **SIZES)
+    first, second = (Engine(model, **SIZES, processes=processes) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="several processes"):
+        second.update_weights(model)
+    request = second.submit(PROMPTS[0], max_new_tokens=2)
+    second.run()
+    assert len(request.tokens) == 2
+    first.submit(PROMPTS[0], max_new_tokens=2)
+    with pytest.raises(ValueError, match="engine: expected the newest one of its processes"):
+        first.run()
+
+
+def steps_go_on_and_on(processes):
+    _, model = both(CONFIGS["dense"])
+    if not processes.is_first:
+        print(BEGUN, flush=True)
+        follow(processes, model)
+        return
+    engine = Engine(model, **SIZES, processes=processes)
+    while True:
+        engine.submit(PROMPTS[0], max_new_tokens=9)
+        engine.run()
+        print(BEGUN, flush=True)
+
+
+def another_model(processes):
+    config = CONFIGS["dense" if processes.is_first else "experts"]
+    _, model = both(config)
+    if processes.is_first:
+        engine = Engine(model, **SIZES, processes=processes)
+        engine.submit(PROMPTS[0], max_new_tokens=2)
+        engine.run()
+    else:
+        follow(processes, model)
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        all_call_the_same, the_engine_gives_the_same, a_later_engine_takes_the_place,
+        steps_go_on_and_on, another_model,
+    )
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(command, count, devices):
+    """Processes of one job, of a command that gets host and port and the number of each."""
+    with socket.create_server(("localhost", 0)) as free:
+        where = f"localhost:{free.getsockname()[1]}"
+    environment = on_devices(devices) | {"JAX_PAGED_KEY": "the key of these tests"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        each = ([sys.executable, *command(where, index)] for index in range(count))
+        children = (child(one, env=environment, seconds=SECONDS, **options) for one in each)
+        yield [stack.enter_context(one) for one in children]
+
+
+def job(*programs, count=2, devices=1):
+    """The processes of some programs. A program's argument follows its name after a colon."""
+    script = ["-W", "error", __file__]
+    return started(lambda where, index: [*script, where, count, index, *programs], count, devices)
+
+
+def run_all(processes):
+    """What they print, once all have ended well."""
+    said = [process.communicate() for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * len(codes), "\n".join(error for _, error in said)[-6000:]
+    return [out for out, _ in said]
+
+
+def run(*programs, **sizes):
+    with job(*programs, **sizes) as processes:
+        run_all(processes)
+
+
+def test_two_processes_give_what_one_device_gives():
+    run("all_call_the_same", "the_engine_gives_the_same:much at once")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("kind", "shape"), list(zip(ENGINES, itertools.cycle(SHAPES), strict=False))
+)
+def test_engines(kind, shape):
+    count, devices = shape
+    run(f"the_engine_gives_the_same:{kind}", count=count, devices=devices)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("count", "devices"), SHAPES[1:])
+def test_programs_that_all_call(count, devices):
+    run("all_call_the_same", count=count, devices=devices)
+
+
+@pytest.mark.deep
+def test_a_later_engine_takes_the_place():
+    run("a_later_engine_takes_the_place")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dies", range(3))
+def test_a_killed_process_ends_the_others(dies):
+    with job("steps_go_on_and_on", count=3) as processes:
+        for process in processes:
+            assert f"{BEGUN}\n" in process.stdout  # beside what gloo has to say
+        os.kill(processes[dies].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        others = [p for p in processes if p is not processes[dies]]
+        errors = [process.communicate(timeout=15)[1] for process in others]
+        assert time.monotonic() - killed < 15
+        assert [process.returncode for process in others] == [EXIT_LOST] * 2, errors
+        for error in errors:
+            (line,) = error.splitlines()
+            gone = f"process {dies} is gone: its connection is closed"
+            assert line.startswith(f"jax-paged: error: {gone}")
+
+
+@pytest.mark.deep
+def test_another_model_ends_all():
+    with job("another_model") as processes:
+        errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [EXIT_LOST, 1]
+    assert errors[0].startswith("jax-paged: error: process 1 has failed: ValueError(")
+    assert "model.config.experts_per_token: expected 0, as process 0 has, got 2" in errors[0]
+
+
+def command(*arguments, count=2):
+    """The processes of a command line."""
+    one = ["-m", "jax_paged", *arguments, "--no-program-cache"]
+    if count == 1:
+        return started(lambda where, index: one, 1, 1)
+    many = [*one, "--tp", "2", "--num-processes", count]
+    return started(
+        lambda where, index: [*many, "--coordinator", where, "--process-id", index], count, 1
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint, and a text."""
+    path = tmp_path_factory.mktemp("processes")
+    write_checkpoint(path)
+    (path / "text.txt").write_text("abba " * 30)
+    return path
+
+
+@pytest.mark.deep
+def test_what_the_guide_shows(folder, tmp_path):
+    """Its two commands print what one process prints, and its program runs."""
+    text = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8").replace("MODEL", str(folder))
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("jax-paged gen")]
+    assert len(lines) == 2
+    with command(*lines[0][1:5], count=1) as processes:
+        (want,) = run_all(processes)
+
+    def arguments(where, index):
+        named = (where if x == "10.0.0.1:1234" else x for x in lines[index][1:])
+        return ["-m", "jax_paged", *named, "--no-program-cache"]
+
+    with started(arguments, 2, 1) as processes:
+        assert run_all(processes) == [want, ""]
+    (program,) = re.findall(r"^```py\n(.*?)^```", text, re.M | re.S)
+    script = tmp_path / "example.py"
+    script.write_text(program, encoding="utf-8")
+    with started(lambda where, index: [script, where, index], 2, 1) as processes:
+        out, *_ = run_all(processes)
+    assert "8 new tokens\n" in out
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["eval", "bench-serve"])
+def test_commands_print_what_they_print_alone(folder, name):
+    arguments = {
+        "eval": ["eval", folder / "text.txt", "--chunk", "16"],
+        "bench-serve": ["bench-serve", "--requests", "3", "--new-tokens", "4", "--rate", "0"],
+    }[name]
+    said = []
+    for count in (1, 2):
+        with command(*arguments, "--json", "--model", folder, count=count) as processes:
+            out, *others = run_all(processes)
+        assert others == [""] * (count - 1)
+        said.append([json.loads(line) for line in out.splitlines()])
+    for key in {"eval": ("tokens", "nll"), "bench-serve": ("new_tokens", "steps")}[name]:
+        np.testing.assert_allclose(said[1][0][key], said[0][0][key], rtol=1e-5)
+
+
+@pytest.mark.deep
+def test_a_server_of_two_processes(folder):
+    with command("serve", "--model", folder, "--port", "0", "--pages", "16") as processes:
+        lines = iter(processes[0].stderr.readline, "")
+        url = next(line for line in lines if line.startswith("serving ")).split()[-1]
+        asked = json.dumps({"prompt": "ab", "max_tokens": 4, "model": folder.name}).encode()
+        request = urllib.request.Request(
+            f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        processes[0].send_signal(signal.SIGTERM)
+        run_all(processes)
+
+
+@pytest.mark.deep
+def test_an_error_of_the_first_process_ends_all(folder):
+    with command("eval", folder / "none.txt", "--model", folder) as processes:
+        said = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [2, EXIT_LOST]
+    assert said[0][1].splitlines()[-1].startswith("jax-paged: error: ")
+    assert "process 0 has failed: FileNotFoundError" in said[1][1]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    warnings.filterwarnings("ignore", "each of the .* KV heads lies on")
+    where, count, index, *chosen = sys.argv[1:]
+    with start_processes(where, int(count), int(index)) as processes_:
+        for text in chosen:
+            name, _, argument = text.partition(":")
+            PROGRAMS[name](processes_, *filter(None, [argument]))
