@@ -41,10 +41,10 @@ class Step(NamedTuple):
 # As in docs/sharding.md: 32 rows of 8192 tokens a GPU, and prefill steps of 1024 tokens a GPU.
 STEPS = {
     "decode, tp 4 × dp 2": Step(4, 2, 128, 128),
-    "prefill, tp 4 × dp 2": Step(4, 2, 128, 4096),
+    "prefill, tp 4 × dp 2, fp8": Step(4, 2, 128, 4096, "fp8", "fp8"),
     "decode, tp 8, fp8": Step(8, 1, 256, 256, "fp8", "fp8"),
     "decode, dp 8, fp8": Step(1, 8, 32, 32, "fp8", "fp8"),
-    "prefill, dp 8": Step(1, 8, 32, 1024),
+    "prefill, dp 8, fp8": Step(1, 8, 32, 1024, "fp8", "fp8"),
 }
 NAMES = first_of(STEPS, 2)
 LAYERS = first_of([2, 94], 1)

@@ -10,6 +10,7 @@ from meshes import Told
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from plan_sharding import SIZES as SIZES
 from plan_sharding import Plan as Plan
+from plan_sharding import write as write
 
 
 def planned(plan: Plan, tokens: int, rows: int) -> Counter[Told]:
