@@ -170,6 +170,8 @@ class Processes:
                         )
                     expected += 1
                     self._inbox.put(order)
+                elif kind:
+                    raise ValueError(f"frame: expected an order or the end, got {kind!r}")
         except LinkError as error:
             self.stop(_gone(other, error))
         except ValueError as error:
@@ -216,7 +218,7 @@ def start_processes(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, num_processes, process_id)
     index, count = jax.process_index(), jax.process_count()
-    return Processes(index, count, _links(index, count, key, host or socket.gethostname()))
+    return Processes(index, count, _links(index, count, key, host))
 
 
 def _host_of(coordinator: str) -> str:
@@ -226,19 +228,26 @@ def _host_of(coordinator: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
-def _links(index: int, count: int, key: bytes, host: str) -> dict[int, Link]:
-    """Those between the first process and the others. JAX tells them where it listens."""
+def _links(index: int, count: int, key: bytes, host: str | None) -> dict[int, Link]:
+    """Those between the first process and the others. JAX tells them where it listens.
+
+    Args:
+      host: where this process finds the first one; None = the first one tells that, too.
+    """
     from jax.experimental import multihost_utils  # not for who needs none of this
 
-    is_first = index == 0
-    with contextlib.closing(_listen_at(host)) if is_first else contextlib.nullcontext() as listener:
-        address = b"" if listener is None else f"{listener.getsockname()[1]} {host}".encode()
-        told = np.frombuffer(address.ljust(_ADDRESS_BYTES, b"\0"), np.uint8)
+    def of_first(address: str) -> str:
+        told = np.frombuffer(address.encode().ljust(_ADDRESS_BYTES, b"\0"), np.uint8)
         told = np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)
-        if listener is not None:
+        return told.tobytes().rstrip(b"\0").decode()
+
+    if index == 0:
+        host = host or socket.gethostname()
+        with _listen_at(host) as listener:
+            of_first(f"{listener.getsockname()[1]} {host}")
             return dict(_accepted(listener, count, key))
-    port, _, host = told.tobytes().rstrip(b"\0").decode().partition(" ")
-    sock = socket.create_connection((host, int(port)), timeout=_JOIN_S)
+    port, _, told = of_first("").partition(" ")
+    sock = socket.create_connection((host or told, int(port)), timeout=_JOIN_S)
     return {0: connect(sock, key, index, silence=SILENCE_S)}
 
 

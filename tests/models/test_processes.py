@@ -22,11 +22,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from adapters import make_adapter
 from children import child, on_devices
 from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
 from tiny_checkpoint import write_checkpoint
 
-from jax_paged.models import Engine, evaluate, follow, generate, score, start_processes
+from jax_paged.models import (
+    Engine,
+    evaluate,
+    follow,
+    generate,
+    loglikelihoods,
+    score,
+    start_processes,
+)
 from jax_paged.models.distributed.processes import EXIT_LOST
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +56,21 @@ def all_call_the_same(processes):
         assert got_tokens == tokens
         np.testing.assert_allclose(got_scores, scores, rtol=2e-5, atol=2e-6)
         assert abs(got_nll - nll) < 1e-5
+
+
+def others_call_the_same(processes):
+    """Likelihoods, and generation with an adapter."""
+    config = CONFIGS["dense"]
+    adapter = make_adapter(config, 1)
+    pairs, seen = [(prompt[:3], prompt[3:9]) for prompt in PROMPTS[:3]], []
+    for model in both(config)[not processes.is_first :]:
+        told = [one.log_p for one in loglikelihoods(model, pairs, chunk=16)]
+        adapted = generate(model, PROMPTS[:2], max_new_tokens=6, adapter=adapter)
+        seen.append((told, adapted.tokens))
+    if processes.is_first:
+        (told, tokens), (got, got_tokens) = seen
+        np.testing.assert_allclose(got, told, rtol=1e-5)
+        assert got_tokens == tokens
 
 
 def the_engine_gives_the_same(processes, kind):
@@ -108,23 +132,26 @@ def another_model(processes):
 PROGRAMS = {
     program.__name__: program
     for program in (
-        all_call_the_same, the_engine_gives_the_same, a_later_engine_takes_the_place,
-        steps_go_on_and_on, another_model,
+        all_call_the_same, others_call_the_same, the_engine_gives_the_same,
+        a_later_engine_takes_the_place, steps_go_on_and_on, another_model,
     )
 }  # fmt: skip
 
 
 @contextlib.contextmanager
-def started(command, count, devices):
+def started(command, count, devices, variables=lambda index: {}):
     """Processes of one job, of a command that gets host and port and the number of each."""
     with socket.create_server(("localhost", 0)) as free:
         where = f"localhost:{free.getsockname()[1]}"
     environment = on_devices(devices) | {"JAX_PAGED_KEY": "the key of these tests"}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
-        each = ([sys.executable, *command(where, index)] for index in range(count))
-        children = (child(one, env=environment, seconds=SECONDS, **options) for one in each)
-        yield [stack.enter_context(one) for one in children]
+        processes = []
+        for index in range(count):
+            one = [sys.executable, *command(where, index)]
+            own = environment | variables(index)
+            processes.append(stack.enter_context(child(one, env=own, seconds=SECONDS, **pipes)))
+        yield processes
 
 
 def job(*programs, count=2, devices=1):
@@ -162,7 +189,7 @@ def test_engines(kind, shape):
 @pytest.mark.deep
 @pytest.mark.parametrize(("count", "devices"), SHAPES[1:])
 def test_programs_that_all_call(count, devices):
-    run("all_call_the_same", count=count, devices=devices)
+    run("all_call_the_same", "others_call_the_same", count=count, devices=devices)
 
 
 @pytest.mark.deep
@@ -255,6 +282,24 @@ def test_commands_print_what_they_print_alone(folder, name):
         said.append([json.loads(line) for line in out.splitlines()])
     for key in {"eval": ("tokens", "nll"), "bench-serve": ("new_tokens", "steps")}[name]:
         np.testing.assert_allclose(said[1][0][key], said[0][0][key], rtol=1e-5)
+
+
+@pytest.mark.deep
+def test_slurm_tells_who_is_who(folder):
+    """Its variables, as `srun` would set them."""
+    one = ["-m", "jax_paged", "eval", folder / "text.txt", "--model", folder, "--tp", "2"]
+    one += ["--coordinator", "auto", "--no-program-cache"]
+
+    def variables(index):
+        names = {"SLURM_JOB_ID": os.getpid(), "SLURM_NTASKS": 2, "SLURM_STEP_NUM_TASKS": 2}
+        names |= {"SLURM_PROCID": index, "SLURM_LOCALID": index, "SLURM_STEP_NUM_NODES": 1}
+        names |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": 1}
+        return {name: str(value) for name, value in names.items()}
+
+    with started(lambda where, index: one, 2, 1, variables) as processes:
+        out, other = run_all(processes)
+    assert out.startswith("perplexity: ")
+    assert other == ""
 
 
 @pytest.mark.deep
