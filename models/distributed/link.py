@@ -63,11 +63,12 @@ class Link:
         self._num_sent = self._num_received = 0
         self._sending = threading.Lock()
 
-    def send(self, *parts: bytes | memoryview, patience: float = -1) -> None:
+    def send(self, *parts: bytes | memoryview, patience: float | None = None) -> None:
         """Sends one frame with these parts one after another as its payload.
 
         Args:
-          patience: seconds to wait while another thread sends; -1 = no bound.
+          patience: of the last frame of a link: seconds to wait for another thread, and for the
+            other side. None = those of the link.
 
         Raises:
           ValueError: the frame is longer than the other side would take.
@@ -76,9 +77,11 @@ class Link:
         views = [memoryview(part).cast("B") for part in parts]
         length = sum(view.nbytes for view in views)
         expect(length <= MAX_FRAME_BYTES, "frame", f"at most {MAX_FRAME_BYTES} bytes", length)
-        if not self._sending.acquire(timeout=patience):
+        if not self._sending.acquire(timeout=-1 if patience is None else patience):
             raise LinkError("another thread is sending")
         try:
+            if patience is not None:
+                self._socket.settimeout(patience)
             head = _LENGTH.pack(length)
             tag = _frame_tag(self._keys[0], self._num_sent, head, *views)
             self._num_sent += 1

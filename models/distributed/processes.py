@@ -36,7 +36,7 @@ from .orders import Order, decode, encode
 EXIT_LOST = 75  # as sysexits.h has it (EX_TEMPFAIL): another start may go well
 SILENCE_S = 10.0
 _BEAT_S = 1.0
-_JOIN_S = 60.0
+_JOIN_S = 30.0
 _ORDER, _END, _STOP = b"o", b"e", b"s"  # the first byte of a frame; a beat is empty
 _ADDRESS_BYTES = 256
 
@@ -119,7 +119,7 @@ class Processes:
     def stop(self, reason: str) -> NoReturn:
         """Ends all processes: this one now, with a line on stderr and the exit code EXIT_LOST."""
         self._leaving.acquire()  # the first reason counts; nobody comes behind it
-        self._tell(_STOP, reason.encode())
+        self._tell(_STOP, reason.encode(), patience=_BEAT_S)
         print(f"jax-paged: error: {reason}", file=sys.stderr, flush=True)
         leave_with(EXIT_LOST)
 
@@ -133,17 +133,18 @@ class Processes:
         if isinstance(error, RuntimeError):  # what a collective does when a process is gone
             time.sleep(SILENCE_S + _BEAT_S)  # the listener of that process then ends this one
         self._leaving.acquire()
-        self._tell(_STOP, f"process {self.index} has failed: {error!r:.500}".encode())
+        reason = f"process {self.index} has failed: {error!r:.500}"
+        self._tell(_STOP, reason.encode(), patience=_BEAT_S)
         self.has_failed = True
         atexit.register(leave_failed, 1)  # before JAX, which would wait for the others
 
     # Threads
 
-    def _tell(self, *parts: bytes) -> None:
+    def _tell(self, *parts: bytes, patience: float | None = None) -> None:
         """To all that still listen."""
         for link in self._links.values():
             with contextlib.suppress(LinkError):
-                link.send(*parts, patience=_BEAT_S)
+                link.send(*parts, patience=patience)
 
     def _beat(self) -> None:
         while not self._is_over.wait(_BEAT_S):
@@ -211,14 +212,19 @@ def start_processes(
       A context. At its end each process waits for all others; an error in one ends all.
 
     Raises:
-      ValueError: there is no key, an argument is out of range, or JAX cannot find it out.
+      ValueError: there is no key, an argument is out of range, or JAX cannot find it out; or a
+        process has another key, or does not come.
     """
     key = read_key()
     host = None if coordinator is None else _host_of(coordinator)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, num_processes, process_id)
     index, count = jax.process_index(), jax.process_count()
-    return Processes(index, count, _links(index, count, key, host))
+    try:
+        return Processes(index, count, _links(index, count, key, host))
+    except (LinkError, ValueError, OSError) as error:
+        atexit.register(leave_failed, 1)
+        raise ValueError(f"process {index} of {count}: {error}") from None
 
 
 def _host_of(coordinator: str) -> str:
@@ -265,11 +271,10 @@ def _accepted(listener: socket.socket, count: int, key: bytes) -> Iterator[tuple
         left = end - time.monotonic()
         expect(left > 0, "processes", f"all within {_JOIN_S:g} s", f"none of {sorted(missing)}")
         listener.settimeout(left)
-        with contextlib.suppress(TimeoutError, LinkError):
-            sock, _ = listener.accept()
+        with contextlib.suppress(TimeoutError, LinkError), contextlib.ExitStack() as unless:
+            sock = unless.enter_context(listener.accept()[0])
             link, other = accept(sock, key, silence=SILENCE_S)
-            if other not in missing:
-                link.close()
-                continue
-            missing.remove(other)
-            yield other, link
+            if other in missing:
+                unless.pop_all()
+                missing.remove(other)
+                yield other, link

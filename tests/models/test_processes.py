@@ -40,6 +40,7 @@ from jax_paged.models.distributed.processes import EXIT_LOST
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
+KEY = "the key of these tests"
 SHAPES = [(2, 1), (4, 1), (2, 2)]  # processes, devices of each
 BEGUN = "steps are under way"
 
@@ -143,7 +144,7 @@ def started(command, count, devices, variables=lambda index: {}):
     """Processes of one job, of a command that gets host and port and the number of each."""
     with socket.create_server(("localhost", 0)) as free:
         where = f"localhost:{free.getsockname()[1]}"
-    environment = on_devices(devices) | {"JAX_PAGED_KEY": "the key of these tests"}
+    environment = on_devices(devices) | {"JAX_PAGED_KEY": KEY}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
         processes = []
@@ -282,6 +283,19 @@ def test_commands_print_what_they_print_alone(folder, name):
         said.append([json.loads(line) for line in out.splitlines()])
     for key in {"eval": ("tokens", "nll"), "bench-serve": ("new_tokens", "steps")}[name]:
         np.testing.assert_allclose(said[1][0][key], said[0][0][key], rtol=1e-5)
+
+
+@pytest.mark.deep
+def test_a_process_with_another_key_does_not_get_in():
+    script = ["-W", "error", __file__]
+    with started(
+        lambda where, index: [*script, where, 2, index], 2, 1,
+        lambda index: {"JAX_PAGED_KEY": f"{KEY}{index}"},
+    ) as processes:  # fmt: skip
+        errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "processes: expected all within 30 s, got none of [1]" in errors[0]
+    assert "the other side does not know the key" in errors[1]
 
 
 @pytest.mark.deep
