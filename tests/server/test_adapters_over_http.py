@@ -107,7 +107,7 @@ def test_the_estimate_counts_the_adapters(server, folders):
         slots = {"max_adapters": 2, "max_rank": 11}
         sizes = command._estimate(options_of(folders), checkpoint, slots)
     engine = server.engine
-    arrays = jax.tree.leaves((engine.params, engine._slots().adapters))
+    arrays = jax.tree.leaves((engine.params, engine._runner.adapters))
     assert sizes.weight_bytes == sum(array.nbytes for array in arrays)
 
 

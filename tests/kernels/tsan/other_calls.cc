@@ -92,7 +92,7 @@ Call CopyRows(const std::string& name) {
   Call call;
   call.name = name;
   call.handler = cpu::CopyRowsHandler;
-  std::vector<int32_t> target = Shuffled(kRows), source = Shuffled(kRows);
+  std::vector<int32_t> target = Shuffled(kRows), source(target.rbegin(), target.rend());
   target.resize(kPairs);
   source.resize(kPairs);
   target[3] = -1;
