@@ -7,6 +7,7 @@ and back, whatever the number of rows. There a native op copies bytes.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def scatter_rows(pool: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Arr
     donated. Without native code, and on other platforms than CPU, it is XLA's scatter. Over several
     devices the axes of values but its first may be split: each device sets its part of the rows.
     """
-    return _scatter_rows(pool, rows, values)
+    return _native_scatter(values.ndim - 1)(pool, rows, values)
 
 
 @scatter_rows.defjvp
@@ -36,27 +37,13 @@ def _jvp(primals, tangents):
     return jax.jvp(_scatter, primals, tangents)
 
 
-@custom_vmap
-def _scatter_rows(pool, rows, values):
-    of_row = [f"axis_{i}" for i in range(pool.ndim - values.ndim + 1, pool.ndim)]
-    of_pool = " ".join([WHOLE] * (pool.ndim - len(of_row)) + of_row)
-    axes = {"pool": of_pool, "rows": WHOLE, "values": " ".join([WHOLE, *of_row])}
-    (out,) = ffi_call(
-        TARGET,
-        (pool, rows, values),
-        {},
-        split=Split(axes, results=(of_pool,), fixed=("pool",)),
-        aliases={0: 0},
-        implementation=None if TARGET in load.targets("_cpu") else "reference",
-        reference=lambda *operands: (_scatter(*operands),),
-    )
-    return out
+@functools.cache
+def _native_scatter(num_of_row: int):
+    def axes(pool):
+        of_pool, of_row = _axes(pool.ndim, pool.ndim - num_of_row)
+        return {"pool": of_pool, "rows": WHOLE, "values": f"{WHOLE} {of_row}".strip()}
 
-
-@_scatter_rows.def_vmap
-def _vmap(axis_size, in_batched, *operands):
-    axes = tuple(0 if is_batched else None for is_batched in in_batched)
-    return jax.vmap(_scatter, axes, axis_size=axis_size)(*operands), True
+    return _in_place(TARGET, _scatter, axes)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -78,36 +65,50 @@ def _jvp_of_copy(leading, primals, tangents):
 
 @functools.cache
 def _native_copy(leading: int):
-    reference = functools.partial(_copy, leading)
+    def axes(pool):
+        return {"pool": _axes(pool.ndim, leading)[0], "target": WHOLE, "source": WHOLE}
 
-    @custom_vmap
-    def copy(pool, target, source):
-        axes = [WHOLE] * leading + [f"axis_{i}" for i in range(leading, pool.ndim)]
-        of_pool = " ".join(axes)
-        operands = {"pool": of_pool, "target": WHOLE, "source": WHOLE}
-        (out,) = ffi_call(
-            COPY_TARGET,
-            (pool, target, source),
-            {"leading": leading},
-            split=Split(operands, results=(of_pool,), fixed=("pool",)),
-            aliases={0: 0},
-            implementation=None if COPY_TARGET in load.targets("_cpu") else "reference",
-            reference=lambda *operands: (reference(*operands),),
-        )
-        return out
-
-    @copy.def_vmap
-    def _(axis_size, in_batched, *operands):
-        axes = tuple(0 if is_batched else None for is_batched in in_batched)
-        return jax.vmap(reference, axes, axis_size=axis_size)(*operands), True
-
-    return copy
+    return _in_place(COPY_TARGET, functools.partial(_copy, leading), axes, leading=leading)
 
 
 def _copy(leading, pool, target, source):
     flat = flat_rows(pool, leading)
     valid = (source >= 0) & (source < flat.shape[0])
     return _scatter(pool, jnp.where(valid, target, -1), flat[jnp.where(valid, source, 0)])
+
+
+def _axes(ndim: int, leading: int) -> tuple[str, str]:
+    """The names of a pool's axes, of which the leading ones are whole, and those of its rows."""
+    of_row = [f"axis_{i}" for i in range(leading, ndim)]
+    return " ".join([WHOLE] * leading + of_row), " ".join(of_row)
+
+
+def _in_place(
+    target: str, reference: Callable[..., jax.Array],
+    axes: Callable[[jax.Array], dict[str, str]], **attributes: int,
+):  # fmt: skip
+    """`reference`, which changes rows of its first operand, by the native op where there is one."""
+
+    @custom_vmap
+    def update(pool, first, second):
+        names = axes(pool)
+        (out,) = ffi_call(
+            target,
+            (pool, first, second),
+            attributes,
+            split=Split(names, results=(names["pool"],), fixed=("pool",)),
+            aliases={0: 0},
+            implementation=None if target in load.targets("_cpu") else "reference",
+            reference=lambda *operands: (reference(*operands),),
+        )
+        return out
+
+    @update.def_vmap
+    def _(axis_size, in_batched, *operands):
+        along = tuple(0 if is_batched else None for is_batched in in_batched)
+        return jax.vmap(reference, along, axis_size=axis_size)(*operands), True
+
+    return update
 
 
 def flat_rows(pool: jax.Array, leading: int) -> jax.Array:

@@ -280,7 +280,7 @@ class Partition:
 
         def own(x, experts, weights):
             if self.expert_axes:
-                first = jax.lax.axis_index(self.expert_axes).astype(jnp.int32) * jnp.int32(count)
+                first = self._first_expert(count)
                 experts = jnp.where(experts >= 0, experts - first, jnp.int32(-1))
             return run(x, experts, weights)
 
@@ -321,10 +321,14 @@ class Partition:
         pairs = tokens * self.dp * experts_per_token
         return self.gathers_tokens and pairs >= 2 * _EXPERT_TOKENS * num_experts
 
+    def _first_expert(self, count: int) -> jax.Array:
+        """The first one of this device, of all; each device has so many."""
+        return jax.lax.axis_index(self.expert_axes).astype(jnp.int32) * jnp.int32(count)
+
     def _exchanged(self, run, x, experts, weights, count):
         """`over_experts` where tokens go to those devices alone that have their experts."""
         device = jnp.where(experts >= 0, experts // jnp.int32(count), jnp.int32(-1))
-        first = jax.lax.axis_index(self.expert_axes).astype(jnp.int32) * jnp.int32(count)
+        first = self._first_expert(count)
         if TP not in self.expert_axes:
             return exchanged(run, x, experts, weights, device, first, DP)
         # The devices of a replica have the same tokens: each sends to those in its own place.

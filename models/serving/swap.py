@@ -144,8 +144,8 @@ class Swapper:
         """Starts to copy what lies under a number into a row, but for columns before `begin`."""
         chunks, rows = self._chunks[number], self._of_row(replica, row, 0)
         begins = self._of_row(replica, begin, self._runner.table.pages_per_seq)
-        for number in range(begin // self._count, len(chunks)):
-            chunk, first = self._to_device(replica, chunks[number]), np.int32(number * self._count)
+        for i in range(begin // self._count, len(chunks)):
+            chunk, first = self._to_device(replica, chunks[i]), np.int32(i * self._count)
             self._runner.device = self._in(self._runner.device, rows, first, begins, chunk)
 
     def forget(self, number: int) -> None:

@@ -9,6 +9,7 @@ from jax_paged.models import config_from_hf
 from jax_paged.models.checkpoint.gguf_file import gguf_name
 from jax_paged.models.decoder.parameters import expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config
+from jax_paged.testing.stress.hostile import gguf_sizes
 
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "phi3": "phi3",
@@ -16,18 +17,7 @@ ARCHITECTURES = {
 
 
 def metadata_of(architecture, config, **changes):
-    values = {
-        "block_count": config.num_layers,
-        "context_length": config.context_length,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_q_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope.theta,
-    }
+    values = gguf_sizes(config) | {"rope.freq_base": config.rope.theta}
     if architecture == "phi3":  # whose writer leaves the head_dim out
         del values["attention.key_length"], values["attention.value_length"]
         values |= {

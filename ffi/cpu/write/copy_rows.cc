@@ -14,9 +14,7 @@
 #include <vector>
 
 #include "common/ffi_checks.h"
-#include "common/integers.h"
 #include "cpu/handlers.h"
-#include "cpu/parallel_for.h"
 #include "cpu/scratch.h"
 #include "cpu/write/in_place.h"
 #include "xla/ffi/api/ffi.h"
@@ -48,13 +46,8 @@ std::string Check(const ffi::AnyBuffer& pool, ShapeView target, ShapeView source
 
 // Carries out the copies, of which none depends on another one.
 void Run(ffi::ThreadPool& threads, const std::vector<Copy>& copies, int64_t bytes) {
-  const int64_t count = static_cast<int64_t>(copies.size());
-  if (count == 0) return;
-  const int64_t workers = count * bytes < kSerialBytes ? 1 : Clamp(threads.num_threads(), 1, count);
-  ParallelFor(threads, workers, workers, [&](int64_t item, int64_t) {
-    for (int64_t i = count * item / workers; i < count * (item + 1) / workers; ++i) {
-      std::memcpy(copies[i].to, copies[i].from, static_cast<size_t>(bytes));
-    }
+  ForEachCopy(threads, static_cast<int64_t>(copies.size()), bytes, [&](int64_t i) {
+    std::memcpy(copies[i].to, copies[i].from, static_cast<size_t>(bytes));
   });
 }
 

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/integers.h"
+#include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged::cpu {
@@ -20,6 +22,17 @@ inline void CopyUnlessAliased(const xla::ffi::AnyBuffer& from, const xla::ffi::A
   if (from.untyped_data() != to.untyped_data()) {
     std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
   }
+}
+
+// fn(i) for i < count, which copies so many bytes each: in runs of neighbours, on several threads
+// where that pays.
+template <typename Fn>
+void ForEachCopy(xla::ffi::ThreadPool& threads, int64_t count, int64_t bytes, const Fn& fn) {
+  const bool is_small = count * bytes < kSerialBytes;
+  const int64_t workers = is_small ? 1 : Clamp(threads.num_threads(), 1, count);
+  ParallelFor(threads, workers, workers, [&](int64_t item, int64_t) {
+    for (int64_t i = count * item / workers; i < count * (item + 1) / workers; ++i) fn(i);
+  });
 }
 
 }  // namespace jax_paged::cpu

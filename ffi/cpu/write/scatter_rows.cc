@@ -13,9 +13,7 @@
 #include <vector>
 
 #include "common/ffi_checks.h"
-#include "common/integers.h"
 #include "cpu/handlers.h"
-#include "cpu/parallel_for.h"
 #include "cpu/write/in_place.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -55,12 +53,9 @@ ffi::Error ScatterRows(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer
   const char* const from = static_cast<const char*>(values.untyped_data());
   char* const to = static_cast<char*>(result->untyped_data());
   const int32_t* const row = rows.typed_data();
-  const int64_t workers = count * bytes < kSerialBytes ? 1 : Clamp(threads.num_threads(), 1, count);
-  ParallelFor(threads, workers, workers, [&](int64_t item, int64_t) {
-    for (int64_t i = count * item / workers; i < count * (item + 1) / workers; ++i) {
-      if (row[i] < 0 || row[i] >= num_rows) continue;
-      std::memcpy(to + row[i] * bytes, from + i * bytes, static_cast<size_t>(bytes));
-    }
+  ForEachCopy(threads, count, bytes, [&](int64_t i) {
+    if (row[i] < 0 || row[i] >= num_rows) return;
+    std::memcpy(to + row[i] * bytes, from + i * bytes, static_cast<size_t>(bytes));
   });
   return ffi::Error::Success();
 }

@@ -29,6 +29,7 @@ from jax_paged.cache.transfer import Inbox, Message, Sender, Ticket
 from jax_paged.models.checkpoint.gguf_file import MODEL_TYPES, gguf_name
 from jax_paged.models.checkpoint.hf_config import config_from_hf
 from jax_paged.models.checkpoint.weights import open_checkpoint
+from jax_paged.models.decoder.config import DecoderConfig
 from jax_paged.models.decoder.parameters import expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config
 
@@ -308,14 +309,9 @@ def _gguf_text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-@functools.cache
-def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[int], int, bytes]]]:
-    """The metadata and the tensors (shape, type, data) of a valid file."""
-    model_type = MODEL_TYPES[architecture]
-    config = config_from_hf(_raw(model_type))
-    tokens, merges = _vocabulary()
-    own: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
+def gguf_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """The metadata that says how large a model is, as in a file of any architecture."""
+    return {
         "block_count": config.num_layers,
         "context_length": config.context_length,
         "embedding_length": config.hidden_size,
@@ -325,6 +321,18 @@ def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    }
+
+
+@functools.cache
+def gguf_parts(architecture: str) -> tuple[dict[str, Any], dict[str, tuple[list[int], int, bytes]]]:
+    """The metadata and the tensors (shape, type, data) of a valid file."""
+    model_type = MODEL_TYPES[architecture]
+    config = config_from_hf(_raw(model_type))
+    tokens, merges = _vocabulary()
+    own: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        **gguf_sizes(config),
         "rope.dimension_count": config.rope.rotary_dim or config.head_dim,
         "rope.freq_base": config.rope.theta,
         "expert_count": config.num_experts,
