@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def _compare(result, expected, batch: Batch, options: Mapping[str, Any]) -> floa
     is_turned = options.get("rope") is not None
     if options.get("out_dtype") is None:
         return assert_attention_close(
-            out, lse, *expected, logit_size=logit_size, roundings=_roundings(out),
+            out, lse, *expected, logit_size=logit_size, roundings=_roundings(out, options),
             is_turned=is_turned,
         )  # fmt: skip
     dtype, scale = jnp.dtype(options["out_dtype"]), float(options["out_scale"])
@@ -67,13 +68,16 @@ def _close(result, expected) -> float:
     return assert_attention_close(out, lse, exact, exact_lse, roundings=few)
 
 
-def _roundings(out: Any) -> int:
+def _roundings(out: Any, options: Mapping[str, Any] = MappingProxyType({})) -> int:
     """How often a result of attention counts as rounded.
 
     AVX-512 with BF16 and tensor cores round the weights, too. Over few elements of V this does not
-    average out: exact sums of such weights were off by 4.7e-3 of the norm in one of 16 heads.
+    average out: exact sums of such weights were off by 4.7e-3 of the norm in one of 16 heads. Nor
+    does it where one key has nearly all of the weight and this is no power of two: beside a sink,
+    or times its token's scale of V. A bf16 weight is then off by 2^-8 = 3.9e-3 at most.
     """
-    return 2 if out.dtype.itemsize == 2 and out.shape[-1] < 32 else 1
+    alone = options.get("sinks") is not None or np.ndim(options.get("v_scale", 0.0)) > 2
+    return 2 if out.dtype.itemsize == 2 and (out.shape[-1] < 32 or alone) else 1
 
 
 # Holes are wild page ids, too. A distance of 2^31 tokens is no number that ALiBi can work with.
