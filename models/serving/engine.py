@@ -15,7 +15,6 @@ the device works. docs/serving.md tells what is guaranteed.
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from jax_paged._start.interrupt import uninterrupted
-from jax_paged.cache.state import KVState
 from jax_paged.checks import check_choice, expect
 
 from ..checkpoint.tokenizer import Tokenizer
@@ -34,9 +32,10 @@ from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..distributed.processes import Processes
 from .adapters import AdapterSlots
+from .counts import EngineCounts
 from .logit_edits import EditOptions
 from .plan import step_sizes
-from .prefix_cache import CacheCounts, PrefixCache
+from .prefix_cache import PrefixCache
 from .renew import checked_weights, copied, copied_into
 from .request import LogProbability, OnTokens, Request, Sampling
 from .runner import ModelRunner, check_processes
@@ -50,7 +49,7 @@ from .swap import chunk_pages
 __all__ = ["Engine", "Request"]
 
 
-class Engine:
+class Engine(EngineCounts):
     """Serves requests on a model, from a pool of pages of its own.
 
     Args:
@@ -616,68 +615,6 @@ class Engine:
         expect(self._adapters is not None, "adapter", "an engine that was made for some", got)
         assert self._adapters is not None
         return self._adapters
-
-    # Counters
-
-    @property
-    def num_replicas(self) -> int:
-        """Those of the model's mesh, 1 without one; each has rows, pages and a cache of its own."""
-        return self._runner.num_replicas
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a row and pages."""
-        return sum(len(one.waiting) for one in self._schedulers)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have a row."""
-        return sum(len(one.running) for one in self._schedulers)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Times that a running request had to make room."""
-        return sum(one.num_preemptions for one in self._schedulers)
-
-    @property
-    def num_swaps(self) -> tuple[int, int]:
-        """Times that a request was copied to host memory, and back; the rest was recomputed."""
-        out = sum(one.num_swapped_out for one in self._schedulers)
-        return out, sum(one.num_swapped_in for one in self._schedulers)
-
-    @property
-    def num_free_swap_pages(self) -> int:
-        """Pages of host memory that no preempted request has."""
-        return sum(one.num_free_swap for one in self._schedulers)
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that neither a request nor the cache has."""
-        return sum(one.num_free for one in self._schedulers)
-
-    @property
-    def cache_counts(self) -> CacheCounts:
-        """Counters of the prefix caches; all 0 without one."""
-        counts = [one.cache.counts for one in self._schedulers if one.cache is not None]
-        return CacheCounts(*(sum(values) for values in zip(*map(astuple, counts), strict=True)))
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pools."""
-        return self._runner.table.num_pages * self.num_replicas
-
-    @property
-    def params(self) -> Any:
-        """The weights, as `split_model` gives them."""
-        return self._runner.params
-
-    @property
-    def state(self) -> KVState:
-        """The pages and their table after the steps so far; good until the next step takes it.
-
-        With a mesh it is that of all replicas (`KVState.specs`).
-        """
-        return self._runner.device.state
 
     # What comes back
 
