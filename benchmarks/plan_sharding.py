@@ -168,18 +168,20 @@ class Plan:
         if partition.splits_vocab:
             found.append(Collective("all-reduce", TP, (tokens * x,)))
             found.append(Collective("all-gather", TP, (4 * rows * config.vocab_size,)))
+        exchanges = partition.exchanges_tokens(tokens, k, x)
+        halves = partition.in_halves(tokens, k, config.num_experts) and not exchanges
         for is_mixture in config.moe_layers:
             found.append(Collective("all-reduce", TP, (4 * tokens * hidden,)))
             parts = [tokens]
-            if is_mixture and partition.in_halves(tokens, k, config.num_experts):
+            if is_mixture and halves:
                 parts = [tokens // 2, tokens - tokens // 2]
             for number, part in enumerate(parts):
                 every, own = self.dp * part, list[Collective]()
-                if is_mixture and partition.gathers_tokens:
+                if is_mixture and partition.shares_tokens and not exchanges:
                     sizes = every * x, 4 * every * k, 4 * every * k  # x, its experts, their weights
                     own.append(Collective("all-gather", DP, sizes, number == 1))
                     own.append(Collective("reduce-scatter", DP, (4 * every * hidden,)))
-                if is_mixture and partition.exchanges_tokens:
+                if is_mixture and exchanges:
                     own += self.all_to_all(part)
                 if self.tp > 1 and (not is_mixture or TP in partition.expert_axes):
                     own.append(Collective("all-reduce", TP, (4 * part * hidden,)))
@@ -192,7 +194,7 @@ class Plan:
     def all_to_all(self, tokens: int) -> list[Collective]:
         """Those of a layer whose tokens go to the devices of their experts, if drawn at random."""
         hidden, k = self.config.hidden_size, self.config.experts_per_token
-        devices = math.prod(self.mesh.shape[name] for name in self.partition.expert_axes)
+        devices = self.partition.num_expert_devices
         rows = self.dp * tokens * (1 - (1 - 1 / devices) ** k)
         of_row = 8 * k, jnp.dtype(self.dtype).itemsize * hidden, 4 * hidden  # the last: the sums
         counts = Collective("all-gather", DP, (4 * self.dp**2,))

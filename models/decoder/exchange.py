@@ -3,9 +3,9 @@
 
 With all tokens everywhere (`Partition.over_experts`) a replica receives the tokens of all others,
 whatever it has to do with them. Of N devices, a token with k experts needs about
-N (1 − (1 − 1/N)^k): of 64 devices and 8 experts an eighth. So beyond `EXCHANGE_FROM` devices tokens
-are exchanged. Nothing is dropped: a buffer has room for every token of every replica, and only what
-is in it travels.
+N (1 − (1 − 1/N)^k): of 64 devices and 8 experts an eighth. So where the bytes that this spares are
+worth its further collectives (`is_cheaper`), tokens are exchanged. Nothing is dropped: a buffer has
+room for every token of every replica, and only what is in it travels.
 """
 
 import functools
@@ -15,7 +15,34 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-EXCHANGE_FROM = 16  # devices with experts: a token needs 40 % of 16 with 8 experts
+# What `is_cheaper` assumes of a cluster; benchmarks/plan_sharding.py has more of it.
+_HOST_DEVICES = 8
+_NETWORK_SLOWER = 9  # than the links inside a host, per device
+# Three collectives more, of 30 µs each between hosts, in bytes that links of 360 GB/s carry then.
+_FURTHER_BYTES = 32e6
+
+
+def is_cheaper(*, tp: int, dp: int, devices: int, tokens: int, k: int, token_bytes: int) -> bool:
+    """Whether a layer's exchange of tokens between hosts takes less time than their gathering.
+
+    Inside of one host the answer is no: links are fast there, and XLA's ragged all-to-all is not.
+
+    Args:
+      tp, dp: of the mesh.
+      devices: that experts are split over.
+      tokens: of each replica.
+      k: experts of a token.
+      token_bytes: that go to a device and come back from it for one token.
+    """
+    members = max(_HOST_DEVICES // tp, 1)  # of a ring over "dp", in a host
+    if dp <= members:
+        return False
+    gathered = dp * tokens * token_bytes
+    needed = gathered * (1 - (1 - 1 / devices) ** k)
+    # A ring leaves a host once, by the network cards of all its members.
+    gather = gathered * max(1.0, _NETWORK_SLOWER / members)
+    exchange = needed * max(1.0, _NETWORK_SLOWER * (dp - members) / (dp - 1))
+    return exchange + _FURTHER_BYTES < gather
 
 
 class _Route(NamedTuple):

@@ -30,7 +30,7 @@ from jax_paged.checks import SCALE_BLOCK, expect
 from jax_paged.native.sharding import create_over
 
 from .config import DecoderConfig
-from .exchange import EXCHANGE_FROM, exchanged
+from .exchange import exchanged, is_cheaper
 from .parameters import FillingSource, TensorSource
 
 AXES = DP, TP = ("dp", "tp")
@@ -270,9 +270,10 @@ class Partition:
           experts: their ids among all.
           count: experts of this device.
         """
-        if self.exchanges_tokens:
+        tokens, per_token = experts.shape
+        if self.exchanges_tokens(tokens, per_token, x.dtype.itemsize * x.shape[1]):
             return self._exchanged(run, x, experts, weights, count).astype(x.dtype)
-        gathers = self.gathers_tokens
+        gathers = self.shares_tokens
         over = tuple(name for name in self.expert_axes if not (gathers and name == DP))
 
         def gather(*part):  # each replica has tokens of its own
@@ -289,8 +290,7 @@ class Partition:
                 out = jax.lax.psum_scatter(out, DP, scatter_dimension=0, tiled=True)
             return (jax.lax.psum(out, over) if over else out).astype(x.dtype)
 
-        tokens, per_token = experts.shape
-        if not self.in_halves(tokens, per_token, count * _size(self.mesh, self.expert_axes)):
+        if not self.in_halves(tokens, per_token, count * self.num_expert_devices):
             return add_up(own(*gather(x, experts, weights)))
         # One half is exchanged while the experts work on the other. The barriers keep XLA from
         # making one collective of those of both halves.
@@ -302,24 +302,32 @@ class Partition:
         return jnp.concatenate([out, add_up(rest)])
 
     @property
+    def num_expert_devices(self) -> int:
+        """Devices that experts are split over."""
+        return _size(self.mesh, self.expert_axes)
+
+    @property
     def shares_tokens(self) -> bool:
         """Whether replicas have tokens of their own, and experts of all."""
         return self.is_inside and DP in self.expert_axes and self.dp > 1
 
-    @property
-    def exchanges_tokens(self) -> bool:
-        """Whether a token goes to those devices alone that have its experts."""
-        return self.shares_tokens and _size(self.mesh, self.expert_axes) >= EXCHANGE_FROM
+    def exchanges_tokens(self, tokens: int, per_token: int, x_bytes: int) -> bool:
+        """Whether a token goes to those devices alone that have its experts; else to all.
 
-    @property
-    def gathers_tokens(self) -> bool:
-        """Whether experts get the tokens of all replicas instead."""
-        return self.shares_tokens and not self.exchanges_tokens
+        Args:
+          tokens: of each replica.
+          per_token: experts of a token.
+          x_bytes: of what experts get of a token; what comes back is f32 of that or less.
+        """
+        return self.shares_tokens and is_cheaper(
+            tp=self.tp, dp=self.dp, devices=self.num_expert_devices, tokens=tokens, k=per_token,
+            token_bytes=3 * x_bytes,
+        )  # fmt: skip
 
     def in_halves(self, tokens: int, experts_per_token: int, num_experts: int) -> bool:
         """Whether so many tokens of each replica are gathered in two halves."""
         pairs = tokens * self.dp * experts_per_token
-        return self.gathers_tokens and pairs >= 2 * _EXPERT_TOKENS * num_experts
+        return self.shares_tokens and pairs >= 2 * _EXPERT_TOKENS * num_experts
 
     def _first_expert(self, count: int) -> jax.Array:
         """The first one of this device, of all; each device has so many."""

@@ -72,7 +72,7 @@ def sums_are_equal():
 
 def engines_give_the_same():
     """With 4 replicas of 2 devices, with 8 of one, and where only replicas split the experts."""
-    partition.EXCHANGE_FROM = 2
+    partition.is_cheaper = lambda **sizes: True
     calls = []
     own = exchange.exchanged
     partition.exchanged = lambda *args: calls.append(args[-1]) or own(*args)
@@ -90,6 +90,16 @@ def engines_give_the_same():
         assert [request.tokens for request in requests] == want
         assert len({request.replica for request in requests}) > 1
     assert set(calls) == {"dp"}
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "tokens", "expected"),
+    [(1, 8, 10**6, False), (4, 2, 10**6, False), (1, 16, 10**6, False),  # one host, or nearly
+     (4, 8, 8, False), (4, 8, 512, True), (1, 64, 8, False), (1, 64, 1024, True)],
+)  # fmt: skip
+def test_tokens_are_exchanged_where_that_spares_more_than_it_costs(tp, dp, tokens, expected):
+    sizes = {"devices": tp * dp, "k": 8, "token_bytes": 3 * 8192}  # of Qwen3-235B-A22B in bf16
+    assert exchange.is_cheaper(tp=tp, dp=dp, tokens=tokens, **sizes) == expected
 
 
 PROGRAMS = {program.__name__: program for program in (sums_are_equal, engines_give_the_same)}
