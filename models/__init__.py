@@ -26,6 +26,7 @@ from .decoder.parts import Attention as Attention
 from .decoder.parts import DenseMLP as DenseMLP
 from .decoder.parts import ExpertsMLP as ExpertsMLP
 from .decoder.parts import rms_norm as rms_norm
+from .decoder.placement import Balance as Balance
 from .decoder.protocol import Model as Model
 from .decoder.protocol import ModelConfig as ModelConfig
 from .decoder.protocol import merge_model as merge_model

@@ -83,6 +83,7 @@ def load_checkpoint(
     weight_dtype: WeightDtype = None,
     context_length: int | None = None,
     mesh: Mesh | Callable[[DecoderConfig], Mesh] | None = None,
+    redundant_experts: int | None = None,
     progress: bool = True,
     implementation: Implementation = None,
 ) -> tuple[Decoder, DecoderConfig, Tokenizer | MissingTokenizer]:
@@ -102,6 +103,7 @@ def load_checkpoint(
         its original context then; see `config_from_hf`.
       mesh: the devices that share the model, or what makes them of the configuration, such as
         `make_mesh`. Each process reads only what its devices get. None = one device.
+      redundant_experts: over several devices, slots beyond one for each expert; see `Decoder`.
       progress: whether to show a bar on stderr, if that is a terminal.
       implementation: of the attention ops, see `Decoder`.
 
@@ -114,7 +116,10 @@ def load_checkpoint(
         unknown architecture, key or quantization, a value out of range, missing, extra or misshaped
         tensors, weights that are NaN or infinite, an adapter without its base; or with an option.
     """
-    options: dict[str, Any] = {"weight_dtype": weight_dtype, "context_length": context_length}
+    options: dict[str, Any] = {
+        "weight_dtype": weight_dtype, "context_length": context_length,
+        "redundant_experts": redundant_experts,
+    }  # fmt: skip
     with open_checkpoint(path, dtype, base=base, mesh=mesh, **options) as checkpoint:
         model = checkpoint.load(progress=progress, implementation=implementation)
     return model, checkpoint.config, checkpoint.tokenizer
@@ -129,6 +134,7 @@ def open_checkpoint(
     weight_dtype: WeightDtype = None,
     context_length: int | None = None,
     mesh: Mesh | Callable[[DecoderConfig], Mesh] | None = None,
+    redundant_experts: int | None = None,
 ) -> Iterator["Checkpoint"]:
     """Opens and checks what `load_checkpoint` loads; the weights are read by `Checkpoint.load`."""
     path = default_checkpoint() if path is None else Path(path)
@@ -142,7 +148,8 @@ def open_checkpoint(
         if mesh is not None and not isinstance(mesh, Mesh):  # a mesh is callable, too
             mesh = mesh(config)
         scaled = scaled if weight_dtype is None else frozenset()
-        yield Checkpoint(path, config, tokenizer, fill, dtype, weight_dtype, scaled, mesh)
+        how = weight_dtype, scaled, mesh, redundant_experts
+        yield Checkpoint(path, config, tokenizer, fill, dtype, *how)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -337,6 +344,7 @@ class Checkpoint:
     weight_dtype: WeightDtype
     scaled: frozenset[str] = frozenset()
     mesh: Mesh | None = None
+    redundant_experts: int | None = None
 
     @property
     def title(self) -> str:
@@ -355,9 +363,12 @@ class Checkpoint:
     def shapes(self, implementation: Implementation = None) -> Decoder:
         """The model with shapes for weights: to compile for, while they are loaded."""
         source = abstract_source(self.config, self.dtype, self.scaled)
+        return self._decoder(source, implementation)
+
+    def _decoder(self, source: TensorSource, implementation: Implementation) -> Decoder:
         return Decoder(
             self.config, source, weight_dtype=self.weight_dtype, implementation=implementation,
-            mesh=self.mesh,
+            mesh=self.mesh, redundant_experts=self.redundant_experts,
         )  # fmt: skip
 
     def load(
@@ -386,10 +397,7 @@ class Checkpoint:
 
             shape_of = shapes.__getitem__
             source = FillingSource(shape_of, self.fill, self.dtype, on_tensor, self.scaled)
-            return Decoder(
-                self.config, source, weight_dtype=self.weight_dtype, implementation=implementation,
-                mesh=self.mesh,
-            )  # fmt: skip
+            return self._decoder(source, implementation)
 
     def load_and(
         self, work: Callable[[Decoder], object], on_loaded: Callable[[], object] = lambda: None

@@ -336,11 +336,13 @@ class AdaptedModel:
         state: KVState,
         *,
         logit_rows: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVState]:
+        loads: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
         """As `Decoder.__call__`, each row with its adapter."""
         slots = token_slots(batch.groups[0], jnp.asarray(self.slots))
         own = TokenAdapters(self.adapters, slots)
-        return self.model(tokens, batch, state, logit_rows=logit_rows, adapters=own)
+        options = {"logit_rows": logit_rows, "loads": loads}
+        return self.model(tokens, batch, state, adapters=own, **options)
 
 
 def with_adapter(model: Any, adapter: Adapter) -> AdaptedModel:

@@ -130,11 +130,15 @@ class Layer(Projections):
                 implementation=step.implementation,
             )
             x = x + out
-        own: dict[str, Any] = {"live": step.live} if self.is_mixture else {"adapters": adapters}
+        loads = None
         with jax.named_scope("mlp"):
             normed = rms_norm(x, self.mlp_norm[...], self.eps)
-            x = x + self.mlp(normed, implementation=step.implementation, **own)
-        return x, state
+            options: Any = {"implementation": step.implementation}
+            if isinstance(self.mlp, ExpertsMLP):
+                out, loads = self.mlp.with_loads(normed, live=step.live, **options)
+            else:
+                out = self.mlp(normed, adapters=adapters, **options)
+        return x + out, state, loads
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -164,6 +168,10 @@ class Decoder(Projections):
       mesh: the devices that share the model (`make_mesh`). None = one device. Tokens, batch and
         logits are whole on each; the pages of the state are split by KV heads (`create_state`).
 
+      redundant_experts: slots of a layer beyond one for each expert, together a multiple of the
+        devices: experts may move then, and busy ones be in several slots (`Engine.rebalance`). 0 =
+        they may move. None = they stay where they are.
+
     Raises:
       ValueError: the model cannot be split over the mesh.
     """
@@ -179,9 +187,13 @@ class Decoder(Projections):
         weight_dtype: WeightDtype = None,
         implementation: Implementation = None,
         mesh: Mesh | None = None,
+        redundant_experts: int | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
-        partition = None if mesh is None else Partition.create(config, mesh)
+        can = redundant_experts is None or (mesh is not None and any(config.moe_layers))
+        what = "None for a model without a mesh or without experts"
+        expect(can, "redundant_experts", what, redundant_experts)
+        partition = None if mesh is None else Partition.create(config, mesh, redundant_experts)
         self.config, self.partition = config, partition
         self.implementation: Implementation = implementation
         self._set("embedding", source, "model.embed_tokens.weight")
@@ -207,7 +219,8 @@ class Decoder(Projections):
         *,
         logit_rows: jax.Array | None = None,
         adapters: TokenAdapters | None = None,
-    ) -> tuple[jax.Array, KVState]:
+        loads: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
         """Runs the tokens through the model; their K and V are added to the state's pages.
 
         Args:
@@ -221,9 +234,12 @@ class Decoder(Projections):
             token, `batch.cu_q_lens[1:] − 1`; clamped into range. None = every token.
           adapters: low-rank adapters and the slot of each token (`AdaptedModel` makes them); None =
             none.
+          loads: i32[num_layers, num_experts], tokens that experts have had so far. None = they are
+            not counted.
 
         Returns:
-          (f32[R or T, vocab_size] logits, state with updated pages).
+          (f32[R or T, vocab_size] logits, state with updated pages), and the loads, if they were
+          given, with those of the tokens added.
 
         Raises:
           ValueError: the state has not all layers, or a layer's kind or window is wrong.
@@ -232,8 +248,12 @@ class Decoder(Projections):
         whole = f"all {self.config.num_layers} layers (run_layers takes a part)"
         expect(count == self.config.num_layers, "state", whole, count)
         if self.partition is not None and not self.partition.is_inside:
-            return self._on_mesh(self.partition, tokens, batch, state, logit_rows, adapters)
-        return self._all_layers(state, tokens, batch, logit_rows, adapters)
+            whole = tokens, batch, logit_rows, loads
+            logits, state, loads = self._on_mesh(self.partition, state, adapters, *whole)
+        else:
+            whole = tokens, batch, logit_rows, loads
+            logits, state, loads = self._all_layers(state, adapters, *whole)
+        return (logits, state) if loads is None else (logits, state, loads)
 
     def inside(self) -> "Decoder":
         """The same for calls inside of a `jax.shard_map` over its mesh.
@@ -250,30 +270,30 @@ class Decoder(Projections):
             module.partition = partition
         return own
 
-    def _on_mesh(self, partition: Partition, tokens, batch, state, logit_rows, adapters):
+    def _on_mesh(self, partition: Partition, state, adapters, *whole):
         """`__call__` on each device of the mesh, with what it has of weights and pages."""
         graph, params = nnx.split(self)
 
-        def local(params, state, *whole):
-            model = nnx.merge(graph, params)
-            return model._all_layers(state, *whole)
+        def local(params, *args):
+            return nnx.merge(graph, params)._all_layers(*args)
 
         of_state: Any = state.specs(heads=TP)
-        whole: Any = P()
-        of_adapters = None if adapters is None else TokenAdapters(adapters.adapters.specs(), whole)
+        same: Any = P()
+        of_adapters = None if adapters is None else TokenAdapters(adapters.adapters.specs(), same)
         return jax.shard_map(
             local,
             mesh=partition.mesh,
-            in_specs=(partition.specs(params), of_state, whole, whole, whole, of_adapters),
-            out_specs=(whole, of_state),
+            in_specs=(partition.specs(params), of_state, of_adapters, *[same] * len(whole)),
+            out_specs=(same, of_state, same),
             check_vma=False,
-        )(params, state, tokens, batch, logit_rows, adapters)
+        )(params, state, adapters, *whole)
 
-    def _all_layers(self, state, tokens, batch, logit_rows, adapters):
-        x, state = self.run_layers(self.embed(tokens), batch, state, adapters=adapters)
+    def _all_layers(self, state, adapters, tokens, batch, logit_rows, loads):
+        x = self.embed(tokens)
+        x, state, loads = self._run_layers(x, batch, state, adapters, loads)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
-        return self.logits(x), state
+        return self.logits(x), state, loads
 
     @jax.named_scope("embed")
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -291,6 +311,10 @@ class Decoder(Projections):
         adapters: TokenAdapters | None = None,
     ) -> tuple[jax.Array, KVState]:
         """Runs x, [T, hidden_size], through the layers of `state`, which may be a range of them."""
+        x, state, _ = self._run_layers(x, batch, state, adapters, None)
+        return x, state
+
+    def _run_layers(self, x, batch: StepBatch, state: KVState, adapters, loads):
         config, batches = self.config, batch.groups
         _check_kinds(config, state, batches)
         cos, sin = rope_tables(
@@ -309,11 +333,13 @@ class Decoder(Projections):
             layer = nnx.split(self.layers[number])
             own = None if adapters is None else adapters.layer(number)
             with jax.named_scope(f"layer_{number}"):
-                x, groups[group] = _run_layer(
+                x, groups[group], more = _run_layer(
                     *layer, x, steps[kind], groups[group], jnp.int32(index), own
                 )
+            if loads is not None and more is not None:
+                loads = loads.at[number].add(more)
         parts = tuple(part.groups[0] for part in groups)
-        return x, dataclasses.replace(state, groups=parts)
+        return x, dataclasses.replace(state, groups=parts), loads
 
     @jax.named_scope("plan")
     def _plan(

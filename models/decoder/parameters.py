@@ -224,6 +224,7 @@ class FillingSource:
     def split(
         self, *names: str, sharding: Callable[[int], NamedSharding], axis: int = 0,
         dtype: DTypeLike | None = None, order: np.ndarray | None = None,
+        slots: np.ndarray | None = None,
     ) -> jax.Array:  # fmt: skip
         """The same array over several devices; each process reads what its devices get.
 
@@ -231,16 +232,24 @@ class FillingSource:
           sharding: of an array of so many axes.
           order: the rows along `axis` in another order, some perhaps several times. None = as they
             are.
+          slots: of stacked experts, the expert of each slot; one may have several, none or one.
         """
         shape = self._joined_shape(names, axis)
         if order is not None:
             shape = (*shape[:axis], len(order), *shape[axis + 1 :])
+        if slots is not None:
+            shape = (len(slots), *shape[1:])
         dtype = self._dtype if dtype is None else np.dtype(dtype)
 
         def part(index: Any) -> np.ndarray:
             sizes = [len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True)]
             out = _empty(sizes, dtype)
-            self._read(names, axis, index, order, out)
+            if slots is None:
+                self._read(names, axis, index, order, out)
+            else:
+                for into, expert in zip(out, slots[index[0]].tolist(), strict=True):
+                    one = slice(expert, expert + 1), *index[1:]
+                    self._read(names, axis, one, order, into[None])
             return out
 
         made = jax.make_array_from_callback(shape, sharding(len(shape)), part)

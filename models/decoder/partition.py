@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from jax_paged.native.sharding import create_over
 from .config import DecoderConfig
 from .exchange import exchanged, is_cheaper
 from .parameters import FillingSource, TensorSource
+from .placement import PLACES, as_places, first_slots, name_of
 
 AXES = DP, TP = ("dp", "tp")
 
@@ -97,6 +98,8 @@ class Partition:
       expert_axes: the mesh axes that experts are split over, those with most devices by which
         their number can be divided; none of a dense model.
       splits_vocab: whether embedding and head are split; else each device has them whole.
+      num_slots: for the experts of a layer, over all devices; one may have several. None = each has
+        one, and stays there.
       is_inside: the model is called inside of a `jax.shard_map` over the mesh, and each replica
         has rows of its own. Otherwise it enters one itself, and all replicas have the same rows.
     """
@@ -107,11 +110,17 @@ class Partition:
     kv_copies: int
     expert_axes: tuple[str, ...]
     splits_vocab: bool
+    num_slots: int | None = None
     is_inside: bool = False
 
     @staticmethod
-    def create(config: DecoderConfig, mesh: Mesh) -> "Partition":
+    def create(
+        config: DecoderConfig, mesh: Mesh, redundant_experts: int | None = None
+    ) -> "Partition":
         """Checks that a model can be split so.
+
+        Args:
+          redundant_experts: slots beyond those of all experts, as for `Decoder`.
 
         Raises:
           ValueError: it cannot; the message says what of it.
@@ -126,14 +135,23 @@ class Partition:
             inner = config.intermediate_size
             expect(inner % tp == 0, "tp", f"a divisor of intermediate_size={inner}", tp)
         expert_axes: tuple[str, ...] = ()
+        num_slots, count = None, config.num_experts
+        if redundant_experts is not None:
+            ok = isinstance(redundant_experts, int) and redundant_experts >= 0
+            expect(ok, "redundant_experts", "an integer of at least 0", repr(redundant_experts))
+            num_slots = count = count + redundant_experts
         if any(config.moe_layers):
-            count = config.num_experts
             ways = (axes for axes in (AXES, (TP,), (DP,), ()) if count % _size(mesh, axes) == 0)
             expert_axes = next(ways)
+        if num_slots is not None:
+            what = f"slots for {config.num_experts} experts that can be split over the devices"
+            expect(bool(expert_axes), "redundant_experts", what, f"{num_slots} slots")
         local_kv = max(kv_heads // tp, 1)
         splits_vocab = config.vocab_size % tp == 0
         copies = max(tp // kv_heads, 1)
-        return Partition(mesh, q_heads // tp, local_kv, copies, expert_axes, splits_vocab)
+        return Partition(
+            mesh, q_heads // tp, local_kv, copies, expert_axes, splits_vocab, num_slots
+        )
 
     @property
     def dp(self) -> int:
@@ -167,23 +185,26 @@ class Partition:
 
     def read(
         self, leaf: str, source: TensorSource, names: Sequence[str], axis: int,
-        order: np.ndarray | None, **dtype: DTypeLike,
+        order: np.ndarray | None, slots: np.ndarray | None, **dtype: DTypeLike,
     ) -> Any:  # fmt: skip
         """Joined tensors of a source on the devices of a leaf; shapes stay shapes.
 
         Args:
           order: the rows in the order of the devices, some perhaps several times; None = as they
             are.
+          slots: the expert of each slot of stacked experts; None = one each.
           dtype: of the source's option, if any.
         """
         sharding = functools.partial(self.sharding, leaf)
         if isinstance(source, FillingSource):
-            return source.split(*names, sharding=sharding, axis=axis, order=order, **dtype)
+            options: Any = {"order": order, "slots": slots, **dtype}
+            return source.split(*names, sharding=sharding, axis=axis, **options)
         x: Any = source(*names, axis=axis, **dtype)
-        if order is not None and isinstance(x, jax.ShapeDtypeStruct):
-            x = jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
-        elif order is not None:
-            x = x[order]
+        for rows in (order, slots):
+            if rows is not None and isinstance(x, jax.ShapeDtypeStruct):
+                x = jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
+            elif rows is not None:
+                x = x[rows]
         return put(x, sharding(x.ndim))
 
     def check_blocks(self, leaf: str, name: str, shape: Sequence[int]) -> None:
@@ -196,7 +217,7 @@ class Partition:
     def specs(self, params: Any) -> Any:
         """The splits of a pytree of arrays, by the names of their leaves."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: self.spec(_name_of(path), len(x.shape)), params
+            lambda path, x: self.spec(name_of(path), len(x.shape)), params
         )
 
     def create_state(self, create: Callable[[], KVState]) -> KVState:
@@ -236,6 +257,17 @@ class Partition:
             parts = [q, *(x.ravel() for x in repeated)]
         own = zip(*(np.split(part, self.tp) for part in parts), strict=True)
         return np.concatenate([piece for pieces in own for piece in pieces])
+
+    def first_slots(self, num_experts: int) -> np.ndarray | None:
+        """The expert of each slot of a model that was just loaded; None = they stay."""
+        return None if self.num_slots is None else first_slots(num_experts, self.num_slots)
+
+    def places(self, slots: np.ndarray, num_experts: int, *, as_shape: bool = False) -> Any:
+        """Where the experts are, as each device has it (`as_places`), or the shape of that."""
+        places: Any = as_places(slots, num_experts)
+        if as_shape:
+            places = jax.ShapeDtypeStruct(places.shape, places.dtype)
+        return put(places, self.sharding(PLACES, 2))
 
     # What devices tell each other, inside of `jax.shard_map`
 
@@ -362,11 +394,3 @@ def shapes_on(mesh: Mesh, shapes: Any, specs: Any) -> Any:
 
 def _size(mesh: Mesh, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[name] for name in axes)
-
-
-def _name_of(path: Sequence[Any]) -> str:
-    """The last name in the path of a leaf."""
-    names: Iterator[str] = (
-        name for key in reversed(path) if isinstance(name := getattr(key, "key", None), str)
-    )
-    return next(names, "")

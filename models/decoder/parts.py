@@ -42,6 +42,7 @@ from .adapters import LayerAdapters
 from .moe import gated_mlp, route
 from .parameters import TensorSource, are_scaled, block_order, scale_name
 from .partition import Partition, put
+from .placement import chosen_slots
 
 WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
@@ -66,13 +67,13 @@ class Projections(nnx.Module):
 
     def _set(
         self, name: str, source: TensorSource, *tensors: str, axis: int = 0,
-        order: np.ndarray | None = None, **dtype: DTypeLike,
+        order: np.ndarray | None = None, slots: np.ndarray | None = None, **dtype: DTypeLike,
     ) -> None:  # fmt: skip
-        """Sets a leaf; order: of its rows over several devices, as for `Partition.read`."""
+        """Sets a leaf; order and slots: of several devices, as for `Partition.read`."""
         if self.partition is None:
             value = source(*tensors, axis=axis, **dtype)
         else:
-            value = self.partition.read(name, source, tensors, axis, order, **dtype)
+            value = self.partition.read(name, source, tensors, axis, order, slots, **dtype)
         setattr(self, name, nnx.Param(value))
 
     def _load(
@@ -96,19 +97,19 @@ class Projections(nnx.Module):
 
     def _set_blocks(
         self, name: str, source: TensorSource, *tensors: str, sizes: Sequence[int], axis: int = 0,
-        order: np.ndarray | None = None,
+        order: np.ndarray | None = None, slots: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Sets fp8 weights as they are, and the scales of their blocks: `name`_block_scale."""
+        options: Any = {"axis": axis, "slots": slots}
         for tensor, size in zip(tensors[:-1], sizes, strict=False):
             expect(size % SCALE_BLOCK == 0, tensor, f"a multiple of {SCALE_BLOCK} rows", size)
-        self._set(name, source, *tensors, axis=axis, order=order, dtype=jnp.float8_e4m3fn)
+        self._set(name, source, *tensors, order=order, dtype=jnp.float8_e4m3fn, **options)
         if self.partition is not None:
             self.partition.check_blocks(name, tensors[0], self._shape(name))
         scales = [scale_name(tensor) for tensor in tensors]
         blocks = None if order is None else block_order(tensors[0], order)
-        self._set(
-            name + "_block_scale", source, *scales, axis=axis, order=blocks, dtype=jnp.float32
-        )
+        of_scales = name + "_block_scale"
+        self._set(of_scales, source, *scales, order=blocks, dtype=jnp.float32, **options)
 
     def _quantize(self, name: str, weight_dtype: str, weight: nnx.Param) -> None:
         value = param_value(weight)
@@ -415,6 +416,7 @@ class ExpertsMLP(_GatedMLP):
 
     router: nnx.Param
     router_bias: nnx.Param  # only where the router has one
+    places: nnx.Param  # i32[experts, slots of one at most], -1 = none; only where experts may move
 
     def __init__(
         self,
@@ -439,14 +441,20 @@ class ExpertsMLP(_GatedMLP):
         self._set("router", source, prefix + "gate.weight")
         names = [experts + "gate_proj", experts + "up_proj"]
         weights = (name + ".weight" for name in names)
-        self._load("gate_up", weight_dtype, source, *weights, axis=1)
-        self._load("down", weight_dtype, source, experts + "down_proj.weight")
+        count, slots = self._shape("router")[0], None
+        if partition is not None:
+            slots = partition.first_slots(count)
+        self._load("gate_up", weight_dtype, source, *weights, axis=1, slots=slots)
+        self._load("down", weight_dtype, source, experts + "down_proj.weight", slots=slots)
+        if slots is not None and partition is not None:
+            is_shape = isinstance(param_value(self.down), jax.ShapeDtypeStruct)
+            self.places = nnx.Param(partition.places(slots, count, as_shape=is_shape))
         if router_bias:
             self._set("router_bias", source, prefix + "gate.bias")
         if bias:
-            self._set("gate_up_bias", source, *(name + ".bias" for name in names), axis=1)
-            self._set("down_bias", source, experts + "down_proj.bias")
-        count = self._shape("router")[0]
+            biases = (name + ".bias" for name in names)
+            self._set("gate_up_bias", source, *biases, axis=1, slots=slots)
+            self._set("down_bias", source, experts + "down_proj.bias", slots=slots)
         text = f"at most the {count} experts of {prefix}gate.weight"
         expect(experts_per_token <= count, "experts_per_token", text, experts_per_token)
 
@@ -463,6 +471,16 @@ class ExpertsMLP(_GatedMLP):
           live: as for `moe_experts`: tokens that are padding cost no expert. For the tokens of a
             step `batch.slot_mapping >= 0`.
         """
+        return self.with_loads(x, live=live, implementation=implementation)[0]
+
+    def with_loads(
+        self,
+        x: Float[Array, "tokens hidden"],
+        *,
+        live: Bool[Array, "tokens"] | None = None,
+        implementation: Implementation = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(what a call gives, i32[experts], how many of the tokens have chosen each)."""
         with jax.named_scope("router"):
             router = self.router[...]
             logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
@@ -472,9 +490,11 @@ class ExpertsMLP(_GatedMLP):
         with jax.named_scope("experts"):
             options = self._options(implementation)
             if self.partition is None:
-                return moe_experts(
+                loads = _loads(experts, live, logits.shape[1])
+                out = moe_experts(
                     x, self.gate_up[...], self.down[...], experts, weights, live=live, **options
                 )
+                return out, loads
 
             def run(x, experts, weights):
                 return moe_experts(
@@ -484,4 +504,16 @@ class ExpertsMLP(_GatedMLP):
 
             if live is not None:
                 experts = jnp.where(live[:, None], experts, jnp.int32(-1))
-            return self.partition.over_experts(run, x, experts, weights, self.down[...].shape[0])
+            loads = _loads(experts, live, logits.shape[1])
+            if hasattr(self, "places"):
+                experts = chosen_slots(self.places[...], x, experts)
+            count = self.down[...].shape[0]
+            return self.partition.over_experts(run, x, experts, weights, count), loads
+
+
+def _loads(experts: jax.Array, live: jax.Array | None, count: int) -> jax.Array:
+    """i32[count], how often each expert occurs; XLA leaves it out where nobody asks."""
+    if live is not None:
+        experts = jnp.where(live[:, None], experts, jnp.int32(-1))
+    bins = jnp.where(experts >= 0, experts, jnp.int32(count)).ravel()
+    return jnp.zeros(count, jnp.int32).at[bins].add(1, mode="drop")

@@ -192,18 +192,23 @@ def run_model(
     state: KVState,
     *,
     logit_rows: jax.Array | None = None,
-) -> tuple[jax.Array, KVState]:
+    **loads: jax.Array,
+) -> tuple[Any, ...]:
     """`Model.__call__` of the parts of a model, with a look at what it returns.
+
+    Args:
+      loads: for a `Decoder` that is to count the loads of its experts, which then come third.
 
     Raises:
       ValueError: the logits are not f32[R or T, vocab_size], or the state is not like the one that
         the model was given.
     """
     model = merge_model(graph, params)
-    result: Any = model(tokens, batch, state, logit_rows=logit_rows)
-    ok = isinstance(result, tuple) and len(result) == 2 and hasattr(result[0], "dtype")
+    result: Any = model(tokens, batch, state, logit_rows=logit_rows, **loads)
+    ok = isinstance(result, tuple) and len(result) == 2 + len(loads)
+    ok = ok and hasattr(result[0], "dtype")
     expect(ok, "model", "(logits, state) of its call", kind_text(result))
-    logits, new = result
+    logits, new, *counted = result
     shape = (tokens if logit_rows is None else logit_rows).shape[0], model.config.vocab_size
     ok = (logits.shape, logits.dtype) == (shape, jnp.float32)
     got = f"{logits.dtype.name}{list(logits.shape)}"
@@ -212,7 +217,7 @@ def run_model(
     ok = [*map(_kind, jax.tree.leaves(new))] == [*map(_kind, jax.tree.leaves(state))]
     ok = ok and jax.tree.structure(new) == jax.tree.structure(state)
     expect(ok, "model", "the state that it was given, with new pages", "one of another kind")
-    return logits, new
+    return logits, new, *counted
 
 
 def _kind(x: jax.Array) -> tuple:

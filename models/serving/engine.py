@@ -27,6 +27,7 @@ from jax_paged.checks import check_choice, expect
 from ..checkpoint.tokenizer import Tokenizer
 from ..decoder.adapters import Adapter
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window
+from ..decoder.placement import Balance
 from ..decoder.protocol import Model, check_model
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
@@ -572,6 +573,25 @@ class Engine(EngineCounts):
             self._keep()
         while self._untold:
             self._untold.popleft().tell()
+
+    def rebalance(self) -> Balance:
+        """Moves experts between devices by what they had to do since the last call.
+
+        In each layer the busiest ones get the redundant slots, and the devices get like loads. The
+        next steps run as before, and nothing is compiled; K and V and the prefix cache stay. While
+        a layer moves, its experts are in memory twice; the model that the engine was made of keeps
+        them where they were, as long as there is one.
+
+        Returns:
+          How even the loads were, and would have been; see `Balance`.
+
+        Raises:
+          ValueError: the model's experts cannot move (`Decoder`, redundant_experts).
+        """
+        can = self._runner.moves_experts
+        expect(can, "model", "one with redundant_experts, 0 or more", "one whose experts stay")
+        with uninterrupted():
+            return self._runner.rebalance()
 
     # Adapters
 

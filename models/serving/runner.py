@@ -29,6 +29,7 @@ from ..decoder.adapters import AdaptedModel, Adapter, Adapters, put_adapter
 from ..decoder.executables import compiled
 from ..decoder.generation import state_creator
 from ..decoder.partition import DP, TP, Partition, put
+from ..decoder.placement import Balance, ExpertLayers
 from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
 from ..distributed.orders import Order
 from ..distributed.processes import Processes
@@ -37,7 +38,16 @@ from .logit_edits import everything, memory_of
 from .plan import fill_plan, has_constraint, page_orders
 from .replicas import GATHERED, STACKED, over_replicas, placed, stacked
 from .scheduler import Feed, Orders
-from .step import Drawn, EngineState, PageOrders, StepPlan, keep, remember, step
+from .step import (
+    Drawn,
+    EngineState,
+    PageOrders,
+    StepPlan,
+    keep,
+    remember,
+    step,
+    take_loads,
+)
 from .swap import Swapper
 
 
@@ -74,9 +84,13 @@ class ModelRunner:
             self._add_drafter(draft_model)
             creates.append(state_creator(draft_model, **sizes))
 
+        config: Any = model.config
+        self.moves_experts = self.partition is not None and self.partition.num_slots is not None
+        experts = (config.num_layers, config.num_experts) if self.moves_experts else None
+
         def create() -> EngineState:
             state, *drafter = (make() for make in creates)
-            return EngineState.create(state, self._vocab_size, *drafter)
+            return EngineState.create(state, self._vocab_size, *drafter, experts=experts)
 
         shapes = jax.eval_shape(create)
         self.table = shapes.state.table  # that of a replica, as shapes
@@ -162,7 +176,7 @@ class ModelRunner:
         params = self._params_with(self.of_all([self._no_slots] * self.num_replicas))
         if isinstance(params, AdaptedModel) and not isinstance(graph, AdaptedGraph):
             graph = AdaptedGraph(graph)  # not a model that has an adapter of its own
-        count = len(programs) + 2 + swaps
+        count = len(programs) + 2 + swaps + self.moves_experts
         with progress_bar(count, "compiling", "programs", shown=progress) as update:
             orders = self.of_all([self._nothing] * self.num_replicas)
             self.keep_program = self.compiled(
@@ -177,6 +191,11 @@ class ModelRunner:
             update()
             if swaps:
                 self.swapper = Swapper(self)
+                update()
+            if self.moves_experts:
+                self._take_loads = self.compiled(
+                    take_loads, self.device, takes=(state,), gives=(state, P())
+                )
                 update()
             takes: Any = ()
             if self.partition is not None:
@@ -263,6 +282,20 @@ class ModelRunner:
         self.device, drawn = program(params, self.device, plan, self._drafter_params)
         return drawn
 
+    def _loads(self) -> np.ndarray:
+        self.device, loads = self._take_loads(self.device)
+        return np.asarray(loads)
+
+    def _move_experts(self, numbers: Sequence[int], slots: np.ndarray) -> None:
+        assert self.partition is not None
+        layers = ExpertLayers(self.params, self.partition)
+        self.params = None  # so that what was moved is free, layer after layer
+        try:
+            for number, own in zip(numbers, slots, strict=True):
+                layers.move(number, own)
+        finally:
+            self.params = layers.params()
+
     def _put_adapter(self, slot: int, *arrays: np.ndarray) -> None:
         packed = jax.tree.unflatten(jax.tree.structure(self.adapters), arrays)
         self.adapters = self._put(self.adapters, np.int32(slot), packed)
@@ -297,6 +330,16 @@ class ModelRunner:
     def put_adapter(self, slot: int, packed: Adapters) -> None:
         """Puts an adapter into a slot."""
         self._order("adapter", slot, tree=packed)
+
+    def rebalance(self) -> Balance:
+        """Moves experts so that their loads so far, of which it takes account, are even."""
+        assert self.partition is not None
+        loads = self._order("loads")
+        layers = ExpertLayers(self.params, self.partition)
+        wanted, balance = layers.balanced(loads)
+        if wanted:
+            self._order("move experts", [*wanted], tree=np.stack([*wanted.values()]))
+        return balance
 
     # Steps
 
@@ -390,6 +433,8 @@ def _facts(model: Model, draft_model: Model | None) -> dict[str, str]:
             mesh = getattr(getattr(one, "partition", None), "mesh", None)
             facts[f"{name}.dtype"] = np.dtype(one.dtype).name
             facts[f"{name}.mesh"] = None if mesh is None else dict(mesh.shape)
+            slots = getattr(getattr(one, "partition", None), "num_slots", None)
+            facts[f"{name}.slots of experts"] = slots
             of_config = getattr(one.config, "__dict__", {})
             facts |= {f"{name}.config.{field}": value for field, value in of_config.items()}
     return {name: repr(value) for name, value in facts.items()}
@@ -399,7 +444,8 @@ _BEGIN = "begin"
 _ORDERS: dict[str, Callable[..., Any]] = {
     "compile": ModelRunner._compile, "keep": ModelRunner._keep,
     "remember": ModelRunner._remember, "step": ModelRunner._step,
-    "adapter": ModelRunner._put_adapter,
+    "adapter": ModelRunner._put_adapter, "loads": ModelRunner._loads,
+    "move experts": ModelRunner._move_experts,
     "swap out": lambda runner, *values: runner.swapper.out(*values),
     "swap in": lambda runner, *values: runner.swapper.back(*values),
     "forget": lambda runner, number: runner.swapper.forget(number),
@@ -419,7 +465,8 @@ def _graph_of_replica(model: Any) -> Graph:
 
 def _splits_of(shapes: EngineState, of_drafter: Partition | None) -> EngineState:
     """How the state of all replicas lies on the mesh."""
-    splits: Any = dict.fromkeys(("last", "entry_pages", "failed", "memory"), STACKED)
+    names = ("last", "entry_pages", "failed", "memory", "loads")
+    splits: Any = {name: STACKED for name in names if getattr(shapes, name) is not None}
     drafter = shapes.drafter
     if drafter is not None:
         drafter = drafter.specs(heads=None if of_drafter is None else TP, pages=DP)

@@ -20,6 +20,7 @@ from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
 from jax_paged.cache.trees import NO_TREE
 
+from ..decoder.partition import DP
 from ..decoder.protocol import Graph, run_model
 from ..decoder.sample import RowSamplers
 from .logit_edits import LogitEdits, TokenMemory, ways
@@ -39,10 +40,18 @@ class EngineState:
     failed: jax.Array  # bool[]
     memory: TokenMemory
     drafter: KVState | None = None  # a draft model's pages, under the page ids of the same table
+    # i32[num_layers, num_experts], tokens that experts have had; None where they cannot move.
+    loads: jax.Array | None = None
 
     @staticmethod
-    def create(state: KVState, vocab_size: int, drafter: KVState | None = None) -> "EngineState":
-        """Takes empty states over; of the draft model's only the pages."""
+    def create(
+        state: KVState, vocab_size: int, drafter: KVState | None = None,
+        experts: tuple[int, int] | None = None,
+    ) -> "EngineState":  # fmt: skip
+        """Takes empty states over; of the draft model's only the pages.
+
+        experts: the shape of the loads of experts that can move.
+        """
         if drafter is not None:
             drafter = drafter.replace(table=None)
         return EngineState(
@@ -52,6 +61,7 @@ class EngineState:
             entry_pages=jnp.full(state.table.num_pages, -1, jnp.int32),
             failed=jnp.zeros((), jnp.bool_),
             memory=TokenMemory.create(state.table.max_seqs, vocab_size),
+            loads=None if experts is None else jnp.zeros(experts, jnp.int32),
         )
 
 
@@ -131,6 +141,14 @@ def keep(
 def remember(device: EngineState, row: jax.Array, seen: jax.Array, bias: jax.Array) -> EngineState:
     """A request that edits logits starts in a row (`TokenMemory.begin`)."""
     return dataclasses.replace(device, memory=device.memory.begin(row, seen, bias))
+
+
+@functools.partial(jax.jit, donate_argnames="device")
+def take_loads(device: EngineState) -> tuple[EngineState, jax.Array]:
+    """(device, whose counters begin anew, the loads of all replicas). Inside of `over_replicas`."""
+    assert device.loads is not None
+    loads = jax.lax.psum(device.loads.astype(jnp.float32), DP)
+    return dataclasses.replace(device, loads=jnp.zeros_like(device.loads)), loads
 
 
 @jax.tree_util.register_dataclass
@@ -245,7 +263,10 @@ def step(
         _, pool = run_model(drafter, drafter_params, tokens, batch, pool, logit_rows=nothing)
 
     wanted = jnp.arange(size, dtype=jnp.int32) if scores else number.ravel()
-    logits, state = run_model(graph, params, tokens, batch, state, logit_rows=wanted)
+    counting = {} if device.loads is None else {"loads": device.loads}
+    logits, state, *loads = run_model(
+        graph, params, tokens, batch, state, logit_rows=wanted, **counting
+    )
     of_prompt = None
     if scores:
         of_prompt = _scores(logits, jnp.asarray(plan.targets), logprobs or 0)
@@ -304,8 +325,14 @@ def step(
         failed=failed,
         memory=device.memory.add(new, counts),
         drafter=None if pool is None else pool.replace(table=None),
+        loads=_not_too_large(loads[0]) if loads else None,
     )
     return device, Drawn(jnp.where(failed, jnp.int32(FAILED), new), told, of_prompt)
+
+
+def _not_too_large(loads: jax.Array) -> jax.Array:
+    """Halves counters before one of them overflows."""
+    return loads >> (jnp.max(loads) > 2**30).astype(jnp.int32)
 
 
 def _way_to(leaf: jax.Array, parents: jax.Array, depth: jax.Array) -> jax.Array:
