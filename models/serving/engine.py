@@ -37,7 +37,7 @@ from .counts import EngineCounts
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import PrefixCache
-from .renew import checked_weights, copied, copied_into
+from .renew import checked_weights
 from .request import LogProbability, OnTokens, Request, Sampling
 from .runner import ModelRunner, check_processes
 from .scheduler import Feed, Scheduler
@@ -179,13 +179,11 @@ class Engine(EngineCounts):
             _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         num_holds = max_seqs + -(-max_tokens // page_size)
         slots = None if max_adapters is None else (max_adapters, max_rank)
-        self._processes = processes
         self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots, processes)
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
         self.weight_version = 0  # how often `update_weights` was called
-        self._owns_weights = False
         self._adapters: AdapterSlots | None = None
         if max_adapters is not None:
             self._adapters = AdapterSlots(self._runner, model.config)
@@ -533,7 +531,8 @@ class Engine(EngineCounts):
         """Takes new weights between two steps; nothing is compiled again.
 
         For rollouts inside a training process: the trainer's weights, each time they have changed.
-        Cached pages are those of the old weights and are found no more.
+        Cached pages are those of the old weights and are found no more. Where an engine has several
+        processes, each of the others takes what its `follow` is given.
 
         Args:
           weights: a model like the engine's own, or a pytree like that of its arrays
@@ -549,23 +548,14 @@ class Engine(EngineCounts):
 
         Raises:
           ValueError: a leaf is missing, too much, or of another shape or dtype; it is named.
-          NotImplementedError: the engine has several processes.
         """
-        if self._processes is not None:
-            raise NotImplementedError("update_weights: not for an engine of several processes yet")
         check_choice("running", running, ("recompute", "keep"))
         given = weights if mapping is None else mapping(weights)
         params = checked_weights(given, self._runner.graph, self.params)
         with uninterrupted():
             while self._flying:  # what they draw is of the old weights
                 self._read_back()
-            if not copy:
-                self._runner.params = params
-            elif self._owns_weights:
-                self._runner.params = copied_into(self.params, params)
-            else:  # those of the caller's model stay
-                self._runner.params = copied(params)
-            self._owns_weights = copy
+            self._runner.update(params, copy=copy)
             self.weight_version += 1
             salt = f"{self._salt} weights {self.weight_version}"
             for one in self._schedulers:

@@ -34,9 +34,26 @@ def checked_weights(weights: Any, graph: Graph, params: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
+def renewed(old: Any, new: Any, *, copy: bool, may_write: bool) -> Any:
+    """Params with the values of `new` that lie where those of `old` do.
+
+    Args:
+      copy: whether they are arrays of their own.
+      may_write: whether they may be in the memory of `old`, which is gone then.
+    """
+    new = jax.tree.map(_where, new, old)
+    if not copy:
+        return new
+    return copied_into(old, new) if may_write else _copied(new)
+
+
+def _where(x: Any, like: jax.Array) -> jax.Array:
+    is_there = isinstance(x, jax.Array) and x.sharding == like.sharding
+    return x if is_there else jax.device_put(x, like.sharding)
+
+
 @jax.jit
-def copied(new: Any) -> Any:
-    """Arrays of their own."""
+def _copied(new: Any) -> Any:
     return jax.tree.map(jnp.copy, new)
 
 

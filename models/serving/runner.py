@@ -36,6 +36,7 @@ from ..distributed.processes import Processes
 from ..progress import progress_bar
 from .logit_edits import everything, memory_of
 from .plan import fill_plan, has_constraint, page_orders
+from .renew import checked_weights, renewed
 from .replicas import GATHERED, STACKED, over_replicas, placed, stacked
 from .scheduler import Feed, Orders
 from .step import (
@@ -68,6 +69,8 @@ class ModelRunner:
         slots: Sequence[int] | None = None, processes: Processes | None = None,
     ):  # fmt: skip
         self._processes, self._token = processes, object()
+        self._owns_params, self._new_params = False, None
+        self.weights: Callable[[], Any] | None = None  # where a follower gets new ones
         if processes is not None:
             processes.owner = self._token
             values = sizes, num_holds, slots, _facts(model, draft_model)
@@ -282,6 +285,16 @@ class ModelRunner:
         self.device, drawn = program(params, self.device, plan, self._drafter_params)
         return drawn
 
+    def _update(self, copy: bool) -> None:
+        new, self._new_params = self._new_params, None
+        if new is None:
+            what = "something for follow(processes, model, weights=…) to call"
+            expect(self.weights is not None, "weights", what, "an update of them without it")
+            assert self.weights is not None
+            new = checked_weights(self.weights(), self.graph, self.params)
+        self.params = renewed(self.params, new, copy=copy, may_write=self._owns_params)
+        self._owns_params = copy
+
     def _loads(self) -> np.ndarray:
         self.device, loads = self._take_loads(self.device)
         return np.asarray(loads)
@@ -330,6 +343,11 @@ class ModelRunner:
     def put_adapter(self, slot: int, packed: Adapters) -> None:
         """Puts an adapter into a slot."""
         self._order("adapter", slot, tree=packed)
+
+    def update(self, params: Any, *, copy: bool) -> None:
+        """Takes new params; the other processes take theirs (`follow`)."""
+        self._new_params = params
+        self._order("update", copy)
 
     def rebalance(self) -> Balance:
         """Moves experts so that their loads so far, of which it takes account, are even."""
@@ -385,14 +403,21 @@ class ModelRunner:
         return AdaptedModel(self.params, self.adapters, slots)
 
 
-def follow(processes: Processes, model: Model, *, draft_model: Model | None = None) -> None:
+def follow(
+    processes: Processes, model: Model, *, draft_model: Model | None = None,
+    weights: Callable[[], Any] | None = None,
+) -> None:  # fmt: skip
     """Does on this process's devices what the engine of the first process does on its own.
 
     Each process but the first calls it, with models that are loaded like those of the first one. It
     returns when the first one is done.
 
+    Args:
+      weights: called each time that the engine updates its weights. It gives those of this process,
+        as `Engine.update_weights` takes them (the arrays that the processes share).
+
     Raises:
-      ValueError: the engine's models are others.
+      ValueError: the engine's models are others, or it updates weights and there are none.
     """
     runner, facts = None, _facts(model, draft_model)
     while (order := processes.receive()) is not None:
@@ -403,6 +428,7 @@ def follow(processes: Processes, model: Model, *, draft_model: Model | None = No
                 expect(mine == others, name, f"{others}, as process 0 has", mine)
             runner = None  # its pages are free before there are others
             runner = ModelRunner(model, draft_model, *arguments)
+            runner.weights = weights
         else:
             ok = runner is not None and order.name in _ORDERS
             expect(ok, "process 0", "orders of an engine", repr(order.name))
@@ -444,7 +470,7 @@ _BEGIN = "begin"
 _ORDERS: dict[str, Callable[..., Any]] = {
     "compile": ModelRunner._compile, "keep": ModelRunner._keep,
     "remember": ModelRunner._remember, "step": ModelRunner._step,
-    "adapter": ModelRunner._put_adapter, "loads": ModelRunner._loads,
+    "adapter": ModelRunner._put_adapter, "update": ModelRunner._update, "loads": ModelRunner._loads,
     "move experts": ModelRunner._move_experts,
     "swap out": lambda runner, *values: runner.swapper.out(*values),
     "swap in": lambda runner, *values: runner.swapper.back(*values),

@@ -28,20 +28,23 @@ from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, 
 from tiny_checkpoint import write_checkpoint
 
 from jax_paged.models import (
+    Decoder,
     Engine,
     evaluate,
     follow,
     generate,
     loglikelihoods,
+    make_mesh,
     score,
     start_processes,
 )
+from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.distributed.processes import EXIT_LOST
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
 KEY = "the key of these tests"
-SHAPES = [(2, 1), (4, 1), (2, 2)]  # processes, devices of each
+SHAPES = [(2, 1), (4, 1), (2, 2), (2, 4)]  # processes, devices of each
 BEGUN = "steps are under way"
 
 
@@ -96,14 +99,42 @@ def a_later_engine_takes_the_place(processes):
     with pytest.raises(ValueError, match="processes: expected those that the model lies on"):
         Engine(model, **SIZES)
     first, second = (Engine(model, **SIZES, processes=processes) for _ in range(2))
-    with pytest.raises(NotImplementedError, match="several processes"):
-        second.update_weights(model)
     request = second.submit(PROMPTS[0], max_new_tokens=2)
     second.run()
     assert len(request.tokens) == 2
     first.submit(PROMPTS[0], max_new_tokens=2)
     with pytest.raises(ValueError, match="engine: expected the newest one of its processes"):
         first.run()
+
+
+def weights_change_and_experts_move(processes):
+    config = CONFIGS["experts"]
+    mesh = make_mesh(config)
+    redundant = 0 if mesh.size < 8 else 8  # with 8 on two devices, each would have all experts
+    one, new = (Decoder(config, random_source(config, seed=seed)) for seed in (3, 4))
+    model, later = (
+        Decoder(config, random_source(config, seed=seed), mesh=mesh, redundant_experts=redundant)
+        for seed in (3, 4)
+    )
+    if not processes.is_first:
+        follow(processes, model, weights=lambda: later)
+        return
+    engine = Engine(model, **SIZES, prefix_cache=False, processes=processes)
+    asked = {"max_new_tokens": 7, "temperature": 0.8, "seed": 2}
+
+    def tokens():
+        requests = [engine.submit(x, draw_index=i, **asked) for i, x in enumerate(PROMPTS)]
+        engine.run()
+        return [request.tokens for request in requests]
+
+    want, changed = (generate(x, PROMPTS, **asked).tokens for x in (one, new))
+    assert tokens() == want
+    moved = engine.rebalance()
+    assert moved.after < moved.before
+    assert tokens() == want
+    for _ in range(2):
+        engine.update_weights(later)
+        assert tokens() == changed != want
 
 
 def steps_go_on_and_on(processes):
@@ -134,7 +165,8 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         all_call_the_same, others_call_the_same, the_engine_gives_the_same,
-        a_later_engine_takes_the_place, steps_go_on_and_on, another_model,
+        a_later_engine_takes_the_place, weights_change_and_experts_move, steps_go_on_and_on,
+        another_model,
     )
 }  # fmt: skip
 
@@ -196,6 +228,12 @@ def test_programs_that_all_call(count, devices):
 @pytest.mark.deep
 def test_a_later_engine_takes_the_place():
     run("a_later_engine_takes_the_place")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("count", "devices"), SHAPES)
+def test_weights_change_and_experts_move(count, devices):
+    run("weights_change_and_experts_move", count=count, devices=devices)
 
 
 @pytest.mark.deep
