@@ -25,6 +25,7 @@ import numpy as np
 from jax_paged._start.interrupt import uninterrupted
 from jax_paged.cache.state import KVState
 from jax_paged.checks import check_choice, expect
+from jax_paged.ops.batch import pages_for
 
 from ..checkpoint.tokenizer import Tokenizer
 from ..decoder.adapters import Adapter
@@ -34,6 +35,7 @@ from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..distributed.processes import Processes
 from .adapters import AdapterSlots
+from .handover import Ticket, digest_of, facts_of, row_of
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
@@ -45,7 +47,7 @@ from .snapshot import SNAPSHOT_VERSION, as_json, resubmitted
 from .speculate import RULES, draft_tree, look_up, look_up_tree
 from .step import FAILED, Drawn, LogProbabilities
 from .structured import Constraint
-from .swap import chunk_pages
+from .swap import Swapper, chunk_pages
 
 __all__ = ["Engine", "Request"]
 
@@ -184,6 +186,8 @@ class Engine:
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
+        self.page_size = page_size
+        self._facts_of_weights: tuple[int, dict[str, str]] = -1, {}
         self.weight_version = 0  # how often `update_weights` was called
         self._owns_weights = False
         self._adapters: AdapterSlots | None = None
@@ -233,6 +237,7 @@ class Engine:
         decode: Decode | None = None,
         prompt_logprobs: bool = False,
         adapter: str | None = None,
+        hand_out: bool = False,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
         begun: tuple[Sequence[int], Sequence[LogProbability]] = ((), ()),
@@ -257,6 +262,8 @@ class Engine:
             whatever the prefix cache has.
           adapter: the name of an adapter (`add_adapter`), whose present version the request has to
             its end; None = none.
+          hand_out: whether K and V of its tokens lie in host memory at its end, until `hand_out`
+            takes them; max_new_tokens may be 0. Of an engine that swaps.
           priority: higher goes first, and may preempt lower.
           on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
             a reason (None before) at the end.
@@ -283,6 +290,10 @@ class Engine:
         )  # fmt: skip
         can = self.prompt_logprobs or not prompt_logprobs
         expect(can, "prompt_logprobs", "False, or an engine with prompt_logprobs=True", True)
+        if hand_out:
+            self._check_swaps("hand_out")
+            if self._processes is not None:
+                raise NotImplementedError("hand_out: not for an engine of several processes yet")
         matcher = None if constraint is None else constraint.start(vocab_size)
         version = None if adapter is None else self._slots().find(adapter)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
@@ -299,6 +310,7 @@ class Engine:
             matcher=matcher,
             tells_prompt=bool(prompt_logprobs),
             prompt_logprobs=[None] * len(text) if prompt_logprobs else [],
+            hands_out=bool(hand_out),
             priority=int(priority),
             number=self._num_requests,
             on_tokens=on_tokens,
@@ -314,7 +326,7 @@ class Engine:
         elif need > most:
             what = f"{len(text)} prompt and {request.limit} new tokens need {need} pages"
             self._end(request, "refused", f"{what}, a request can have {most}")
-        elif request.limit == 0 and not request.tells_prompt:
+        elif request.limit == 0 and not (request.tells_prompt or request.hands_out):
             self._end(request, "length")
         elif begun[0] and self._has_ended(request, *begun):
             request.tell()
@@ -403,6 +415,82 @@ class Engine:
                 self.cancel(request)
             raise
         return made
+
+    # From engine to engine
+
+    def hand_out(self, request: Request) -> Ticket:
+        """K and V of a request, for another engine's `receive`; this one has them no longer.
+
+        Args:
+          request: one that was submitted with hand_out=True and has come to its end.
+
+        Raises:
+          ValueError: it is another one, or was handed out already.
+        """
+        what = "a request that has ended, of hand_out=True, once"
+        expect(request.num_kept > 0, "request", what, f"one with reason={request.reason!r}")
+        with uninterrupted():
+            self._keep()  # the copy to host memory may still be an order
+            swapper = self._swapper()
+            num_tokens, request.num_kept = request.num_kept, 0
+            pieces = swapper.pieces(request.number, pages_for(num_tokens, self.page_size))
+            self._runner.forget(request.number)
+        adapter = None if request.adapter is None else request.adapter.name
+        digest = digest_of(request.known(0, num_tokens))
+        return Ticket(self.facts(), num_tokens, digest, adapter, pieces)
+
+    def receive(self, prompt: Sequence[int], ticket: Ticket, **options: Any) -> Request:
+        """Adds a request whose first tokens another engine has computed.
+
+        K and V of the ticket go into the row's pages when it starts, but for pages that the prefix
+        cache has. The request computes the rest of the prompt, at least one token, and gets the
+        tokens that it gets without a ticket. Where `swap_pages` has no room for the ticket, the
+        request computes all of the prompt, as one that has been preempted.
+
+        Args:
+          prompt, options: as for `submit`, without prompt_logprobs.
+          ticket: of `hand_out`, for the first tokens of the prompt. The model of both engines must
+            be the same one, however it is split over devices, and so must be page_size, kv_dtype
+            and draft model. Adapters have the same names; their weights are up to the caller.
+
+        Raises:
+          ValueError: the ticket is for something else, or not whole; the message names it, and
+            nothing has changed. Or as `submit`.
+        """
+        self._check_swaps("receive")
+        told = options.get("prompt_logprobs", False)
+        expect(not told, "prompt_logprobs", "False: the prompt is not computed here", told)
+        tokens = as_tokens("prompt", prompt, self.config.vocab_size)
+        ticket.check(self.facts(), tokens.tolist(), options.get("adapter"))
+        pools = row_of(ticket, self._swapper().page_shapes, self.page_size)
+        request = self.submit(prompt, **options)
+        if not request.is_done:
+            self._put(request, ticket.num_tokens, pools)
+        return request
+
+    def facts(self) -> dict[str, str]:
+        """What the K and V of another engine must have in common with this one's, by name."""
+        if self._facts_of_weights[0] != self.weight_version:
+            shapes, of_model = self._swapper().page_shapes, self._runner.facts
+            facts = facts_of(of_model, self.params, shapes, self.weight_version)
+            self._facts_of_weights = self.weight_version, facts
+        return self._facts_of_weights[1]
+
+    def _put(self, request: Request, num_tokens: int, pools: Sequence[Any]) -> None:
+        """Puts the K and V of a request that waits into host memory, if there is room."""
+        scheduler = self._scheduler(request)
+        if scheduler.has_room_for(num_tokens):
+            scheduler.put(request, num_tokens)
+            self._runner.put(request.replica, request.number, pools)
+
+    def _check_swaps(self, what: str) -> None:
+        expect(self.swap_pages > 0, what, "an engine with preemption='swap'", "one without")
+
+    def _swapper(self) -> Swapper:
+        assert self._runner.swapper is not None
+        return self._runner.swapper
+
+    # The end
 
     def cancel(self, request: Request) -> None:
         """Ends a request; its pages are free before the next step. A done one stays as it is."""
