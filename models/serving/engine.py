@@ -464,8 +464,8 @@ class Engine:
         ticket.check(self.facts(), tokens.tolist(), options.get("adapter"))
         pools = row_of(ticket, self._swapper().page_shapes, self.page_size)
         request = self.submit(prompt, **options)
-        if not request.is_done:
-            self._put(request, ticket.num_tokens, pools)
+        if not request.is_done and self._scheduler(request).await_pages(request, ticket.num_tokens):
+            self._runner.put(request.replica, request.number, pools)
         return request
 
     def facts(self) -> dict[str, str]:
@@ -475,13 +475,6 @@ class Engine:
             facts = facts_of(of_model, self.params, shapes, self.weight_version)
             self._facts_of_weights = self.weight_version, facts
         return self._facts_of_weights[1]
-
-    def _put(self, request: Request, num_tokens: int, pools: Sequence[Any]) -> None:
-        """Puts the K and V of a request that waits into host memory, if there is room."""
-        scheduler = self._scheduler(request)
-        if scheduler.has_room_for(num_tokens):
-            scheduler.put(request, num_tokens)
-            self._runner.put(request.replica, request.number, pools)
 
     def _check_swaps(self, what: str) -> None:
         expect(self.swap_pages > 0, what, "an engine with preemption='swap'", "one without")

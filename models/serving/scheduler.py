@@ -138,14 +138,27 @@ class Scheduler:
             self.waiting.remove(request)
         self._drop_swapped(request)
 
-    def has_room_for(self, tokens: int) -> bool:
-        """Whether host memory takes K and V of so many tokens."""
-        return self._swap_need(tokens) <= self.num_free_swap
+    def await_pages(self, request: Request, tokens: int) -> bool:
+        """Takes room in host memory for the first tokens of a request that waits, if there is some.
 
-    def put(self, request: Request, tokens: int) -> None:
-        """Host memory has K and V of the first tokens of a request that waits."""
-        self.num_free_swap -= self._swap_need(tokens)
+        When the request starts, host memory must have them.
+        """
+        need = self.swap_need(tokens)
+        if need > self.num_free_swap:
+            return False
+        self.num_free_swap -= need
         request.swapped = tokens
+        return True
+
+    def give_up(self, request: Request) -> None:
+        """A request that waits gets nothing from host memory."""
+        request.is_awaited = False
+        self._drop_swapped(request)
+
+    def swap_need(self, tokens: int) -> int:
+        """Pages of host memory for so many tokens: whole chunks."""
+        chunks = -(-self.pages_needed(tokens) // self.chunk_pages)
+        return chunks * self.chunk_pages
 
     def take_orders(self) -> Orders:
         """The orders since the last time."""
@@ -356,7 +369,7 @@ class Scheduler:
         return not lacks()
 
     def _preempt(self, request: Request, *, swaps: bool = True) -> None:
-        need = self._swap_need(request.fed) if swaps and not request.is_stale else 0
+        need = self.swap_need(request.fed) if swaps and not request.is_stale else 0
         if 0 < need <= self.num_free_swap and request.row is not None:
             self.num_free_swap -= need
             request.swapped = request.fed
@@ -381,14 +394,9 @@ class Scheduler:
         request.row, request.columns, request.fed, request.num_offered = None, [], 0, 0
         request.is_stale = False
 
-    def _swap_need(self, tokens: int) -> int:
-        """Pages of host memory for so many tokens: whole chunks."""
-        chunks = -(-self.pages_needed(tokens) // self.chunk_pages)
-        return chunks * self.chunk_pages
-
     def _drop_swapped(self, request: Request) -> None:
         """Forgets what host memory has of a request."""
         if request.swapped:
-            self.num_free_swap += self._swap_need(request.swapped)
+            self.num_free_swap += self.swap_need(request.swapped)
             self.orders.forgets.append(request.number)
             request.swapped = 0

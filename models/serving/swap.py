@@ -195,8 +195,8 @@ class Swapper:
             self._chunks[number].append(self._in_host(replica, parts))
 
     def forget(self, number: int) -> None:
-        """Gives up what lies under a number."""
-        del self._chunks[number]
+        """Gives up what lies under a number, if anything has come there."""
+        self._chunks.pop(number, None)
 
     def _of_row(self, replica: int, value: int, others: int) -> Any:
         """An argument for a row of one replica, with another value for the other replicas."""
