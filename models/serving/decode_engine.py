@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jax_paged.checks import expect
 from jax_paged.ops.batch import pages_for
 
 from ..decoder.protocol import Model
-from ..distributed.link import LinkError
+from ..distributed.link import LinkError, read_key
 from ..distributed.orders import Order
 from ..distributed.transfer import Channel, open_channel
 from .engine import Engine
@@ -342,3 +342,23 @@ class DecodeEngine(Engine):
         self._runner.put(request.replica, request.number, pools)
         self.num_received += 1
         return ""
+
+
+def create_engine(model: Model, *, prefill: Prefiller | None = None, **options: Any) -> Engine:
+    """An engine, one that decodes where there is a prefiller."""
+    if prefill is None:
+        return Engine(model, **options)
+    return DecodeEngine(model, prefill=prefill, **options)
+
+
+@contextlib.contextmanager
+def opened_prefiller(address: str | None) -> Iterator[Prefiller | None]:
+    """The one at HOST:PORT, with the key of the environment; None where there is no address."""
+    if address is None:
+        yield None
+        return
+    prefiller = Prefiller(address, read_key())
+    try:
+        yield prefiller
+    finally:
+        prefiller.close()

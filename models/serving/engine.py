@@ -469,7 +469,12 @@ class Engine:
         return request
 
     def facts(self) -> dict[str, str]:
-        """What the K and V of another engine must have in common with this one's, by name."""
+        """What K and V of another engine must have in common with those of this one, by name.
+
+        Raises:
+          ValueError: the engine does not swap.
+        """
+        self._check_swaps("facts")
         if self._facts_of_weights[0] != self.weight_version:
             shapes, of_model = self._swapper().page_shapes, self._runner.facts
             facts = facts_of(of_model, self.params, shapes, self.weight_version)

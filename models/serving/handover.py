@@ -81,8 +81,11 @@ class Ticket:
 
 def digest_of(tokens: Sequence[int]) -> str:
     """Which tokens these are."""
-    flat = np.asarray(tokens, np.int32)
-    return hashlib.blake2b(flat.tobytes(), digest_size=16).hexdigest()
+    return _digest(np.asarray(tokens, np.int32).tobytes())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def facts_of(
@@ -93,18 +96,17 @@ def facts_of(
 
     Args:
       of_model: its dtype and configuration, by name.
-      params: its weights. Their norms tell one checkpoint from another: they are small, and each
-        device has them whole.
+      params: its weights. The first values of each array tell one checkpoint from another; however
+        an array is split, the first device has them.
       shapes: of a page in each pool (`Swapper.page_shapes`).
     """
-    norms, dtypes = hashlib.blake2b(digest_size=16), set()
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        dtypes.add(np.dtype(x.dtype).name)
-        if "norm" in jax.tree_util.keystr(path):
-            norms.update(np.asarray(x.addressable_data(0)).tobytes())
+    leaves = jax.tree.leaves(params)
+    firsts = [x.addressable_data(0)[(0,) * (x.ndim - 1)][:4] if x.ndim else x for x in leaves]
+    corners = b"".join(np.asarray(x).tobytes() for x in jax.device_get(firsts))
+    dtypes = sorted({np.dtype(x.dtype).name for x in leaves})
     facts = {name: value for name, value in of_model.items() if not name.endswith(".mesh")}
     pools = {f"pool {i}": f"{x.dtype.name}{list(x.shape)}" for i, x in enumerate(shapes)}
-    weights = {"dtypes of weights": ", ".join(sorted(dtypes)), "digest of norms": norms.hexdigest()}
+    weights = {"dtypes of weights": ", ".join(dtypes), "digest of weights": _digest(corners)}
     return {**facts, **pools, **weights, "weight_version": str(weight_version)}
 
 

@@ -73,31 +73,34 @@ class _Peer:
 class PrefillService:
     """Prefills for whoever connects and has the key.
 
+    It accepts connections at once; who has connected waits for `run`.
+
     Args:
-      engine: one that swaps, of one process. The thread that calls `run` steps it.
       listener: a socket that listens.
       key: that the others have (`read_key`).
       payloads: what K and V go by: "transfer" (jax.experimental.transfer, not authenticated) or
         "frames" (over the connection, authenticated).
 
     Raises:
-      ValueError: the engine does not swap, or there is no such way.
+      ValueError: there is no such way.
     """
 
-    def __init__(
-        self, engine: Engine, listener: socket.socket, key: bytes, *, payloads: str = "transfer"
-    ):
-        expect(engine.swap_pages > 0, "engine", "one with preemption='swap'", "one without")
+    def __init__(self, listener: socket.socket, key: bytes, *, payloads: str = "transfer"):
         check_payloads(payloads)
-        self._engine, self._listener, self._key = engine, listener, key
-        self._payloads, self._facts = payloads, engine.facts()
+        self._listener, self._key, self._payloads = listener, key, payloads
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._peers: set[_Peer] = set()
-        self._is_over = False
-
-    def run(self) -> None:
-        """Serves until `stop`."""
+        self._is_ready, self._is_over = threading.Event(), False
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def run(self, engine: Engine) -> None:
+        """Serves until `stop`, by steps of an engine that swaps, of one process.
+
+        Raises:
+          ValueError: the engine does not swap.
+        """
+        self._engine, self._facts = engine, engine.facts()
+        self._is_ready.set()
         goes_on = False
         try:
             while True:
@@ -107,7 +110,7 @@ class PrefillService:
                         return
                     order()
                     goes_on = True
-                goes_on = self._engine.step()
+                goes_on = engine.step()
                 for peer in self._peers:
                     self._hand_out(peer)
         finally:
@@ -181,6 +184,7 @@ class PrefillService:
         try:
             channel = answer(sock, self._key)
             peer = _Peer(channel, self._payloads)
+            self._is_ready.wait()
             peer.greet(self._facts)
             self._orders.put(functools.partial(self._join, peer))
             threading.Thread(target=peer.write, daemon=True).start()
