@@ -30,6 +30,7 @@ from .processes import SILENCE_S
 
 PAYLOADS = ("transfer", "frames")
 _BEAT_S = 1.0
+_PULL_S = SILENCE_S  # for arrays that the other side gives
 
 
 class Channel:
@@ -114,14 +115,14 @@ class Channel:
         """
         place = jax.sharding.SingleDeviceSharding(_host_device())
         placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in shapes]
-        end, connection = time.monotonic() + SILENCE_S, self._connection
+        end, connection = time.monotonic() + _PULL_S, self._connection
         if connection is None:
             raise LinkError("its connection is closed")
         try:
             arrays = connection.pull(number, placed)
             while not all(x.is_ready() for x in arrays):  # `pull` has no timeout that holds
                 if time.monotonic() > end or self._is_over.is_set():
-                    raise LinkError(f"arrays that it gives did not come within {SILENCE_S:g} s")
+                    raise LinkError(f"arrays that it gives did not come within {_PULL_S:g} s")
                 time.sleep(1e-3)
             return [np.asarray(x) for x in arrays]
         except jax.errors.JaxRuntimeError as error:

@@ -28,7 +28,7 @@ from ..distributed.link import LinkError, read_key
 from ..distributed.orders import Order
 from ..distributed.transfer import Channel, open_channel
 from .engine import Engine
-from .handover import ArrivingRow, Piece, Ticket, row_of
+from .handover import ArrivingRow, Piece, PrefillTicket, row_of
 from .request import Request
 
 _log = logging.getLogger("jax_paged.prefill")
@@ -41,7 +41,7 @@ class _News(NamedTuple):
 
     channel: Channel
     number: int | None
-    ticket: Ticket | None
+    ticket: PrefillTicket | None
     why: str = ""
 
 
@@ -50,7 +50,7 @@ class _Asked:
 
     def __init__(self, row: ArrivingRow, most_tokens: int):
         self.row, self.most_tokens = row, most_tokens
-        self.ticket: Ticket | None = None
+        self.ticket: PrefillTicket | None = None
 
 
 class Prefiller:
@@ -194,7 +194,7 @@ class Prefiller:
             expect(asked.ticket is None, "prefill: ticket", "one of a request", "a second one")
             most = asked.most_tokens
             expect(num_tokens == most, "prefill: num_tokens", f"{most}, as asked", num_tokens)
-            asked.ticket = Ticket(facts, num_tokens, digest)
+            asked.ticket = PrefillTicket(facts, num_tokens, digest)
         elif order.name == "pieces":
             self._take_pieces(channel, asked, order)
             if asked.row.is_whole:
@@ -221,11 +221,11 @@ class Prefiller:
         for place, values in zip(places, arrays, strict=True):
             asked.row.take(Piece(*place, values))
 
-    def _end(self, channel: Channel, number: int, ticket: Ticket | None, why: str = "") -> None:
+    def _end(self, channel: Channel, number: int, ticket: PrefillTicket | None, why: str = "") -> None:
         asked = self._asked.pop(number)
         if ticket is not None:
             pieces = [Piece(i, 0, 0, pool) for i, pool in enumerate(asked.row.pools)]
-            ticket = Ticket(ticket.facts, ticket.num_tokens, ticket.digest, None, pieces)
+            ticket = PrefillTicket(ticket.facts, ticket.num_tokens, ticket.digest, None, pieces)
         self.news.put(_News(channel, number, ticket, why))
 
 
@@ -321,18 +321,19 @@ class DecodeEngine(Engine):
         if news.number is None:
             numbers = [n for n, (_, channel) in self._awaited.items() if channel is news.channel]
         for number in numbers:
-            request, _ = self._awaited.pop(number)
-            if request.is_done:
+            request, _ = self._awaited.pop(number, (None, None))
+            if request is None or request.is_done:
                 continue
             why = news.why
             if news.ticket is not None and request.swapped:
                 why = self._admit(request, news.ticket)
-            if why:
-                _log.warning("request %d computes its prompt here: %s", number, why)
+            if news.ticket is None or why:
+                level = logging.INFO if news.number is None else logging.WARNING  # one line of all
+                _log.log(level, "request %d computes its prompt here: %s", number, why)
                 self._scheduler(request).give_up(request)
             request.is_awaited = False
 
-    def _admit(self, request: Request, ticket: Ticket) -> str:
+    def _admit(self, request: Request, ticket: PrefillTicket) -> str:
         """Takes the K and V of a request that waits for them; returns what is wrong, if so."""
         try:
             ticket.check(self.facts(), request.known(0, request.num_known), None)

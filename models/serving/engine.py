@@ -35,7 +35,7 @@ from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..distributed.processes import Processes
 from .adapters import AdapterSlots
-from .handover import Ticket, digest_of, facts_of, row_of
+from .handover import PrefillTicket, digest_of, facts_of, row_of
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import CacheCounts, PrefixCache
@@ -418,7 +418,7 @@ class Engine:
 
     # From engine to engine
 
-    def hand_out(self, request: Request) -> Ticket:
+    def hand_out(self, request: Request) -> PrefillTicket:
         """K and V of a request, for another engine's `receive`; this one has them no longer.
 
         Args:
@@ -437,9 +437,9 @@ class Engine:
             self._runner.forget(request.number)
         adapter = None if request.adapter is None else request.adapter.name
         digest = digest_of(request.known(0, num_tokens))
-        return Ticket(self.facts(), num_tokens, digest, adapter, pieces)
+        return PrefillTicket(self.facts(), num_tokens, digest, adapter, pieces)
 
-    def receive(self, prompt: Sequence[int], ticket: Ticket, **options: Any) -> Request:
+    def receive(self, prompt: Sequence[int], ticket: PrefillTicket, **options: Any) -> Request:
         """Adds a request whose first tokens another engine has computed.
 
         K and V of the ticket go into the row's pages when it starts, but for pages that the prefix

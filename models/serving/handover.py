@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ticket:
+class PrefillTicket:
     """What an engine says of the K and V of some tokens, with these.
 
     facts: what both engines must have alike, by name (`facts_of`).
@@ -168,7 +168,7 @@ class ArrivingRow:
         return all(here.all() for here in self._is_here)
 
 
-def row_of(ticket: Ticket, shapes: Sequence[jax.ShapeDtypeStruct], page_size: int) -> list[Any]:
+def row_of(ticket: PrefillTicket, shapes: Sequence[jax.ShapeDtypeStruct], page_size: int) -> list[Any]:
     """The pages of a ticket: of each pool [num_layers, pages, heads, …].
 
     Raises:

@@ -14,6 +14,7 @@ import operator
 import queue
 import socket
 import threading
+import time
 from typing import Any
 
 from jax_paged.checks import expect
@@ -22,7 +23,7 @@ from ..distributed.link import LinkError
 from ..distributed.orders import Order
 from ..distributed.transfer import Channel, answer, check_payloads
 from .engine import Engine
-from .handover import Ticket
+from .handover import PrefillTicket
 from .request import Request
 
 _log = logging.getLogger("jax_paged.prefill")
@@ -35,7 +36,7 @@ class _Peer:
     def __init__(self, channel: Channel, payloads: str):
         self.channel, self._payloads = channel, payloads
         self.running: dict[int, Request] = {}  # by the numbers that it gave them
-        self.outbox: queue.SimpleQueue[tuple[int, Ticket | str] | None] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[tuple[int, PrefillTicket | str] | None] = queue.SimpleQueue()
 
     def greet(self, facts: dict[str, str]) -> None:
         """Tells what this process is."""
@@ -52,7 +53,7 @@ class _Peer:
         finally:
             self.channel.close()
 
-    def _send(self, number: int, what: Ticket | str) -> None:
+    def _send(self, number: int, what: PrefillTicket | str) -> None:
         if isinstance(what, str):
             self.channel.send(Order("refused", [number, what]))
             return
@@ -76,7 +77,7 @@ class PrefillService:
     It accepts connections at once; who has connected waits for `run`.
 
     Args:
-      listener: a socket that listens.
+      listener: a socket that listens; the end of `run` closes it.
       key: that the others have (`read_key`).
       payloads: what K and V go by: "transfer" (jax.experimental.transfer, not authenticated) or
         "frames" (over the connection, authenticated).
@@ -115,6 +116,9 @@ class PrefillService:
                     self._hand_out(peer)
         finally:
             self._is_over = True
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # or who accepts would not see its end
+            self._listener.close()
             for peer in list(self._peers):
                 self._leave(peer)
 
@@ -167,16 +171,18 @@ class PrefillService:
 
     def _accept(self) -> None:
         slots = threading.Semaphore(_MOST_PEERS)
-        while not self._is_over:
-            with contextlib.suppress(OSError):
-                slots.acquire()
+        while True:
+            slots.acquire()
+            try:
                 sock, _ = self._listener.accept()
-                one = functools.partial(self._serve, sock, slots)
-                threading.Thread(target=one, daemon=True).start()
+            except OSError as error:
+                if self._is_over or self._listener.fileno() < 0:
+                    return
+                _log.warning("a connection was not accepted: %s", error)
+                slots.release()
+                time.sleep(0.1)  # too many files are open, perhaps
                 continue
-            slots.release()
-            if self._listener.fileno() < 0:
-                return
+            threading.Thread(target=self._serve, args=(sock, slots), daemon=True).start()
 
     def _serve(self, sock: socket.socket, slots: threading.Semaphore) -> None:
         """Hears what the other side of a connection wants, to its end."""

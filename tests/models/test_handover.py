@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose prompt another engine has computed: they get what one engine alone gives them."""
+"""Requests whose prompt another engine has computed: they get what one engine alone gives them.
+
+This file is a script, too: programs over four devices.
+"""
 
 import dataclasses
+import sys
+import warnings
 
 import jax
 import numpy as np
 import pytest
-from served_engines import CONFIGS, PROMPTS, SEED, both
+from meshes import check_in_a_process, run_chosen
+from served_engines import CONFIGS, PROMPTS, SEED
+from tiers import first_of
 
-from jax_paged.models import Decoder, Engine
+from jax_paged.models import Decoder, Engine, make_mesh
 from jax_paged.models.decoder.parameters import random_source
-from jax_paged.models.serving.handover import Piece
 
 SIZES = {"num_pages": 32, "max_seqs": 3, "page_size": 4, "max_tokens": 16, "preemption": "swap"}
 SIZES |= {"swap_pages": 64}
+SMALL = SIZES | {"max_tokens": 4}  # of steps of one size: quickly compiled
 ASKED = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
 
 
@@ -120,9 +127,150 @@ def test_pages_that_the_cache_has_are_shared(prefiller, engine):
     assert_all_free(prefiller, engine)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_it_goes_on_after_being_preempted(prefiller, engine):
+    """With the room of two, the others make room; and the row with tickets is swapped like others."""
+    prompts = [PROMPTS[2]] * 3
+    asked = [{"max_new_tokens": 30, "priority": i} for i in range(3)]
+    before = engine.num_preemptions
+    compare(prefiller, engine, prompts, asked)
+    assert engine.num_preemptions > before
+
+
+def test_more_of_a_text_is_handed_out_than_its_prompt(prefiller, engine):
+    request = prefiller.submit(PROMPTS[1], hand_out=True, **ASKED)
+    prefiller.run()
+    ticket = prefiller.hand_out(request)
+    text = [*PROMPTS[1], *request.tokens]
+    assert len(PROMPTS[1]) < ticket.num_tokens <= len(text)
+    longer = [*text, 5, 6, 7]
+    want = served(engine, [longer], [{}])
+    engine.clear_cache()
+    got = served(engine, [longer], [{}], [ticket])
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    assert_all_free(prefiller, engine)
+
+
+def test_without_room_the_prompt_is_computed(prefiller, engine):
+    (ticket,) = tickets(prefiller, PROMPTS[2:3])
+    for scheduler in engine._schedulers:
+        scheduler.num_free_swap -= 60
+    (want,) = served(engine, PROMPTS[2:3], [{}])
+    engine.clear_cache()
+    fed = engine.num_fed
+    (got,) = served(engine, PROMPTS[2:3], [{}], [ticket])
+    assert engine.num_fed - fed >= len(PROMPTS[2])
+    assert got.tokens == want.tokens
+    for scheduler in engine._schedulers:
+        scheduler.num_free_swap += 60
+    assert_all_free(prefiller, engine)
+
+
+def test_a_cancelled_request_leaves_nothing(prefiller, engine):
+    (ticket,) = tickets(prefiller, PROMPTS[2:3])
+    request = engine.receive(PROMPTS[2], ticket, **ASKED)
+    engine.cancel(request)
+    asked = prefiller.submit(PROMPTS[2], max_new_tokens=0, hand_out=True)
+    prefiller.step()
+    prefiller.cancel(asked)
+    for one in (engine, prefiller):
+        one.run()
+    with pytest.raises(ValueError, match="request: .* got one with reason='cancelled'"):
+        prefiller.hand_out(asked)
+    assert_all_free(prefiller, engine)
+
+
+def piece_of(ticket, **changes):
+    first, *others = ticket.pieces
+    return dataclasses.replace(ticket, pieces=[first._replace(**changes), *others])
+
+
+def fact(ticket, name, value):
+    return dataclasses.replace(ticket, facts={**ticket.facts, name: value})
+
+
+BAD_TICKETS = {
+    "weights": (lambda t: fact(t, "digest of weights", "00"), "ticket.digest of weights: expected"),
+    "version": (lambda t: fact(t, "weight_version", "7"), "weight_version: expected 0, .* got 7"),
+    "pages": (lambda t: fact(t, "pool 0", "int8[2, 2, 4, 8]"), "ticket.pool 0: expected float32"),
+    "more": (lambda t: fact(t, "new", "x"), "ticket.new: expected None, as this engine has, got x"),
+    "model": (
+        lambda t: fact(t, "model.config.num_layers", "9"),
+        "ticket.model.config.num_layers: expected 2, as this engine has, got 9",
+    ),
+    "all tokens": (lambda t: dataclasses.replace(t, num_tokens=50), "ticket.num_tokens: .* got 50"),
+    "negative": (lambda t: dataclasses.replace(t, num_tokens=-1), "ticket.num_tokens: .* got -1"),
+    "no integer": (lambda t: dataclasses.replace(t, num_tokens=2.0), "num_tokens: .* got 2.0"),
+    "other tokens": (lambda t: dataclasses.replace(t, digest="0" * 32), "ticket.digest: expected"),
+    "adapter": (lambda t: dataclasses.replace(t, adapter="a"), "ticket.adapter: .* got 'a'"),
+    "missing": (lambda t: dataclasses.replace(t, pieces=t.pieces[1:]), "ticket.pieces: .* only"),
+    "twice": (
+        lambda t: dataclasses.replace(t, pieces=[*t.pieces, t.pieces[0]]),
+        r"piece: expected each page of each head once \(pool 0, page 0, head 0\)",
+    ),
+    "pool": (lambda t: piece_of(t, pool=2), "piece.pool: expected one of 2, got 2"),
+    "page": (lambda t: piece_of(t, page=99), "piece.page: .* got 8 from 99 on"),
+    "before": (lambda t: piece_of(t, page=-1), "piece.page: expected some of 13 pages, got 8 from"),
+    "head": (lambda t: piece_of(t, head=1), "piece.head: expected some of 2 heads, got 2 from 1"),
+    "dtype": (
+        lambda t: piece_of(t, values=t.pieces[0].values.astype(np.float16)),
+        "piece.dtype: expected float32, got float16",
+    ),
+    "shape": (
+        lambda t: piece_of(t, values=t.pieces[0].values[:1]),
+        r"piece.shape: expected \[2, 'pages', 'heads', 4, 16\], got \[1, 8, 2, 4, 16\]",
+    ),
+    "nothing": (lambda t: piece_of(t, values=t.pieces[0].values[:, :0]), "piece.page: .* got 0 f"),
+}
+
+
+@pytest.fixture(scope="module")
+def ticket(prefiller):
+    return tickets(prefiller, PROMPTS[2:3])[0]
+
+
+def test_bad_tickets_are_refused_and_touch_nothing(engine, ticket):
+    """Each with a line that names what is wrong, while another request runs."""
+    (want,) = served(engine, PROMPTS[2:3], [{}])
+    engine.clear_cache()
+    request = engine.submit(PROMPTS[2], **ASKED, draw_index=0)
+    for _ in range(5):
+        engine.step()
+    for change, message in BAD_TICKETS.values():
+        with pytest.raises(ValueError, match=message):
+            engine.receive(PROMPTS[2], change(ticket), **ASKED)
+        assert (engine.num_waiting, engine.num_running) == (0, 1)
+    with pytest.raises(ValueError, match="ticket.digest: expected .*of the first 49 tokens"):
+        engine.receive(PROMPTS[2][::-1], ticket, **ASKED)
+    with pytest.raises(ValueError, match="prompt_logprobs: expected False"):
+        engine.receive(PROMPTS[2], ticket, prompt_logprobs=True, **ASKED)
+    engine.run()
+    assert request.tokens == want.tokens
+    assert_all_free(engine)
+
+
+def test_engines_that_cannot_are_refused(model, prefiller, engine, ticket):
+    with pytest.raises(ValueError, match="request: expected a request that has ended"):
+        engine.hand_out(engine.submit([1], max_new_tokens=0))
+    request = prefiller.submit(PROMPTS[2], max_new_tokens=0, hand_out=True)
+    prefiller.run()
+    prefiller.hand_out(request)
+    with pytest.raises(ValueError, match="of hand_out=True, once"):
+        prefiller.hand_out(request)
+    assert_all_free(prefiller)
+    few = {"num_pages": 8, "max_seqs": 1, "page_size": 4, "max_tokens": 4}
+    plain = Engine(model, **few)
+    for call in (
+        lambda: plain.submit([1, 2], max_new_tokens=0, hand_out=True),
+        lambda: plain.receive(PROMPTS[2], ticket, **ASKED),
+        plain.facts,
+    ):
+        with pytest.raises(ValueError, match="expected an engine with preemption='swap'"):
+            call()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.deep)])
 def test_stored_values_travel_with_their_scales(model, kv_dtype):
-    pair = [Engine(model, **SIZES, kv_dtype=kv_dtype, logprobs=1) for _ in range(2)]
+    pair = [Engine(model, **SMALL, kv_dtype=kv_dtype, logprobs=1) for _ in range(2)]
     prompts = PROMPTS[1:4]
     want = [pair[1].submit(p, draw_index=i, **ASKED) for i, p in enumerate(prompts)]
     pair[1].run()
@@ -133,3 +281,52 @@ def test_stored_values_travel_with_their_scales(model, kv_dtype):
     assert [r.tokens for r in got] == [r.tokens for r in want]
     assert {x.values.dtype for x in handed[0].pieces} >= {state.k_pages.dtype}
     assert_all_free(*pair)
+
+
+def on(mesh, config, seed=SEED):
+    """A model over (dp, tp), or on one device."""
+    source = random_source(config, seed=seed)
+    if mesh is None:
+        return Decoder(config, source)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tp=4: each of the 2 KV heads lies on 2 devices")
+        dp, tp = mesh
+        return Decoder(config, source, mesh=make_mesh(config, dp=dp, tp=tp))
+
+
+def hand_over(sender, receiver, kind="dense", **options):
+    """From one split to another one; the tokens are those of one device."""
+    config = CONFIGS[kind]
+    drafters = {"draft_model": "", "max_drafts": 2, "max_tokens": 9} if "draft_model" in options else {}
+
+    def engine(mesh):
+        if drafters:
+            drafters["draft_model"] = on(mesh if mesh == sender else None, config, SEED + 1)
+        return Engine(on(mesh, config), **SMALL | options | drafters)
+
+    one, first, second = map(engine, (None, sender, receiver))
+    prompts = PROMPTS[:5]
+    want = served(one, prompts, [{}] * 5)
+    got = served(second, prompts, [{}] * 5, tickets(first, prompts))
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    assert second.num_swaps[1] >= 5
+    assert {r.replica for r in got} == set(range(second.num_replicas))
+    assert_all_free(first, second)
+
+
+SPLITS = {
+    "from tp 4 to tp 2, dp 2": lambda: hand_over((1, 4), (2, 2)),
+    "from tp 2, dp 2 to tp 4": lambda: hand_over((2, 2), (1, 4), kv_dtype="int8"),
+    "from one to tp 2, dp 2": lambda: hand_over(None, (2, 2), "experts", kv_dtype="fp8"),
+    "from dp 4 to one": lambda: hand_over((4, 1), None, "experts"),
+    "a draft model": lambda: hand_over((2, 2), (1, 4), draft_model=True),
+}
+
+
+@pytest.mark.parametrize("split", first_of(SPLITS, 1))
+def test_states_that_are_split_differently(split):
+    check_in_a_process(__file__, split, devices=4)
+
+
+if __name__ == "__main__":
+    run_chosen(SPLITS, devices=4)
