@@ -218,8 +218,8 @@ def parser() -> argparse.ArgumentParser:
     _add_kv_dtype(six)
     six.add_argument(
         "--listen", default="127.0.0.1:8100", metavar="HOST:PORT",
-        help="address to listen to, port 0 = any that is free (default 127.0.0.1:8100: this machine "
-        "alone)",
+        help="address to listen to, port 0 = any that is free (default 127.0.0.1:8100: this "
+        "machine alone)",
     )  # fmt: skip
     six.add_argument(
         "--payloads", choices=PAYLOADS, default=PAYLOADS[0],

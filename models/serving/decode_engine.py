@@ -221,7 +221,9 @@ class Prefiller:
         for place, values in zip(places, arrays, strict=True):
             asked.row.take(Piece(*place, values))
 
-    def _end(self, channel: Channel, number: int, ticket: PrefillTicket | None, why: str = "") -> None:
+    def _end(
+        self, channel: Channel, number: int, ticket: PrefillTicket | None, why: str = ""
+    ) -> None:
         asked = self._asked.pop(number)
         if ticket is not None:
             pieces = [Piece(i, 0, 0, pool) for i, pool in enumerate(asked.row.pools)]

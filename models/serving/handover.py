@@ -6,11 +6,11 @@
     ticket = prefiller.hand_out(request)
     engine.receive(prompt, ticket, max_new_tokens=64, temperature=0.8)
 
-Both engines swap: what one has copied to host memory, the other one copies in as if it were its own.
-At least one token of the prompt is left to the second engine, which draws all new ones. So nothing
-of how a request draws leaves the engine that serves it, and a ticket says nothing but what pages
-hold. Stored values travel as they are, 8-bit ones with their scales, and a draft model's with them.
-The engines may be split over devices differently: a piece is what one device has.
+Both engines swap: what one has copied to host memory, the other copies in as if it were its own. At
+least one token of the prompt is left to the second engine, which draws all new ones. So a ticket is
+of tokens alone, however they will be drawn. Stored values travel as they are, 8-bit ones with their
+scales, and a draft model's with them. The engines may be split over devices differently: a piece is
+what one device has.
 """
 
 import dataclasses
@@ -168,7 +168,9 @@ class ArrivingRow:
         return all(here.all() for here in self._is_here)
 
 
-def row_of(ticket: PrefillTicket, shapes: Sequence[jax.ShapeDtypeStruct], page_size: int) -> list[Any]:
+def row_of(
+    ticket: PrefillTicket, shapes: Sequence[jax.ShapeDtypeStruct], page_size: int
+) -> list[Any]:
     """The pages of a ticket: of each pool [num_layers, pages, heads, …].
 
     Raises:

@@ -163,6 +163,7 @@ class PrefillService:
             if request.is_done:
                 del peer.running[number]
                 if request.num_kept:
+                    _log.info("prefilled %d tokens", request.num_kept)
                     peer.outbox.put((number, self._engine.hand_out(request)))
                 else:
                     peer.outbox.put((number, request.detail or str(request.reason)))

@@ -126,8 +126,12 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Draws that may still be asked for; one that only asks of its prompt, or for K and V, drops it."""
-        return max(self.limit, int(self.tells_prompt or self.hands_out)) - len(self.tokens) - self.in_flight
+        """Draws that may still be asked for.
+
+        One that only asks of its prompt, or for K and V, drops its draw.
+        """
+        least = int(self.tells_prompt or self.hands_out)
+        return max(self.limit, least) - len(self.tokens) - self.in_flight
 
     @property
     def is_told_of_prompt(self) -> bool:

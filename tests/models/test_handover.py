@@ -5,10 +5,8 @@ This file is a script, too: programs over four devices.
 """
 
 import dataclasses
-import sys
 import warnings
 
-import jax
 import numpy as np
 import pytest
 from meshes import check_in_a_process, run_chosen
@@ -128,7 +126,7 @@ def test_pages_that_the_cache_has_are_shared(prefiller, engine):
 
 
 def test_it_goes_on_after_being_preempted(prefiller, engine):
-    """With the room of two, the others make room; and the row with tickets is swapped like others."""
+    """With the room of two, the third makes room; what has come is swapped as all else."""
     prompts = [PROMPTS[2]] * 3
     asked = [{"max_new_tokens": 30, "priority": i} for i in range(3)]
     before = engine.num_preemptions
@@ -174,7 +172,7 @@ def test_a_cancelled_request_leaves_nothing(prefiller, engine):
     prefiller.cancel(asked)
     for one in (engine, prefiller):
         one.run()
-    with pytest.raises(ValueError, match="request: .* got one with reason='cancelled'"):
+    with pytest.raises(ValueError, match=r"request: .* got one with reason='cancelled'"):
         prefiller.hand_out(asked)
     assert_all_free(prefiller, engine)
 
@@ -239,7 +237,7 @@ def test_bad_tickets_are_refused_and_touch_nothing(engine, ticket):
         with pytest.raises(ValueError, match=message):
             engine.receive(PROMPTS[2], change(ticket), **ASKED)
         assert (engine.num_waiting, engine.num_running) == (0, 1)
-    with pytest.raises(ValueError, match="ticket.digest: expected .*of the first 49 tokens"):
+    with pytest.raises(ValueError, match=r"ticket.digest: expected .*of the first 49 tokens"):
         engine.receive(PROMPTS[2][::-1], ticket, **ASKED)
     with pytest.raises(ValueError, match="prompt_logprobs: expected False"):
         engine.receive(PROMPTS[2], ticket, prompt_logprobs=True, **ASKED)
@@ -297,12 +295,12 @@ def on(mesh, config, seed=SEED):
 def hand_over(sender, receiver, kind="dense", **options):
     """From one split to another one; the tokens are those of one device."""
     config = CONFIGS[kind]
-    drafters = {"draft_model": "", "max_drafts": 2, "max_tokens": 9} if "draft_model" in options else {}
 
     def engine(mesh):
-        if drafters:
-            drafters["draft_model"] = on(mesh if mesh == sender else None, config, SEED + 1)
-        return Engine(on(mesh, config), **SMALL | options | drafters)
+        own = dict(SMALL)
+        if options.get("max_drafts"):
+            own["draft_model"] = on(mesh if mesh == sender else None, config, SEED + 1)
+        return Engine(on(mesh, config), **own | options)
 
     one, first, second = map(engine, (None, sender, receiver))
     prompts = PROMPTS[:5]
@@ -319,7 +317,7 @@ SPLITS = {
     "from tp 2, dp 2 to tp 4": lambda: hand_over((2, 2), (1, 4), kv_dtype="int8"),
     "from one to tp 2, dp 2": lambda: hand_over(None, (2, 2), "experts", kv_dtype="fp8"),
     "from dp 4 to one": lambda: hand_over((4, 1), None, "experts"),
-    "a draft model": lambda: hand_over((2, 2), (1, 4), draft_model=True),
+    "a draft model": lambda: hand_over((2, 2), (1, 4), max_drafts=2, max_tokens=9),
 }
 
 

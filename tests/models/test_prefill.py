@@ -2,9 +2,11 @@
 """Prompts that another process prefills: the same tokens, whatever becomes of that process."""
 
 import contextlib
+import json
 import os
 import queue
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +118,17 @@ def prefiller(address):
         one.close()
 
 
+def jax_paged(*arguments):
+    """The command line in a process of its own, with the key."""
+    command = [sys.executable, "-P", "-m", "jax_paged", *arguments, "--no-program-cache"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return child(command, env=os.environ | {"JAX_PAGED_KEY": KEY}, **pipes)
+
+
+def line_of(process, beginning):
+    return next(line for line in iter(process.stderr.readline, "") if line.startswith(beginning))
+
+
 def wait_for(what):
     end = time.monotonic() + 30
     while not what():
@@ -149,12 +163,10 @@ def test_tokens_are_those_of_one_engine(model, alone, want, payloads):
 
 def test_a_killed_process_costs_no_token(folder, model, want, caplog):
     """kill -9 in the middle: what it has not sent is computed here."""
-    command = [sys.executable, "-P", "-m", "jax_paged", "prefill", "--model", folder, "--listen"]
-    command += ["127.0.0.1:0", "--max-seqs", "1", "--max-tokens", "4", "--no-program-cache"]
-    environment = os.environ | {"JAX_PAGED_KEY": KEY}
-    with child(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        lines = iter(process.stderr.readline, "")
-        address = next(line for line in lines if line.startswith("prefilling at")).split()[-1]
+    sizes = ["--max-seqs", "1", "--max-tokens", "4"]
+    where = ["--listen", "127.0.0.1:0", *sizes]
+    with jax_paged("prefill", "--model", folder, *where) as process:
+        address = line_of(process, "prefilling at").split()[-1]
         with prefiller(address) as prefill:
             engine = engine_of(model, prefill=prefill)
             requests = submit_all(engine)
@@ -173,6 +185,44 @@ def test_a_killed_process_costs_no_token(folder, model, want, caplog):
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         f"the prefill process at {address} is gone: its connection is closed"
     ]
+
+
+@pytest.mark.deep
+def test_the_commands_of_the_guide(folder):
+    """They print what one process prints; a server takes the same option."""
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    prefill, generate = (
+        shlex.split(line)[1:] for line in text.splitlines()
+        if line.startswith("jax-paged ") and "127.0.0.1:8100" in line
+    )  # fmt: skip
+    long = "The paged cache of an engine"  # more than a page
+    names = {"MODEL": folder, "The paged": long, "127.0.0.1:8100": "127.0.0.1:0"}
+    with jax_paged(*(names.get(x, x) for x in prefill), "--log-level", "info") as process:
+        names["127.0.0.1:8100"] = line_of(process, "prefilling at").split()[-1]
+        said = []
+        for arguments in (generate, generate[: generate.index("--prefill")]):
+            with jax_paged(*(names.get(x, x) for x in arguments)) as one:
+                out, error = one.communicate()
+            assert one.returncode == 0, error
+            said.append(out)
+        assert said[0] == said[1]
+        assert f"prefilled {len(long) - 1} tokens" in process.stderr.readline()
+        where = ["--prefill", names["127.0.0.1:8100"]]
+        with jax_paged("serve", "--model", folder, "--port", "0", *where) as server:
+            url = line_of(server, "serving ").split()[-1]
+            body = {"prompt": long, "max_tokens": 4, "model": folder.name}
+            asked = urllib.request.Request(
+                f"{url}/v1/completions", json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )  # fmt: skip
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 4
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate()
+        assert process.returncode == 130
+        assert f"prefilled {len(long) - 1} tokens" in error
 
 
 # What a prefill process may send that is wrong
@@ -268,7 +318,7 @@ BAD_ORDERS = {
         LOST + r"prefill: piece: expected \[pool, page, head, dtype, shape\], got x",
     ),
     "twice": (
-        lambda n, t, d: pieces(n, t, d)[:1] * 2, LOST + "piece: expected each page of each head once"
+        lambda n, t, d: pieces(n, t, d)[:1] * 2, LOST + "piece: expected each page of each head on"
     ),
     "another shape": (
         lambda n, t, d: [Order("pieces", [n, d[:1], 0], [t.pieces[0].values[:1]])],
@@ -350,7 +400,7 @@ def test_wrong_processes_are_refused_at_the_start(model, alone):
             Prefiller(address, b"another key of these")
         with (
             prefiller(address) as prefill,
-            pytest.raises(ValueError, match="prefill: pool 0: expected int8.* as the model here"),
+            pytest.raises(ValueError, match=r"prefill: pool 0: expected int8.* as the model here"),
         ):
             engine_of(model, prefill=prefill, kv_dtype="int8")
     with pytest.raises(ValueError, match=f"prefill: {address} does not answer: .*[Rr]efused"):
@@ -358,7 +408,7 @@ def test_wrong_processes_are_refused_at_the_start(model, alone):
     with pytest.raises(ValueError, match="prefill: expected HOST:PORT, got 'here'"):
         Prefiller("here", key)
     with listen("127.0.0.1:0") as listener:
-        with pytest.raises(ValueError, match="listen: 127.* cannot be listened to: .*in use"):
+        with pytest.raises(ValueError, match=r"listen: 127.* cannot be listened to: .*in use"):
             listen(port_of(listener))
         with pytest.raises(ValueError, match="payloads: expected 'transfer' or 'frames', got 'x'"):
             PrefillService(listener, key, payloads="x")
