@@ -51,7 +51,7 @@ from .evaluation.perplexity import evaluate
 from .progress import progress_bar
 from .serving import bench_serve, chat
 from .serving.batch import generate_many
-from .serving.decode_engine import opened_prefiller
+from .serving.prefiller import opened_prefiller
 from .serving.runner import follow
 from .status import Status
 

@@ -27,7 +27,8 @@ from ..checkpoint.tokenizer import MissingTokenizer
 from ..checkpoint.weights import Checkpoint, open_checkpoint
 from ..decoder.adapters import AdaptedModel, Adapter, Adapters
 from ..decoder.generation import check_count
-from ..serving.decode_engine import Prefiller, create_engine, opened_prefiller
+from ..serving.decode_engine import create_engine
+from ..serving.prefiller import Prefiller, opened_prefiller
 from .limits import Limits
 from .memory import Estimate, estimate
 

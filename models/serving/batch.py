@@ -14,8 +14,9 @@ from ..decoder.generation import PAGE_SIZE, Generation, OnTokens, as_texts, chec
 from ..decoder.protocol import Model, check_model
 from ..decoder.stream import Decode
 from ..distributed.processes import Processes
-from .decode_engine import Prefiller, create_engine
+from .decode_engine import create_engine
 from .engine import Engine
+from .prefiller import Prefiller
 from .request import Request
 
 MAX_SEQS = 16  # prompts that run at once

@@ -137,7 +137,7 @@ class ArrivingRow:
         layers, heads, *rest = like.shape
         expect(np.dtype(dtype) == like.dtype, "piece.dtype", like.dtype.name, np.dtype(dtype).name)
         ok = len(shape) == len(rest) + 3 and (shape[0], *shape[3:]) == (layers, *rest)
-        expect(ok, "piece.shape", [layers, "pages", "heads", *rest], list(shape))
+        expect(ok, "piece.shape", f"{[layers, 'pages', 'heads', *rest]}", list(shape))
         for name, first, size, most in (
             ("page", page, shape[1], self._num_pages), ("head", head, shape[2], heads)
         ):  # fmt: skip

@@ -34,7 +34,7 @@ from jax_paged.models.distributed import transfer
 from jax_paged.models.distributed.link import LinkError
 from jax_paged.models.distributed.orders import Order
 from jax_paged.models.distributed.transfer import answer, listen, open_channel
-from jax_paged.models.serving import decode_engine
+from jax_paged.models.serving import prefiller as client
 
 ROOT = Path(__file__).parents[2]
 KEY = "the key of these tests"
@@ -246,7 +246,7 @@ def hostile(model, alone):
                     script["answers"](channel, order)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(decode_engine, "_AGAIN_S", 0.01)
+    patch.setattr(client, "_AGAIN_S", 0.01)
     patch.setattr(transfer, "_PULL_S", 0.5)
     with listen("127.0.0.1:0") as listener:
         thread = threading.Thread(target=play, args=(listener,))
