@@ -8,10 +8,10 @@ and V are on their way, and those behind it may start. If they do not come, the 
 prompt here.
 """
 
+import bisect
 import contextlib
 import logging
 import queue
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +46,7 @@ class DecodeEngine(Engine):
         super().__init__(model, **{"preemption": "swap", **options})
         self._check_swaps("prefill")
         self._prefiller = prefill
-        self._unasked: deque[Request] = deque()
+        self._unasked: list[Request] = []  # in their order
         self._awaited: dict[int, tuple[Request, Channel]] = {}  # by number
         self.num_received = 0  # requests that another process has prefilled
         prefill.start(self.facts(), self._swapper().page_shapes, self.page_size)
@@ -56,7 +56,7 @@ class DecodeEngine(Engine):
         request = super().submit(prompt, **options)
         if not request.is_done and self._should_ask(request):
             request.is_awaited = True
-            self._unasked.append(request)
+            bisect.insort(self._unasked, request, key=lambda r: r.order)
         return request
 
     def step(self) -> bool:
@@ -76,18 +76,22 @@ class DecodeEngine(Engine):
             self._prefiller.cancel(self._awaited[request.number][1], request.number)
 
     def _should_ask(self, request: Request) -> bool:
-        if request.tells_prompt or request.adapter is not None or self._prefiller.channel is None:
+        if request.tells_prompt or request.adapter is not None:
             return False
+        if self._prefiller.channel is None or self._prefiller.facts != self.facts():
+            return False  # it is gone, or has the weights of before
         scheduler, rest = self._scheduler(request), request.num_known - 1
         cached = scheduler.num_cached(request)
         is_worth_it = rest - cached >= max(self.page_size, cached)
         return is_worth_it and scheduler.swap_need(rest) <= self.swap_pages
 
     def _ask(self) -> None:
-        """Asks for what host memory has room for, in the order in which it came."""
+        """Asks for what host memory has room for, in the order of the requests."""
         while self._unasked:
             request = self._unasked[0]
-            if not request.is_done:
+            if request.is_done or request.swapped:  # or `receive` had a ticket for it
+                request.is_awaited = False
+            else:
                 tokens = request.known(0, request.num_known - 1)
                 if not self._scheduler(request).await_pages(request, len(tokens)):
                     return
@@ -96,7 +100,7 @@ class DecodeEngine(Engine):
                     self._scheduler(request).give_up(request)
                 else:
                     self._awaited[request.number] = request, channel
-            self._unasked.popleft()
+            del self._unasked[0]
 
     def _take_news(self, wait: bool) -> None:
         """Takes what has come; waits a moment for it, or not at all."""

@@ -15,7 +15,6 @@ the device works. docs/serving.md tells what is guaranteed.
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from typing import Any
 import numpy as np
 
 from jax_paged._start.interrupt import uninterrupted
-from jax_paged.cache.state import KVState
 from jax_paged.checks import check_choice, expect
-from jax_paged.ops.batch import pages_for
 
 from ..checkpoint.tokenizer import Tokenizer
 from ..decoder.adapters import Adapter
@@ -35,10 +32,10 @@ from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..distributed.processes import Processes
 from .adapters import AdapterSlots
-from .handover import PrefillTicket, digest_of, facts_of, row_of
+from .between import BetweenEngines
 from .logit_edits import EditOptions
 from .plan import step_sizes
-from .prefix_cache import CacheCounts, PrefixCache
+from .prefix_cache import PrefixCache
 from .renew import checked_weights, copied, copied_into
 from .request import LogProbability, OnTokens, Request, Sampling
 from .runner import ModelRunner, check_processes
@@ -47,12 +44,12 @@ from .snapshot import SNAPSHOT_VERSION, as_json, resubmitted
 from .speculate import RULES, draft_tree, look_up, look_up_tree
 from .step import FAILED, Drawn, LogProbabilities
 from .structured import Constraint
-from .swap import Swapper, chunk_pages
+from .swap import chunk_pages
 
 __all__ = ["Engine", "Request"]
 
 
-class Engine:
+class Engine(BetweenEngines):
     """Serves requests on a model, from a pool of pages of its own.
 
     Args:
@@ -187,7 +184,6 @@ class Engine:
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
         self.page_size = page_size
-        self._facts_of_weights: tuple[int, dict[str, str]] = -1, {}
         self.weight_version = 0  # how often `update_weights` was called
         self._owns_weights = False
         self._adapters: AdapterSlots | None = None
@@ -291,9 +287,7 @@ class Engine:
         can = self.prompt_logprobs or not prompt_logprobs
         expect(can, "prompt_logprobs", "False, or an engine with prompt_logprobs=True", True)
         if hand_out:
-            self._check_swaps("hand_out")
-            if self._processes is not None:
-                raise NotImplementedError("hand_out: not for an engine of several processes yet")
+            self._check_hand_out()
         matcher = None if constraint is None else constraint.start(vocab_size)
         version = None if adapter is None else self._slots().find(adapter)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
@@ -415,80 +409,6 @@ class Engine:
                 self.cancel(request)
             raise
         return made
-
-    # From engine to engine
-
-    def hand_out(self, request: Request) -> PrefillTicket:
-        """K and V of a request, for another engine's `receive`; this one has them no longer.
-
-        Args:
-          request: one that was submitted with hand_out=True and has come to its end.
-
-        Raises:
-          ValueError: it is another one, or was handed out already.
-        """
-        what = "a request that has ended, of hand_out=True, once"
-        expect(request.num_kept > 0, "request", what, f"one with reason={request.reason!r}")
-        with uninterrupted():
-            self._keep()  # the copy to host memory may still be an order
-            swapper = self._swapper()
-            num_tokens, request.num_kept = request.num_kept, 0
-            pieces = swapper.pieces(request.number, pages_for(num_tokens, self.page_size))
-            self._runner.forget(request.number)
-        adapter = None if request.adapter is None else request.adapter.name
-        digest = digest_of(request.known(0, num_tokens))
-        return PrefillTicket(self.facts(), num_tokens, digest, adapter, pieces)
-
-    def receive(self, prompt: Sequence[int], ticket: PrefillTicket, **options: Any) -> Request:
-        """Adds a request whose first tokens another engine has computed.
-
-        K and V of the ticket go into the row's pages when it starts, but for pages that the prefix
-        cache has. The request computes the rest of the prompt, at least one token, and gets the
-        tokens that it gets without a ticket. Where `swap_pages` has no room for the ticket, the
-        request computes all of the prompt, as one that has been preempted.
-
-        Args:
-          prompt, options: as for `submit`, without prompt_logprobs.
-          ticket: of `hand_out`, for the first tokens of the prompt. The model of both engines must
-            be the same one, however it is split over devices, and so must be page_size, kv_dtype
-            and draft model. Adapters have the same names; their weights are up to the caller.
-
-        Raises:
-          ValueError: the ticket is for something else, or not whole; the message names it, and
-            nothing has changed. Or as `submit`.
-        """
-        self._check_swaps("receive")
-        told = options.get("prompt_logprobs", False)
-        expect(not told, "prompt_logprobs", "False: the prompt is not computed here", told)
-        tokens = as_tokens("prompt", prompt, self.config.vocab_size)
-        ticket.check(self.facts(), tokens.tolist(), options.get("adapter"))
-        pools = row_of(ticket, self._swapper().page_shapes, self.page_size)
-        request = self.submit(prompt, **options)
-        if not request.is_done and self._scheduler(request).await_pages(request, ticket.num_tokens):
-            self._runner.put(request.replica, request.number, pools)
-        return request
-
-    def facts(self) -> dict[str, str]:
-        """What K and V of another engine must have in common with those of this one, by name.
-
-        Raises:
-          ValueError: the engine does not swap.
-        """
-        self._check_swaps("facts")
-        if self._facts_of_weights[0] != self.weight_version:
-            shapes, of_model = self._swapper().page_shapes, self._runner.facts
-            facts = facts_of(of_model, self.params, shapes, self.weight_version)
-            self._facts_of_weights = self.weight_version, facts
-        return self._facts_of_weights[1]
-
-    def _check_swaps(self, what: str) -> None:
-        expect(self.swap_pages > 0, what, "an engine with preemption='swap'", "one without")
-
-    def _swapper(self) -> Swapper:
-        assert self._runner.swapper is not None
-        return self._runner.swapper
-
-    # The end
 
     def cancel(self, request: Request) -> None:
         """Ends a request; its pages are free before the next step. A done one stays as it is."""
@@ -702,68 +622,6 @@ class Engine:
         expect(self._adapters is not None, "adapter", "an engine that was made for some", got)
         assert self._adapters is not None
         return self._adapters
-
-    # Counters
-
-    @property
-    def num_replicas(self) -> int:
-        """Those of the model's mesh, 1 without one; each has rows, pages and a cache of its own."""
-        return self._runner.num_replicas
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a row and pages."""
-        return sum(len(one.waiting) for one in self._schedulers)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have a row."""
-        return sum(len(one.running) for one in self._schedulers)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Times that a running request had to make room."""
-        return sum(one.num_preemptions for one in self._schedulers)
-
-    @property
-    def num_swaps(self) -> tuple[int, int]:
-        """Times that a request was copied to host memory, and back; the rest was recomputed."""
-        out = sum(one.num_swapped_out for one in self._schedulers)
-        return out, sum(one.num_swapped_in for one in self._schedulers)
-
-    @property
-    def num_free_swap_pages(self) -> int:
-        """Pages of host memory that no preempted request has."""
-        return sum(one.num_free_swap for one in self._schedulers)
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that neither a request nor the cache has."""
-        return sum(one.num_free for one in self._schedulers)
-
-    @property
-    def cache_counts(self) -> CacheCounts:
-        """Counters of the prefix caches; all 0 without one."""
-        counts = [one.cache.counts for one in self._schedulers if one.cache is not None]
-        return CacheCounts(*(sum(values) for values in zip(*map(astuple, counts), strict=True)))
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pools."""
-        return self._runner.table.num_pages * self.num_replicas
-
-    @property
-    def params(self) -> Any:
-        """The weights, as `split_model` gives them."""
-        return self._runner.params
-
-    @property
-    def state(self) -> KVState:
-        """The pages and their table after the steps so far; good until the next step takes it.
-
-        With a mesh it is that of all replicas (`KVState.specs`).
-        """
-        return self._runner.device.state
 
     # What comes back
 

@@ -64,7 +64,7 @@ class Prefiller:
         self.channel: Channel | None = self._open()
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}
-        self._facts: Mapping[str, str] = {}
+        self.facts: Mapping[str, str] = {}  # of both sides
         self._is_over = threading.Event()
 
     def start(
@@ -75,8 +75,8 @@ class Prefiller:
         Raises:
           ValueError: the other process has another model or other pages; the message says which.
         """
-        expect(not self._facts, "prefill", "one that no other engine has", self.address)
-        self._facts, self._shapes, self._page_size = facts, shapes, page_size
+        expect(not self.facts, "prefill", "one that no other engine has", self.address)
+        self.facts, self._shapes, self._page_size = facts, shapes, page_size
         try:
             assert self.channel is not None
             self._greet(self.channel)
@@ -124,8 +124,8 @@ class Prefiller:
         order = channel.receive()
         expect(order.name == "facts", "prefill", "its facts first", repr(order.name))
         facts, port = _values(order, dict, int)
-        for name in sorted({*facts, *self._facts}):
-            mine, theirs = self._facts.get(name), facts.get(name)
+        for name in sorted({*facts, *self.facts}):
+            mine, theirs = self.facts.get(name), facts.get(name)
             expect(mine == theirs, f"prefill: {name}", f"{mine}, as the model here has", theirs)
         if port:
             channel.connect_to(port)
