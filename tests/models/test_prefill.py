@@ -27,6 +27,7 @@ from jax_paged.models import (
     Engine,
     Prefiller,
     PrefillService,
+    cli,
     load_checkpoint,
 )
 from jax_paged.models.decoder.executables import Executables, kept_in
@@ -34,6 +35,8 @@ from jax_paged.models.distributed import transfer
 from jax_paged.models.distributed.link import LinkError
 from jax_paged.models.distributed.orders import Order
 from jax_paged.models.distributed.transfer import answer, listen, open_channel
+from jax_paged.models.server import command
+from jax_paged.models.server import prefill as prefill_command
 from jax_paged.models.serving import prefiller as client
 
 ROOT = Path(__file__).parents[2]
@@ -412,6 +415,31 @@ def test_wrong_processes_are_refused_at_the_start(model, alone):
             listen(port_of(listener))
         with pytest.raises(ValueError, match="payloads: expected 'transfer' or 'frames', got 'x'"):
             PrefillService(listener, key, payloads="x")
+
+
+@pytest.mark.parametrize(
+    ("key", "arguments", "part"),
+    [
+        ("", ["prefill"], "JAX_PAGED_KEY: expected a key of at least 16 bytes"),
+        (KEY, ["prefill", "--listen", "8100"], "listen: expected HOST:PORT, got '8100'"),
+        (KEY, ["prefill", "--max-seqs", "0"], "max-seqs: expected an integer >= 1, got 0"),
+        (KEY, ["prefill", "--listen", "192.0.2.1:1"], "listen: 192.0.2.1:1 cannot be listened to"),
+        (KEY, ["serve", "--port", "0", "--prefill", "x"], "prefill: expected HOST:PORT, got 'x'"),
+        (KEY, ["generate", "a", "--prefill", "127.0.0.1:1"], "prefill: 127.0.0.1:1 does not answ"),
+        ("k", ["generate", "a", "--prefill", "127.0.0.1:1"], "JAX_PAGED_KEY: expected a key of at"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_before_the_weights_are_loaded(
+    capsys, monkeypatch, key, arguments, part
+):
+    monkeypatch.setenv("JAX_PAGED_KEY", key)
+    for module in (cli, command, prefill_command):
+        monkeypatch.setattr(module, "open_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+        monkeypatch.setattr(module, "start_log", lambda level: None, raising=False)
+    assert cli.main([*arguments, "--no-program-cache"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(f"jax-paged: error: {part}"), error
 
 
 def test_a_service_goes_on_whatever_is_asked(model, alone, want):
