@@ -62,9 +62,8 @@ def model(folder):
 def engine_of(model, **options):
     """An engine; those of the same sizes share their programs."""
     with kept_in(PROGRAMS):
-        if "prefill" in options:
-            return DecodeEngine(model, **SIZES, **options)
-        return Engine(model, **SIZES, **options)
+        made = DecodeEngine if "prefill" in options else Engine
+        return made(model, **SIZES | options)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +98,9 @@ def port_of(listener):
 
 
 @contextlib.contextmanager
-def service(engine, payloads="frames"):
+def service(engine, payloads="frames", address="127.0.0.1:0"):
     """Where a service listens."""
-    with listen("127.0.0.1:0") as listener:
+    with listen(address) as listener:
         one = PrefillService(listener, KEY.encode(), payloads=payloads)
         thread = threading.Thread(target=one.run, args=(engine,))
         thread.start()
@@ -164,8 +163,16 @@ def test_tokens_are_those_of_one_engine(model, alone, want, payloads):
     assert_all_free(alone)
 
 
-def test_a_killed_process_costs_no_token(folder, model, want, caplog):
-    """kill -9 in the middle: what it has not sent is computed here."""
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (signal.SIGKILL, "its connection is closed"),
+        pytest.param(signal.SIGSTOP, "nothing was heard of it for 3 s", marks=pytest.mark.deep),
+    ],
+)
+def test_a_killed_process_costs_no_token(folder, model, want, caplog, monkeypatch, how, why):
+    """kill -9 in the middle, or silence: what it has not sent is computed here."""
+    monkeypatch.setattr(transfer, "SILENCE_S", 3.0)
     sizes = ["--max-seqs", "1", "--max-tokens", "4"]
     where = ["--listen", "127.0.0.1:0", *sizes]
     with jax_paged("prefill", "--model", folder, *where) as process:
@@ -175,7 +182,7 @@ def test_a_killed_process_costs_no_token(folder, model, want, caplog):
             requests = submit_all(engine)
             while engine.num_received < 2:
                 assert engine.step()
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(process.pid, how)
             engine.run()
             assert [r.tokens for r in requests] == want
             assert 2 <= engine.num_received < len(PROMPTS)
@@ -186,7 +193,7 @@ def test_a_killed_process_costs_no_token(folder, model, want, caplog):
             engine.run()
             assert_all_free(engine)
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        f"the prefill process at {address} is gone: its connection is closed"
+        f"the prefill process at {address} is gone: {why}"
     ]
 
 
@@ -482,5 +489,51 @@ def test_a_service_goes_on_whatever_is_asked(model, alone, want):
             engine.run()
             assert [r.tokens for r in requests] == want
             assert engine.num_received == len(PROMPTS)
+    alone.run()
+    assert_all_free(alone)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_while_processes_come_and_go(model, alone, monkeypatch, seed):
+    """Cancelled ones, little room in host memory, and a service that ends and is there again."""
+    monkeypatch.setattr(client, "_AGAIN_S", 0.05)
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, 250, rng.integers(1, 56)).tolist() for _ in range(30)]
+    asked = [
+        {"max_new_tokens": int(rng.integers(1, 9)), "temperature": 0.9, "draw_index": i}
+        for i in range(120)
+    ]
+    prompts = [texts[rng.integers(len(texts))] for _ in asked]
+    want = [alone.submit(p, **own) for p, own in zip(prompts, asked, strict=True)]
+    alone.run()
+    alone.clear_cache()
+    with contextlib.ExitStack() as first:
+        address = first.enter_context(service(alone, "transfer" if seed else "frames"))
+        prefill = Prefiller(address, KEY.encode())
+        engine = engine_of(model, prefill=prefill, num_pages=12, swap_pages=16)
+        got = []
+        for i, (prompt, own) in enumerate(zip(prompts, asked, strict=True)):
+            got.append(engine.submit(prompt, priority=int(rng.integers(3)), **own))
+            if rng.random() < 0.2:
+                engine.cancel(got[rng.integers(len(got))])
+            for _ in range(rng.integers(3)):
+                engine.step()
+            if i == 60:
+                first.close()
+    with service(alone, "frames", address):
+        wait_for(lambda: prefill.channel is not None)
+        before = engine.num_received
+        got += [engine.submit(p, **own) for p, own in zip(prompts[:20], asked, strict=False)]
+        engine.run()
+        assert engine.num_received > before > 0
+        wait_for(lambda: not prefill._asked)
+        engine.step()
+    prefill.close()
+    for ours, theirs in zip(got, [*want, *want[:20]], strict=True):
+        assert ours.tokens == theirs.tokens[: len(ours.tokens)]
+        assert ours.reason in (theirs.reason, "cancelled")
+    assert {r.reason for r in got} >= {"length", "cancelled"}
+    assert_all_free(engine)
     alone.run()
     assert_all_free(alone)
