@@ -41,8 +41,12 @@ from .evaluation.perplexity import evaluate as evaluate
 from .evaluation.scores import score as score
 from .evaluation.scores import token_logits as token_logits
 from .serving import structured as structured
+from .serving.decode_engine import DecodeEngine as DecodeEngine
 from .serving.engine import Engine as Engine
 from .serving.engine import Request as Request
+from .serving.handover import PrefillTicket as PrefillTicket
+from .serving.prefill import PrefillService as PrefillService
+from .serving.prefiller import Prefiller as Prefiller
 from .serving.runner import follow as follow
 from .serving.snapshot import SnapshotFile as SnapshotFile
 from .testing import Stepper as Stepper

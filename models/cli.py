@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `jax-paged generate`, `chat`, `eval`, `lm-eval`, `serve` and `bench-serve`.
+"""The command line: `jax-paged generate`, `chat`, `eval`, `lm-eval`, `serve`, `prefill` and
+`bench-serve`.
 
 stdout holds the result and nothing else; progress, rates and errors go to stderr. Bad input is one
 line on stderr and exit code 2, Ctrl-C is exit code 130.
@@ -50,6 +51,7 @@ from .evaluation.perplexity import evaluate
 from .progress import progress_bar
 from .serving import bench_serve, chat
 from .serving.batch import generate_many
+from .serving.prefiller import opened_prefiller
 from .serving.runner import follow
 from .status import Status
 
@@ -180,6 +182,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.pages is not None:
         check_count("pages", options.pages, 1)
     with (
+        opened_prefiller(options.prefill) as prefill,
         _open_output(options.output) as out,
         open_checkpoint(**model_options(options)) as checkpoint,
     ):
@@ -198,12 +201,13 @@ def _generate(options: argparse.Namespace) -> int:
         sampling["adapter"] = adapter
         searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
         options.status.tell(checkpoint.title)
-        if len(texts) > 1 or options.processes is not None:
+        if len(texts) > 1 or options.processes is not None or prefill is not None:
             model = checkpoint.load()
             options.status.say("compiling …")
             result = generate_many(
                 model, texts, num_pages=options.pages, kv_dtype=options.kv_dtype,
-                processes=options.processes, on_tokens=printer.take, **searched, **sampling,
+                processes=options.processes, prefill=prefill, on_tokens=printer.take, **searched,
+                **sampling,
             )  # fmt: skip
         else:  # one program for the whole loop, without trips to the host
             result = _generate_one(options, checkpoint, texts, sampling, searched, printer)
@@ -467,6 +471,12 @@ def _serve(options: argparse.Namespace) -> int:
     return command.run(options)
 
 
+def _prefill(options: argparse.Namespace) -> int:
+    from .server import prefill
+
+    return prefill.run(options)
+
+
 def _bench_serve(options: argparse.Namespace) -> int:
     if options.http is None:
         return bench_serve.run(options)
@@ -478,5 +488,5 @@ def _bench_serve(options: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "generate": _generate, "chat": chat.run, "eval": _eval, "lm-eval": _lm_eval, "serve": _serve,
-    "bench-serve": _bench_serve,
+    "bench-serve": _bench_serve, "prefill": _prefill,
 }  # fmt: skip

@@ -39,6 +39,16 @@ _SERVE = (
     "/v1/models; /health, /metrics, and a page to chat at /. SIGTERM and Ctrl-C let running "
     "requests end. Clients send the key in JAX_PAGED_API_KEY or --api-key-file, if there is one."
 )
+_PREFILL = (
+    "Computes K and V of prompts for `jax-paged generate` and `serve` with --prefill, one or "
+    "several, which draw the tokens. All have the same model and one key: JAX_PAGED_KEY_FILE or "
+    "JAX_PAGED_KEY. SIGTERM and Ctrl-C end it; the others then compute prompts themselves."
+)
+PREFILL_COUNTS = (  # of prefill, as above
+    ("max-seqs", 16, 1, "prompts that run at once"),
+    ("max-tokens", 512, 1, "tokens of a step"),
+)
+PAYLOADS = ("transfer", "frames")
 _BENCH_SERVE = (
     "Replays a trace: requests arrive at random (Poisson), start with one of a few shared prefixes "
     "and ask for a fixed number of tokens. The same seed gives the same trace. Prints throughput, "
@@ -126,6 +136,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_kv_dtype(one)
     _add_processes(one)
+    _add_prefill(one)
     one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
     one.add_argument(
         "--json", action="store_true",
@@ -198,7 +209,26 @@ def parser() -> argparse.ArgumentParser:
     _add_model(five)
     _add_kv_dtype(five)
     _add_processes(five)
+    _add_prefill(five)
     _add_server(five)
+
+    six = commands.add_parser("prefill", help="prefill for others", description=_PREFILL)
+    six.set_defaults(command="prefill")
+    _add_model(six)
+    _add_kv_dtype(six)
+    six.add_argument(
+        "--listen", default="127.0.0.1:8100", metavar="HOST:PORT",
+        help="address to listen to, port 0 = any that is free (default 127.0.0.1:8100: this "
+        "machine alone)",
+    )  # fmt: skip
+    six.add_argument(
+        "--payloads", choices=PAYLOADS, default=PAYLOADS[0],
+        help="what K and V go by: jax.experimental.transfer, on ports of its own and without "
+        f"authentication, or authenticated frames (default {PAYLOADS[0]})",
+    )  # fmt: skip
+    _add_counts(six, PREFILL_COUNTS)
+    _add_memory(six)
+    _add_log_level(six)
     return root
 
 
@@ -296,11 +326,43 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    """The options of bench-serve."""
-    for name, default, _, what in COUNTS:
+def _add_prefill(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefill", metavar="HOST:PORT",
+        help="let the `jax-paged prefill` that listens there compute prompts, as long as it is "
+        "there. Both have one key: JAX_PAGED_KEY_FILE or JAX_PAGED_KEY",
+    )  # fmt: skip
+
+
+def _add_counts(parser: argparse.ArgumentParser, counts: Any) -> None:
+    for name, default, _, what in counts:
         text = f"{what} (default {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-memory-share", type=float, default=0.5, metavar="X",
+        help="of the memory that weights leave free, at most this share is for KV (default 0.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pages", type=int, metavar="N", help=f"instead: so many pages of {PAGE_SIZE} tokens"
+    )
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt in full"
+    )
+
+
+def _add_log_level(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS,
+        help="of messages on stderr (default: JAX_PAGED_LOG, or warning)",
+    )  # fmt: skip
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    """The options of bench-serve."""
+    _add_counts(parser, COUNTS)
     parser.add_argument(
         "--rate", type=float, default=4.0, metavar="R",
         help="requests per second; 0 = all at once (default 4)",
@@ -366,25 +428,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--adapter", action="append", default=[], metavar="NAME=FOLDER",
         help="a LoRA adapter beside the model, for requests whose `model` is NAME; may be repeated",
     )  # fmt: skip
-    for name, default, _, what in SERVE_COUNTS:
-        text = f"{what} (default {default})"
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    _add_counts(parser, SERVE_COUNTS)
     parser.add_argument(
         "--max-prompt-tokens",
         type=int,
         metavar="N",
         help="tokens of a prompt (default: the model's context)",
     )
-    parser.add_argument(
-        "--kv-memory-share", type=float, default=0.5, metavar="X",
-        help="of the memory that weights leave free, at most this share is for KV (default 0.5)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--pages", type=int, metavar="N", help=f"instead: so many pages of {PAGE_SIZE} tokens"
-    )
-    parser.add_argument(
-        "--no-prefix-cache", action="store_true", help="compute every prompt in full"
-    )
+    _add_memory(parser)
     parser.add_argument(
         "--logprobs", type=int, metavar="K",
         help="let clients ask for log-probabilities, and for K of the likeliest tokens",
@@ -397,10 +448,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--drain-seconds", type=float, default=30.0, metavar="S",
         help="for running requests after SIGTERM or Ctrl-C (default 30)",
     )  # fmt: skip
-    parser.add_argument(
-        "--log-level", choices=LOG_LEVELS,
-        help="of messages on stderr (default: JAX_PAGED_LOG, or warning)",
-    )  # fmt: skip
+    _add_log_level(parser)
     parser.add_argument(
         "--profile", metavar="DIR", help="write a profile of the run there (jax.profiler)"
     )

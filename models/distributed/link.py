@@ -54,6 +54,18 @@ def read_key(environment: Mapping[str, str] = os.environ) -> bytes:
     return key
 
 
+def host_and_port(name: str, address: str, *, least: int = 1) -> tuple[str, int]:
+    """Of HOST:PORT, or [HOST]:PORT, with a port from `least` on.
+
+    Raises:
+      ValueError: the address is none; it is called `name`.
+    """
+    host, _, port = address.rpartition(":")
+    ok = bool(host) and port.isdecimal() and least <= int(port) < 2**16
+    expect(ok, name, "HOST:PORT", repr(address))
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 class Link:
     """One side of a connection; `connect` and `accept` make it. Sending is safe in any thread."""
 

@@ -22,7 +22,10 @@ _MAX_HEAD_BYTES = 1 << 20
 _MAX_AXES = 8
 _DTYPES = {
     np.dtype(x).name: np.dtype(x)
-    for x in ("bool", "int32", "uint32", "float16", "float32", ml_dtypes.bfloat16)
+    for x in (
+        *("bool", "int8", "int32", "uint32", "float16", "float32"),
+        *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    )
 }
 
 
@@ -32,7 +35,7 @@ class Order:
 
     name: what.
     values: how; of JSON.
-    arrays: of bool, i32, u32, f16, bf16 or f32.
+    arrays: of bool, i8, i32, u32, fp8, f16, bf16 or f32.
     """
 
     name: str

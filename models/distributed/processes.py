@@ -30,7 +30,7 @@ import numpy as np
 from jax_paged._start.interrupt import leave_with
 from jax_paged.checks import expect
 
-from .link import Link, LinkError, accept, connect, read_key
+from .link import Link, LinkError, accept, connect, host_and_port, read_key
 from .orders import Order, decode, encode
 
 EXIT_LOST = 75  # as sysexits.h has it (EX_TEMPFAIL): another start may go well
@@ -216,7 +216,7 @@ def start_processes(
         process has another key, or does not come.
     """
     key = read_key()
-    host = None if coordinator is None else _host_of(coordinator)
+    host = None if coordinator is None else host_and_port("coordinator", coordinator)[0]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, num_processes, process_id)
     index, count = jax.process_index(), jax.process_count()
@@ -225,13 +225,6 @@ def start_processes(
     except (LinkError, ValueError, OSError) as error:
         atexit.register(leave_failed, 1)
         raise ValueError(f"process {index} of {count}: {error}") from None
-
-
-def _host_of(coordinator: str) -> str:
-    host, _, port = coordinator.rpartition(":")
-    ok = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-    expect(ok, "coordinator", "HOST:PORT", repr(coordinator))
-    return host.removeprefix("[").removesuffix("]")
 
 
 def _links(index: int, count: int, key: bytes, host: str | None) -> dict[int, Link]:

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from ..checkpoint.tokenizer import MissingTokenizer
 from ..checkpoint.weights import Checkpoint, open_checkpoint
 from ..decoder.adapters import AdaptedModel, Adapter, Adapters
 from ..decoder.generation import check_count
-from ..serving.engine import Engine
+from ..serving.decode_engine import create_engine
+from ..serving.prefiller import Prefiller, opened_prefiller
 from .limits import Limits
 from .memory import Estimate, estimate
 
@@ -44,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
     listener = _listen(options)
     try:
         _warn_of_strangers(options, key)
-        with _profiled(options.profile):
-            return asyncio.run(_serve(_service(options, key), listener))
+        with _profiled(options.profile), opened_prefiller(options.prefill) as prefill:
+            return asyncio.run(_serve(_service(options, key, prefill), listener))
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise ValueError(out_of_memory(options, error)) from None
@@ -55,15 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, _, least, _ in SERVE_COUNTS:
-        check_count(name, getattr(options, name.replace("-", "_")), least)
-    for name, least in (("pages", 1), ("max-prompt-tokens", 1), ("logprobs", 0)):
-        value = getattr(options, name.replace("-", "_"))
-        if value is not None:
-            check_count(name, value, least)
-    if not 0 < options.kv_memory_share <= 1:
-        share = options.kv_memory_share
-        raise ValueError(f"kv-memory-share: expected a number above 0 and at most 1, got {share}")
+    check_counts(options, SERVE_COUNTS, {"max-prompt-tokens": 1, "logprobs": 0})
     if not 0 <= options.drain_seconds < 86400:
         raise ValueError(
             f"drain-seconds: expected a number from 0 to 86400, got {options.drain_seconds}"
@@ -73,6 +66,26 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.port < 2**16:
         raise ValueError(f"port: expected an integer from 0 to 65535, got {options.port}")
     _adapter_folders(options)
+
+
+def check_counts(
+    options: argparse.Namespace, counts: Sequence[tuple[str, int, int, str]],
+    others: Mapping[str, int] = {},
+) -> None:  # fmt: skip
+    """Checks the counts of a command, and its options for memory.
+
+    Args:
+      others: the least values of further options, if they are given.
+    """
+    for name, _, least, _ in counts:
+        check_count(name, getattr(options, name.replace("-", "_")), least)
+    for name, least in {"pages": 1, **others}.items():
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None:
+            check_count(name, value, least)
+    share = options.kv_memory_share
+    if not 0 < share <= 1:
+        raise ValueError(f"kv-memory-share: expected a number above 0 and at most 1, got {share}")
 
 
 def _adapter_folders(options: argparse.Namespace) -> dict[str, str]:
@@ -165,7 +178,7 @@ def _profiled(folder: str | None) -> Iterator[None]:
         yield
 
 
-def _service(options: argparse.Namespace, key: str | None) -> Any:
+def _service(options: argparse.Namespace, key: str | None, prefill: Prefiller | None) -> Any:
     """The model behind HTTP, ready to start."""
     from .app import Service
 
@@ -179,11 +192,12 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
         adapters = {name: load_adapter(folder, config) for name, folder in folders.items()}
         options.status.tell(checkpoint.title)
         slots = _slots(adapters)
-        sizes = _estimate(options, checkpoint, slots)
+        sizes = estimate_for(options, checkpoint, slots)
         options.status.tell(str(sizes))
         model = checkpoint.load()
-    engine = Engine(
+    engine = create_engine(
         model,
+        prefill=prefill,
         num_pages=sizes.num_pages,
         max_seqs=options.max_seqs,
         max_tokens=max(options.max_tokens, options.max_seqs),
@@ -214,7 +228,7 @@ def _service(options: argparse.Namespace, key: str | None) -> Any:
     )
 
 
-def _estimate(
+def estimate_for(
     options: argparse.Namespace, checkpoint: Checkpoint, slots: Mapping[str, int]
 ) -> Estimate:
     """What the model and its slots for adapters take, and how many pages the rest holds."""

@@ -14,7 +14,9 @@ from ..decoder.generation import PAGE_SIZE, Generation, OnTokens, as_texts, chec
 from ..decoder.protocol import Model, check_model
 from ..decoder.stream import Decode
 from ..distributed.processes import Processes
+from .decode_engine import create_engine
 from .engine import Engine
+from .prefiller import Prefiller
 from .request import Request
 
 MAX_SEQS = 16  # prompts that run at once
@@ -32,6 +34,7 @@ def generate_many(
     num_pages: int | None = None,
     kv_dtype: str = "auto",
     processes: Processes | None = None,
+    prefill: Prefiller | None = None,
     on_tokens: OnTokens | None = None,
     **sampling: Any,
 ) -> Generation:
@@ -44,6 +47,7 @@ def generate_many(
       model, prompts, max_new_tokens, stop_tokens, stop_strings, decode, adapter, kv_dtype,
         sampling: as for `generate`, which would give the same tokens.
       processes: as for `Engine`.
+      prefill: as for `DecodeEngine`; None = prompts are computed here.
       num_pages: pages of the pool; None = enough for the 16 longest. A prompt that fills all of it
         stops with "row_full".
       on_tokens: called after each step with the new ids and the stop reason of each prompt.
@@ -68,8 +72,8 @@ def generate_many(
         num_pages = sum(sorted(needs)[-MAX_SEQS:])
     pages_per_seq = min(max(needs), num_pages)
     capacity = pages_per_seq * PAGE_SIZE
-    engine = Engine(
-        model, num_pages=num_pages, max_seqs=min(len(texts), MAX_SEQS),
+    engine = create_engine(
+        model, prefill=prefill, num_pages=num_pages, max_seqs=min(len(texts), MAX_SEQS),
         pages_per_seq=pages_per_seq, kv_dtype=kv_dtype, processes=processes,
     )  # fmt: skip
     requests: list[Request | None] = []

@@ -33,7 +33,7 @@ from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..distributed.processes import Processes
 from .adapters import AdapterSlots
-from .counts import EngineCounts
+from .between import BetweenEngines
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import PrefixCache
@@ -50,7 +50,7 @@ from .swap import chunk_pages
 __all__ = ["Engine", "Request"]
 
 
-class Engine(EngineCounts):
+class Engine(BetweenEngines):
     """Serves requests on a model, from a pool of pages of its own.
 
     Args:
@@ -183,6 +183,7 @@ class Engine(EngineCounts):
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
         self._salt = repr((model.config, *dtypes, state.layout))
+        self.page_size = page_size
         self.weight_version = 0  # how often `update_weights` was called
         self._adapters: AdapterSlots | None = None
         if max_adapters is not None:
@@ -231,6 +232,7 @@ class Engine(EngineCounts):
         decode: Decode | None = None,
         prompt_logprobs: bool = False,
         adapter: str | None = None,
+        hand_out: bool = False,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
         begun: tuple[Sequence[int], Sequence[LogProbability]] = ((), ()),
@@ -255,6 +257,8 @@ class Engine(EngineCounts):
             whatever the prefix cache has.
           adapter: the name of an adapter (`add_adapter`), whose present version the request has to
             its end; None = none.
+          hand_out: whether K and V of its tokens lie in host memory at its end, until `hand_out`
+            takes them; max_new_tokens may be 0. Of an engine that swaps.
           priority: higher goes first, and may preempt lower.
           on_tokens: called as on_tokens(new_tokens, reason) when there are new ones, and once with
             a reason (None before) at the end.
@@ -281,6 +285,8 @@ class Engine(EngineCounts):
         )  # fmt: skip
         can = self.prompt_logprobs or not prompt_logprobs
         expect(can, "prompt_logprobs", "False, or an engine with prompt_logprobs=True", True)
+        if hand_out:
+            self._check_hand_out()
         matcher = None if constraint is None else constraint.start(vocab_size)
         version = None if adapter is None else self._slots().find(adapter)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
@@ -297,6 +303,7 @@ class Engine(EngineCounts):
             matcher=matcher,
             tells_prompt=bool(prompt_logprobs),
             prompt_logprobs=[None] * len(text) if prompt_logprobs else [],
+            hands_out=bool(hand_out),
             priority=int(priority),
             number=self._num_requests,
             on_tokens=on_tokens,
@@ -312,7 +319,7 @@ class Engine(EngineCounts):
         elif need > most:
             what = f"{len(text)} prompt and {request.limit} new tokens need {need} pages"
             self._end(request, "refused", f"{what}, a request can have {most}")
-        elif request.limit == 0 and not request.tells_prompt:
+        elif request.limit == 0 and not (request.tells_prompt or request.hands_out):
             self._end(request, "length")
         elif begun[0] and self._has_ended(request, *begun):
             request.tell()

@@ -95,6 +95,9 @@ class Request:
     num_offered: int = 0  # full pages that the cache has been told of
     is_stale: bool = False  # its pages hold K and V of earlier weights
     swapped: int = 0  # preempted by swap: how many of its first tokens are in host memory
+    hands_out: bool = False  # whether its K and V go to host memory at its end
+    num_kept: int = 0  # then: of how many tokens they are there, for `hand_out`
+    is_awaited: bool = False  # its K and V are on their way from another engine
 
     @property
     def is_done(self) -> bool:
@@ -123,8 +126,12 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Draws that may still be asked for; one that only asks of its prompt drops its draw."""
-        return max(self.limit, int(self.tells_prompt)) - len(self.tokens) - self.in_flight
+        """Draws that may still be asked for.
+
+        One that only asks of its prompt, or for K and V, drops its draw.
+        """
+        least = int(self.tells_prompt or self.hands_out)
+        return max(self.limit, least) - len(self.tokens) - self.in_flight
 
     @property
     def is_told_of_prompt(self) -> bool:

@@ -71,9 +71,12 @@ class ModelRunner:
         self._processes, self._token = processes, object()
         self._owns_params, self._new_params = False, None
         self.weights: Callable[[], Any] | None = None  # where a follower gets new ones
+        self.facts = _facts(model, draft_model)
+        partitions = [getattr(one, "partition", None) for one in (model, draft_model)]
+        self.kv_copies = [getattr(one, "kv_copies", 1) for one in partitions]
         if processes is not None:
             processes.owner = self._token
-            values = sizes, num_holds, slots, _facts(model, draft_model)
+            values = sizes, num_holds, slots, self.facts
             processes.send(Order(_BEGIN, values))
         self.partition: Partition | None = getattr(model, "partition", None)
         self.num_replicas = 1 if self.partition is None else self.partition.dp
@@ -332,13 +335,21 @@ class ModelRunner:
             for back in one.swap_ins:
                 self._order("swap in", replica, *back)
             for number in one.forgets:
-                self._order("forget", number)
+                self.forget(number)
 
     @property
     def _nobody(self) -> tuple[Any, np.ndarray, np.ndarray]:
         """The arguments of `remember` for a replica where no request starts."""
         zeros = np.zeros(self._vocab_size, np.int32)
         return np.int32(self._max_seqs), zeros, zeros.astype(np.float32)
+
+    def put(self, replica: int, number: int, pools: Sequence[np.ndarray]) -> None:
+        """Puts pages of another engine into host memory (`Swapper.put`)."""
+        self._order("put", replica, number, tree=list(pools))
+
+    def forget(self, number: int) -> None:
+        """Gives up what host memory has under a number."""
+        self._order("forget", number)
 
     def put_adapter(self, slot: int, packed: Adapters) -> None:
         """Puts an adapter into a slot."""
@@ -474,6 +485,7 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "move experts": ModelRunner._move_experts,
     "swap out": lambda runner, *values: runner.swapper.out(*values),
     "swap in": lambda runner, *values: runner.swapper.back(*values),
+    "put": lambda runner, *values: runner.swapper.put(*values),
     "forget": lambda runner, number: runner.swapper.forget(number),
 }  # fmt: skip
 _PLAN = jax.tree.structure(StepPlan.create(1, 1, None))

@@ -6,7 +6,8 @@ the page of a cache entry, whatever the number of rows that share it. From that 
 reservation will succeed, and what to do when it would not:
 
 - A request starts when all the pages of its prompt are there, and one for each running request to
-  grow into. Requests start in their order (priority, then arrival), nobody overtakes.
+  grow into. Requests start in their order (priority, then arrival), nobody overtakes but those
+  whose K and V are still on their way from another engine.
 - When a running request needs a page and there is none, the cache gives up pages that nobody uses;
   then the running request that is last in the order is preempted: its row is released and it waits
   again, to compute prompt and new tokens anew (what the cache has kept of them is not computed).
@@ -128,10 +129,36 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it is; its pages are free or in the cache then."""
         if request.row is not None:
+            if request.hands_out and request.is_done:  # not one that is cancelled
+                request.num_kept = min(request.fed, request.num_known)
+                num_pages = pages_for(request.num_kept, self.page_size)
+                self.orders.swap_outs.append((request.row, num_pages, request.number))
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         self._drop_swapped(request)
+
+    def await_pages(self, request: Request, tokens: int) -> bool:
+        """Takes room in host memory for the first tokens of a request that waits, if there is some.
+
+        When the request starts, host memory must have them.
+        """
+        need = self.swap_need(tokens)
+        if need > self.num_free_swap:
+            return False
+        self.num_free_swap -= need
+        request.swapped = tokens
+        return True
+
+    def give_up(self, request: Request) -> None:
+        """A request that waits gets nothing from host memory."""
+        request.is_awaited = False
+        self._drop_swapped(request)
+
+    def swap_need(self, tokens: int) -> int:
+        """Pages of host memory for so many tokens: whole chunks."""
+        chunks = -(-self.pages_needed(tokens) // self.chunk_pages)
+        return chunks * self.chunk_pages
 
     def take_orders(self) -> Orders:
         """The orders since the last time."""
@@ -274,9 +301,9 @@ class Scheduler:
 
     def _start_one(self) -> bool:
         """Starts the first waiting request if there is room for it."""
-        if not self.waiting:
+        request = next((r for r in self.waiting if not r.is_awaited), None)
+        if request is None:
             return False
-        request = self.waiting[0]
         # Tokens of a preempted request may still be on their way.
         if request.in_flight > 0 or request.number in self._bumped:
             return False
@@ -288,7 +315,7 @@ class Scheduler:
             if self.cache is not None:
                 self.cache.release(entries)
             return False
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         self.running.append(request)
         request.row = self._free_rows.pop()
         request.columns = list(entries)
@@ -342,7 +369,7 @@ class Scheduler:
         return not lacks()
 
     def _preempt(self, request: Request, *, swaps: bool = True) -> None:
-        need = self._swap_need(request.fed) if swaps and not request.is_stale else 0
+        need = self.swap_need(request.fed) if swaps and not request.is_stale else 0
         if 0 < need <= self.num_free_swap and request.row is not None:
             self.num_free_swap -= need
             request.swapped = request.fed
@@ -367,14 +394,9 @@ class Scheduler:
         request.row, request.columns, request.fed, request.num_offered = None, [], 0, 0
         request.is_stale = False
 
-    def _swap_need(self, tokens: int) -> int:
-        """Pages of host memory for so many tokens: whole chunks."""
-        chunks = -(-self.pages_needed(tokens) // self.chunk_pages)
-        return chunks * self.chunk_pages
-
     def _drop_swapped(self, request: Request) -> None:
         """Forgets what host memory has of a request."""
         if request.swapped:
-            self.num_free_swap += self._swap_need(request.swapped)
+            self.num_free_swap += self.swap_need(request.swapped)
             self.orders.forgets.append(request.number)
             request.swapped = 0

@@ -9,6 +9,7 @@ are, 8-bit ones with their scales per token, and a draft model's with them.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,6 +23,7 @@ from jax_paged.cache.state import KVState
 from jax_paged.checks import is_per_token
 from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
 
+from .handover import Piece
 from .replicas import STACKED
 from .step import EngineState
 
@@ -109,6 +111,9 @@ class Swapper:
         self._count = chunk_pages(runner.table.pages_per_seq)
         pools = (*_pools(runner.device.state), *_pools(runner.device.drafter))
         self._shardings = [x.sharding for x in pools]
+        num_own = len(_pools(runner.device.state))
+        of_own, of_drafter = runner.kv_copies
+        self._copies = [of_own if i < num_own else of_drafter for i in range(len(pools))]
         self._shapes = tuple(
             jax.ShapeDtypeStruct(
                 (x.shape[0], self._count * runner.num_replicas, *x.shape[2:]), x.dtype,
@@ -132,6 +137,14 @@ class Swapper:
         """Out and in, compiled."""
         return self._out, self._in
 
+    @property
+    def page_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of a page in each pool, with all heads of the model: [num_layers, heads, …]."""
+        return [
+            jax.ShapeDtypeStruct((x.shape[0], x.shape[2] // copies, *x.shape[3:]), x.dtype)
+            for x, copies in zip(self._shapes, self._copies, strict=True)
+        ]
+
     def out(self, replica: int, row: int, num_pages: int, number: int) -> None:
         """Starts to copy the first pages of a row; they may be freed at once."""
         rows = self._of_row(replica, row, 0)
@@ -148,15 +161,75 @@ class Swapper:
             chunk, first = self._to_device(replica, chunks[i]), np.int32(i * self._count)
             self._runner.device = self._in(self._runner.device, rows, first, begins, chunk)
 
+    def pieces(self, number: int, num_pages: int) -> list[Piece]:
+        """What lies under a number, without what is behind so many pages; waits for the copies.
+
+        Of heads that several devices have, it is that of one of them.
+        """
+        found: dict[tuple[int, int, int], Piece] = {}
+        for i, chunk in enumerate(self._chunks[number]):
+            page = i * self._count
+            for pool, x in enumerate(chunk):
+                shards = x.items() if isinstance(x, dict) else [(None, x)]
+                for device, values in shards:
+                    head = self._first_head(pool, device) // self._copies[pool]
+                    own = np.asarray(values)[:, : num_pages - page]
+                    found.setdefault((pool, page, head), Piece(pool, page, head, own))
+        return [*found.values()]
+
+    def put(self, replica: int, number: int, *pools: np.ndarray) -> None:
+        """Takes pages of a row, as if they were copied out.
+
+        Args:
+          pools: of each pool [num_layers, pages, heads, …], with all heads of the model. They stay
+            as they are from now on.
+        """
+        pairs = zip(pools, self._copies, strict=True)
+        whole = [np.repeat(x, copies, axis=2) if copies > 1 else x for x, copies in pairs]
+        self._chunks[number] = []
+        for first in range(0, whole[0].shape[1], self._count):
+            parts = [x[:, first : first + self._count] for x in whole]
+            lacks = self._count - parts[0].shape[1]
+            if lacks:
+                parts = [np.pad(x, [(0, lacks * (a == 1)) for a in range(x.ndim)]) for x in parts]
+            self._chunks[number].append(self._in_host(replica, parts))
+
     def forget(self, number: int) -> None:
-        """Gives up what lies under a number."""
-        del self._chunks[number]
+        """Gives up what lies under a number, if anything has come there."""
+        self._chunks.pop(number, None)
 
     def _of_row(self, replica: int, value: int, others: int) -> Any:
         """An argument for a row of one replica, with another value for the other replicas."""
         each = [np.int32(others)] * self._runner.num_replicas
         each[replica] = np.int32(value)
         return self._runner.of_all(each)
+
+    def _first_head(self, pool: int, device: Any) -> int:
+        """The first head that a device has in a pool."""
+        return 0 if device is None else self._heads_of(pool)[device].start or 0
+
+    def _heads_of(self, pool: int) -> dict[Any, slice]:
+        """The heads that devices have in a pool."""
+        like = self._shapes[pool]
+        places = like.sharding.devices_indices_map(like.shape)
+        return {device: place[2] for device, place in places.items()}
+
+    def _in_host(self, replica: int, chunk: Sequence[np.ndarray]) -> Chunk:
+        """A chunk of arrays with all heads, for the devices of a replica."""
+        if self._runner.partition is None:
+            return jax.device_put(tuple(chunk), self._shardings[0].with_memory_kind("pinned_host"))
+        own = set(self._runner.partition.mesh.devices[replica])
+        here = own & self._shapes[0].sharding.addressable_devices
+        return tuple(
+            {
+                device: jax.device_put(
+                    np.ascontiguousarray(x[:, :, self._heads_of(pool)[device]]),
+                    SingleDeviceSharding(device, memory_kind="pinned_host"),
+                )
+                for device in here
+            }
+            for pool, x in enumerate(chunk)
+        )
 
     def _to_host(self, replica: int, chunk: Chunk) -> Chunk:
         if self._runner.partition is None:

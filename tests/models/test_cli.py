@@ -23,6 +23,7 @@ from jax_paged._start import command_line as _command_line
 from jax_paged.models import cli, evaluate, generate, load_checkpoint
 from jax_paged.models.checkpoint import weights
 from jax_paged.models.decoder import model as decoder
+from jax_paged.models.distributed import transfer
 from jax_paged.models.serving import speculate
 
 NEW = 12
@@ -612,6 +613,7 @@ for arguments in (["--help"], ["chat", "--help"], ["generate", "--no-such-option
 def test_the_options_are_what_the_models_define():
     assert (None, *_command_line.WEIGHT_DTYPES) == decoder.WEIGHT_DTYPES
     assert speculate.RULES == _command_line.DRAFT_RULES
+    assert transfer.PAYLOADS == _command_line.PAYLOADS
     assert jax_paged.models.decoder.generation.PAGE_SIZE == _command_line.PAGE_SIZE
 
 

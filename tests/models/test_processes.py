@@ -89,6 +89,29 @@ def the_engine_gives_the_same(processes, kind):
     assert {request.replica for request in got} == set(range(engine.num_replicas))
 
 
+def prompts_of_another_engine(processes):
+    """One device prefills, in int8, and the engine of all processes goes on."""
+    (one, _), (many, _) = models_of("swap")
+    if not processes.is_first:
+        follow(processes, many)
+        return
+    sizes = SIZES | {"preemption": "swap", "swap_pages": 64, "kv_dtype": "int8"}
+    asked = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
+    prefiller, engine = Engine(one, **sizes), Engine(many, **sizes, processes=processes)
+    with pytest.raises(NotImplementedError, match="hand_out: not for an engine of several"):
+        engine.submit([1, 2], max_new_tokens=0, hand_out=True)
+    handed = [prefiller.submit(p[:-1], max_new_tokens=0, hand_out=True) for p in PROMPTS[:4]]
+    prefiller.run()
+    tickets = map(prefiller.hand_out, handed)
+    got = [engine.receive(p, t, **asked) for p, t in zip(PROMPTS, tickets, strict=False)]
+    want = [prefiller.submit(prompt, **asked) for prompt in PROMPTS[:4]]
+    for each in (engine, prefiller):
+        each.run()
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    assert engine.num_swaps[1] == 4
+    assert engine.num_free_swap_pages == 64 * engine.num_replicas
+
+
 def a_later_engine_takes_the_place(processes):
     _, model = both(CONFIGS["dense"])
     if not processes.is_first:
@@ -166,7 +189,7 @@ PROGRAMS = {
     for program in (
         all_call_the_same, others_call_the_same, the_engine_gives_the_same,
         a_later_engine_takes_the_place, weights_change_and_experts_move, steps_go_on_and_on,
-        another_model,
+        another_model, prompts_of_another_engine,
     )
 }  # fmt: skip
 
@@ -234,6 +257,11 @@ def test_a_later_engine_takes_the_place():
 @pytest.mark.parametrize(("count", "devices"), SHAPES)
 def test_weights_change_and_experts_move(count, devices):
     run("weights_change_and_experts_move", count=count, devices=devices)
+
+
+@pytest.mark.deep
+def test_prompts_of_another_engine():
+    run("prompts_of_another_engine", devices=2)
 
 
 @pytest.mark.deep
