@@ -217,7 +217,9 @@ class KVState:
             groups.append(group)
         return KVState(tuple(groups), kinds, layer_begin)
 
-    def specs(self, *, heads: str | None = None, pages: str | None = None) -> "KVState":
+    def specs(
+        self, *, heads: str | None = None, pages: str | None = None, layers: str | None = None
+    ) -> "KVState":
         """The state with the `PartitionSpec` of each leaf, for shardings and `jax.shard_map`.
 
         Args:
@@ -226,8 +228,10 @@ class KVState:
             of all replicas then lie in one array, split along its axis of pages (an axis of its own
             would make XLA copy the pools); the leaves of the tables have a leading axis of
             replicas. None = one table.
+          layers: the mesh axis of pipeline stages, each of which has as many layers as this state,
+            along the axis of layers. The tables are whole on each. None = one stage.
         """
-        groups = tuple(group.specs(heads, pages) for group in self.groups)
+        groups = tuple(group.specs(heads, pages, layers) for group in self.groups)
         return dataclasses.replace(self, groups=groups)
 
     @property

@@ -19,7 +19,7 @@ from jax_paged.ops.batch import pages_for
 
 from .adapters import Adapter, with_adapter
 from .executables import compiled
-from .partition import TP, Partition, shapes_on
+from .partition import PP, TP, Partition, shapes_on
 from .protocol import Graph, Model, ModelConfig, check_model, is_shapes, split_model
 from .sample import Sampler
 from .steps import Chunk, Progress, Reason, admit, chunk_size, plan_chunks, prefill, release
@@ -197,7 +197,10 @@ def make_state(parts: tuple[Graph, Any], create: Callable[[], KVState]) -> KVSta
     if not is_shapes(parts[1]):
         return create()
     state, sharding = jax.eval_shape(create), jax.tree.leaves(parts[1])[0].sharding
-    return state if sharding is None else shapes_on(sharding.mesh, state, state.specs(heads=TP))
+    if sharding is None:
+        return state
+    layers = PP if PP in sharding.mesh.shape else None
+    return shapes_on(sharding.mesh, state, state.specs(heads=TP, layers=layers))
 
 
 def as_texts(prompts: Any, config: ModelConfig) -> list[np.ndarray]:
@@ -293,7 +296,7 @@ def state_creator(
     page_size: int = PAGE_SIZE, kv_dtype: str = "auto", max_tree: int = 256,
     windows: bool = False,
 ) -> Callable[[], KVState]:  # fmt: skip
-    """What creates an empty state with the KV heads that one device has."""
+    """What creates an empty state with the layers and KV heads that one device has."""
     check_model(model)
     config = model.config
     dtype = page_dtype(kv_dtype, model.dtype)
@@ -301,7 +304,7 @@ def state_creator(
     expect(ok, "kv_dtype", "'auto', 'bfloat16' or the name of an 8-bit dtype", repr(kv_dtype))
     own = getattr(model, "partition", None) or config
     return functools.partial(
-        KVState.create, num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
+        KVState.create, num_layers=own.num_layers, num_pages=num_pages, page_size=page_size,
         num_kv_heads=own.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
         pages_per_seq=pages_per_seq, dtype=dtype, max_tree=max_tree, windows=windows,
     )  # fmt: skip

@@ -37,7 +37,7 @@ from jax_paged.ops.rope import rope_tables
 from .adapters import LayerAdapters, TokenAdapters
 from .config import DecoderConfig
 from .parameters import TensorSource
-from .partition import TP, Partition
+from .partition import Partition
 from .parts import (
     WEIGHT_DTYPES,
     Attention,
@@ -49,6 +49,7 @@ from .parts import (
     param_value,
     rms_norm,
 )
+from .stages import in_stages
 
 
 @jax.tree_util.register_dataclass
@@ -186,7 +187,8 @@ class Decoder(Projections):
         self.implementation: Implementation = implementation
         self._set("embedding", source, "model.embed_tokens.weight")
         self.layers = nnx.List(
-            Layer(config, i, source, weight_dtype, partition) for i in range(config.num_layers)
+            Layer(config, i, source, weight_dtype, partition)
+            for i in range((partition or config).num_layers)
         )
         self._set("norm", source, "model.norm.weight")
         if not config.tie_embeddings:
@@ -228,9 +230,9 @@ class Decoder(Projections):
         Raises:
           ValueError: the state has not all layers, or a layer's kind or window is wrong.
         """
-        count = len(state.layer_kinds)
-        whole = f"all {self.config.num_layers} layers (run_layers takes a part)"
-        expect(count == self.config.num_layers, "state", whole, count)
+        count, mine = len(state.layer_kinds), len(self.layers)
+        whole = f"all {mine} layers (run_layers takes a part)"
+        expect(count == mine, "state", whole, count)
         if self.partition is not None and not self.partition.is_inside:
             return self._on_mesh(self.partition, tokens, batch, state, logit_rows, adapters)
         return self._all_layers(state, tokens, batch, logit_rows, adapters)
@@ -258,7 +260,7 @@ class Decoder(Projections):
             model = nnx.merge(graph, params)
             return model._all_layers(state, *whole)
 
-        of_state: Any = state.specs(heads=TP)
+        of_state: Any = partition.state_specs(state)
         whole: Any = P()
         of_adapters = None if adapters is None else TokenAdapters(adapters.adapters.specs(), whole)
         return jax.shard_map(
@@ -270,6 +272,9 @@ class Decoder(Projections):
         )(params, state, tokens, batch, logit_rows, adapters)
 
     def _all_layers(self, state, tokens, batch, logit_rows, adapters):
+        if self.partition is not None and self.partition.pp > 1:
+            x, state = in_stages(self, tokens, batch, state, logit_rows)
+            return self.logits(x), state
         x, state = self.run_layers(self.embed(tokens), batch, state, adapters=adapters)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")

@@ -25,7 +25,7 @@ from .protocol import Graph, run_model
 from .sample import Sampler
 
 _SMALLEST_CHUNK = 8
-_TOKENS_PER_STEP = 64  # what a step costs beside its tokens, in tokens
+TOKENS_PER_STEP = 64  # what a step costs beside its tokens, in tokens
 
 
 class Reason(enum.IntEnum):
@@ -67,7 +67,7 @@ def cheapest_sizes(count: int, sizes: Sequence[int]) -> list[int]:
     if below is None:
         return one
     several = [below, *cheapest_sizes(count - below, sizes)]
-    return min(one, several, key=lambda found: sum(found) + _TOKENS_PER_STEP * len(found))
+    return min(one, several, key=lambda found: sum(found) + TOKENS_PER_STEP * len(found))
 
 
 def plan_chunks(
