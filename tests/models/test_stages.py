@@ -5,42 +5,156 @@ This file is a script, too (`meshes`).
 """
 
 import re
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
-from meshes import check_in_a_process, run_chosen
+from meshes import check_in_a_process, run_chosen, told
 from served_engines import CONFIGS, PROMPTS, both
+from tiers import first_of
 
 from jax_paged.models import Decoder, create_state, generate, make_mesh, score, split_model
+from jax_paged.models.decoder import ring
 from jax_paged.models.decoder.adapters import Adapters
+from jax_paged.models.decoder.generation import PREFILL_CHUNK, compile_for
 from jax_paged.models.decoder.parameters import abstract_source, random_source
+from jax_paged.models.decoder.sample import Sampler
+from jax_paged.models.decoder.stages import micro_batches
+from jax_paged.models.decoder.steps import Progress, Reason, admit, prefill
 from jax_paged.models.testing import small_config
+from jax_paged.testing import is_in_place
 
 DEVICES = 4
 # The layers of each are not a multiple of its stages: those of zeros are among what is tested.
 EXPERTS = small_config(num_experts=8, vocab_size=96, num_hidden_layers=5)
 DENSE = small_config("qwen2", intermediate_size=64, vocab_size=64, num_hidden_layers=7)
+SAMPLINGS = {"greedy": {}, "drawn": {"temperature": 0.8, "seed": 5}}
 
 
-def answers_are_the_same():
-    for config, sizes in ((EXPERTS, {"pp": 2, "tp": 2}), (DENSE, {"pp": 4})):
-        one, many = both(config, sizes=sizes)
-        for sampling in ({}, {"temperature": 0.8, "seed": 5}):
-            want, got = (
-                generate(model, PROMPTS, max_new_tokens=12, **sampling) for model in (one, many)
-            )
-            assert got.tokens == want.tokens
-        want, got = (score(model, PROMPTS[2]) for model in (one, many))
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+def assert_same_tokens(config, sizes, **options):
+    one, many = both(config, sizes=sizes)
+    for sampling in SAMPLINGS.values():
+        asked = {"max_new_tokens": 12} | sampling | options
+        want, got = (generate(model, PROMPTS, **asked) for model in (one, many))
+        assert got.tokens == want.tokens
+        assert got.stop_reasons == want.stop_reasons
+        assert len(got.busy) == sizes["pp"], got.busy
+        assert want.busy == ()
+    want, got = (score(model, PROMPTS[2]) for model in (one, many))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
-def eight_bits_and_replicas_give_the_same():
-    """Weights and pages of int8, two stages of two replicas."""
+def four_stages_give_the_same():
+    assert_same_tokens(DENSE, {"pp": 4})
+
+
+def two_stages_of_two_devices_give_the_same():
+    assert_same_tokens(EXPERTS, {"pp": 2, "tp": 2})
+
+
+def two_stages_of_two_replicas_give_the_same():
+    """With weights and pages of int8."""
     one, many = both(EXPERTS, sizes={"pp": 2, "tp": 1}, weight_dtype="int8")
     assert dict(many.partition.mesh.shape) == {"pp": 2, "dp": 2, "tp": 1}
     asked = {"max_new_tokens": 12, "kv_dtype": "int8"}
     assert generate(many, PROMPTS, **asked).tokens == generate(one, PROMPTS, **asked).tokens
+
+
+def long_prompts_pass_in_parts():
+    config = small_config("qwen2", num_hidden_layers=2, max_position_embeddings=2048)
+    one, many = both(config, sizes={"pp": 2, "tp": 1, "dp": 2})
+    assert micro_batches(3 * PREFILL_CHUNK, 2) > 1
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 90, n).tolist() for n in (900, 2, 500)]
+    want, got = (generate(model, prompts, max_new_tokens=3) for model in (one, many))
+    assert got.tokens == want.tokens
+
+
+def rows_stop_and_pages_run_out_alike():
+    one, many = both(DENSE, sizes={"pp": 4})
+    asked = {"max_new_tokens": 20} | SAMPLINGS["drawn"]
+    asked["stop_tokens"] = [generate(one, PROMPTS, **asked).tokens[0][3]]
+    results = {}
+    for num_pages in (200, 25):
+        for model in (one, many):
+            sizes = {"num_pages": num_pages, "max_seqs": 8, "pages_per_seq": 15, "page_size": 4}
+            result = generate(model, PROMPTS, state=create_state(model, **sizes), **asked)
+            results[num_pages, model is many] = result.tokens, result.stop_reasons
+            assert int(result.state.free_pages) == num_pages
+            assert bool(result.state.is_empty)
+        assert results[num_pages, True] == results[num_pages, False]
+    assert {"stop_token", "length"} <= set(results[200, True][1])
+    assert "pool_full" in results[25, True][1]
+
+
+def around(model, count, num_steps, *, runs=True, stops=(-1,)):
+    """(program, arguments) of a call of the ring for 16 rows that begin with a token each."""
+    state = create_state(model, num_pages=32, max_seqs=16, pages_per_seq=2)
+    graph, params = split_model(model)
+    rows, zeros = np.arange(16, dtype=np.int32), np.zeros(16, np.int32)
+    running = np.broadcast_to(runs, 16)
+    table, _ = admit(state.table, np.where(running, rows, -1), np.ones(16, np.int32))
+    reasons = np.where(running, Reason.RUNNING, Reason.LENGTH).astype(np.int32)
+    call = (
+        params, state.replace(table=table), Progress(rows, zeros, reasons), rows, zeros + 9,
+        np.asarray(stops, np.int32), Sampler.create(), np.int32(num_steps),
+    )  # fmt: skip
+    static = {"chunk": 16, "micro_batches": count}
+    return ring.decode.lower(graph, *call, **static).compile(), call
+
+
+def stages_are_busy():
+    """As the program counts: in N · M of N · M + pp − 1 ticks."""
+    pp = 4
+    model = Decoder(DENSE, random_source(DENSE), mesh=make_mesh(DENSE, pp=pp))
+
+    def counted(count, num_steps, **options):
+        program, call = around(model, count, num_steps, **options)
+        *_, out, busy = program(*call)
+        return np.asarray(out), int(busy.ticks), np.asarray(busy.worked)
+
+    for count, num_steps in ((pp, 7), (2 * pp, 4), (4 * pp, 2)):
+        assert ring.fewest_steps(count, pp) == num_steps
+        out, ticks, worked = counted(count, num_steps)
+        assert ((out >= 0).sum(axis=1) == num_steps).all()
+        events = num_steps * count
+        assert (ticks, worked.tolist()) == (events + pp - 1, [events] * pp)
+        assert (worked / ticks).min() >= 0.9
+    # Rows that run are spread, so that each micro-batch has one.
+    out, ticks, worked = counted(pp, 3, runs=np.arange(16) % 4 == 1)
+    assert ((out >= 0).any(axis=1) == (np.arange(16) % 4 == 1)).all()
+    assert (ticks, worked.tolist()) == (3 * pp + pp - 1, [3 * pp] * pp)
+    # It ends with the last row, when all stages have heard of it.
+    out, ticks, worked = counted(pp, 7, stops=np.arange(DENSE.vocab_size))
+    assert (out == -1).all()
+    assert (ticks, worked.tolist()) == (pp + 2 * pp - 3, [pp] * pp)
+
+
+def a_tick_has_one_transfer_and_pools_stay():
+    """Beside it, what a stage of two devices tells each other, and at the end what was drawn."""
+    of_layers, at_the_end = 2 * 3, {("all-reduce", 0): 5}
+    for config, sizes, in_a_tick in (
+        (DENSE, {"pp": 4}, {}),
+        (EXPERTS, {"pp": 2, "tp": 2}, {"all-reduce": of_layers + 1, "all-gather": 1}),
+    ):
+        model = Decoder(config, random_source(config), mesh=make_mesh(config, **sizes))
+        program, call = around(model, 8, 2)
+        pool = call[1].k_pages.addressable_shards[0].data
+        assert is_in_place(program, pool)
+        want = {(kind, 1): count for kind, count in in_a_tick.items()}
+        want |= {("collective-permute", 1): 1}
+        assert Counter((x.kind, x.loops) for x in told(program).elements()) == want | at_the_end
+
+        state = create_state(model, num_pages=32, max_seqs=16, pages_per_seq=2)
+        tokens, counts = np.zeros(256, np.int32), np.full(16, 16, np.int32)
+        graph, params = split_model(model)
+        program = prefill.lower(graph, params, state, call[3], counts, tokens).compile()
+        assert is_in_place(program, pool)
+        want = {("collective-permute", 1): 1}
+        if "tp" in sizes:
+            want |= {("all-reduce", 1): of_layers, ("all-reduce", 0): 1}
+        assert Counter((x.kind, x.loops) for x in told(program).elements()) == want
 
 
 def a_device_holds_its_stage_alone():
@@ -48,8 +162,7 @@ def a_device_holds_its_stage_alone():
     assert len(many.layers) == 2
     for slot, layer in enumerate(many.layers):
         for name in ("gate_up", "down"):
-            shards = getattr(layer.mlp, name)[...].addressable_shards
-            for stage, shard in enumerate(shards):
+            for stage, shard in enumerate(getattr(layer.mlp, name)[...].addressable_shards):
                 number = 2 * stage + slot
                 own = np.asarray(shard.data)
                 if number < DENSE.num_layers:
@@ -74,6 +187,7 @@ def shapes_are_those_of_the_model():
         for x, like in zip(*leaves, strict=True):
             assert (x.shape, x.dtype) == (like.shape, like.dtype)
             assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+    assert compile_for(shapes, PROMPTS[:1], max_new_tokens=2) > 0
 
 
 def what_has_no_stages_is_refused():
@@ -89,7 +203,7 @@ def what_has_no_stages_is_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             make_mesh(config, **options)
-    _, many = both(DENSE, sizes={"pp": 4})
+    many = Decoder(DENSE, abstract_source(DENSE), mesh=make_mesh(DENSE, pp=4))
     message = "adapter: expected none for a model in pipeline stages, got pp=4"
     with pytest.raises(ValueError, match=message):
         Adapters.create(
@@ -100,16 +214,21 @@ def what_has_no_stages_is_refused():
 PROGRAMS = {
     program.__name__: program
     for program in (
-        answers_are_the_same, eight_bits_and_replicas_give_the_same,
-        a_device_holds_its_stage_alone, shapes_are_those_of_the_model,
-        what_has_no_stages_is_refused,
+        four_stages_give_the_same, stages_are_busy, a_tick_has_one_transfer_and_pools_stay,
+        a_device_holds_its_stage_alone, what_has_no_stages_is_refused,
+        shapes_are_those_of_the_model, rows_stop_and_pages_run_out_alike,
+        two_stages_of_two_devices_give_the_same, two_stages_of_two_replicas_give_the_same,
+        long_prompts_pass_in_parts,
     )
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.every
-def test_on_four_devices(program):
+def test_on_four_devices():
+    check_in_a_process(__file__, *list(PROGRAMS)[:5], devices=DEVICES)
+
+
+@pytest.mark.parametrize("program", first_of(list(PROGRAMS)[5:], 1))
+def test_more_on_four_devices(program):
     check_in_a_process(__file__, program, devices=DEVICES)
 
 
