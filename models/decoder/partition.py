@@ -235,7 +235,7 @@ class Partition:
         order: np.ndarray | None, **dtype: DTypeLike,
     ) -> Any:  # fmt: skip
         """`read` of each stage's own layer, one behind another along the first axis."""
-        parts = []
+        parts: list[Any] = []
         for stage, devices in enumerate(self.mesh.devices):
             mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
             sharding = functools.partial(self._sharding_in_stage, mesh, leaf)

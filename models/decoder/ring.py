@@ -76,7 +76,7 @@ def decode(
       micro_batches: how many, at least as many as stages. Rows that run are spread evenly.
       others: as for `steps.decode`.
     """
-    model = merge_model(graph, params)
+    model: Any = merge_model(graph, params)
     running = progress.reasons == int(Reason.RUNNING)
     left = limits - progress.made
     num_steps = jnp.minimum(num_steps, jnp.max(jnp.where(running, left, 0)))
@@ -148,7 +148,7 @@ def _around(
     num_steps: jax.Array,
 ) -> tuple[KVState, Progress, jax.Array, Busy]:  # fmt: skip
     """The loop of one device of a stage; count: micro-batches."""
-    model = merge_model(graph, params)
+    model: Any = merge_model(graph, params)
     pp, stage = jax.lax.axis_size(PP), jax.lax.axis_index(PP).astype(jnp.int32)
     is_first, is_last = stage == 0, stage == pp - 1
     running = progress.reasons == int(Reason.RUNNING)

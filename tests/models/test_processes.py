@@ -59,6 +59,20 @@ def all_call_the_same(processes):
         assert abs(got_nll - nll) < 1e-5
 
 
+def stages_of_processes_give_the_same(processes):
+    """Each stage is on a process of its own; `generate` and the engine."""
+    seen = []
+    for model in both(CONFIGS["dense"], sizes={"pp": processes.count})[not processes.is_first :]:
+        seen.append(generate(model, PROMPTS[:3], max_new_tokens=8).tokens)
+    if not processes.is_first:
+        follow(processes, model)
+        return
+    engine = Engine(model, **SIZES, processes=processes)
+    requests = [engine.submit(prompt, max_new_tokens=8) for prompt in PROMPTS[:3]]
+    engine.run()
+    assert seen[0] == seen[1] == [request.tokens for request in requests]
+
+
 def others_call_the_same(processes):
     """Likelihoods, and generation with an adapter."""
     config = CONFIGS["dense"]
@@ -133,7 +147,8 @@ def another_model(processes):
 PROGRAMS = {
     program.__name__: program
     for program in (
-        all_call_the_same, others_call_the_same, the_engine_gives_the_same,
+        all_call_the_same, stages_of_processes_give_the_same, others_call_the_same,
+        the_engine_gives_the_same,
         a_later_engine_takes_the_place, steps_go_on_and_on, another_model,
     )
 }  # fmt: skip
@@ -191,6 +206,12 @@ def test_engines(kind, shape):
 @pytest.mark.parametrize(("count", "devices"), SHAPES[1:])
 def test_programs_that_all_call(count, devices):
     run("all_call_the_same", "others_call_the_same", count=count, devices=devices)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("devices", [1, 2])
+def test_stages_of_processes(devices):
+    run("stages_of_processes_give_the_same", count=2, devices=devices)
 
 
 @pytest.mark.deep

@@ -4,17 +4,34 @@
 This file is a script, too (`meshes`).
 """
 
+import contextlib
+import io
+import json
 import re
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from fp8_folder import write_pair
 from meshes import check_in_a_process, run_chosen, told
-from served_engines import CONFIGS, PROMPTS, both
+from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
 from tiers import first_of
+from tiny_checkpoint import write_checkpoint
 
-from jax_paged.models import Decoder, create_state, generate, make_mesh, score, split_model
+from jax_paged.models import (
+    Decoder,
+    Engine,
+    cli,
+    create_state,
+    generate,
+    load_checkpoint,
+    make_mesh,
+    score,
+    split_model,
+)
 from jax_paged.models.decoder import ring
 from jax_paged.models.decoder.adapters import Adapters
 from jax_paged.models.decoder.generation import PREFILL_CHUNK, compile_for
@@ -176,6 +193,61 @@ def a_device_holds_its_stage_alone():
         assert shapes == {(2, 6, 2, 16, 16)}  # of 8 layers
 
 
+def checkpoints_are_read_by_stages():
+    """In fp8 with scales of blocks, which a layer of zeros has, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, _ = write_pair(Path(folder), "qwen3", num_hidden_layers=3)
+        one, many = (
+            load_checkpoint(path, mesh=mesh)[0]
+            for mesh in (None, lambda config: make_mesh(config, pp=2, dp=2))
+        )
+        asked = {"max_new_tokens": 8}
+        assert generate(many, PROMPTS, **asked).tokens == generate(one, PROMPTS, **asked).tokens
+
+
+def commands_take_stages():
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), num_hidden_layers=3)
+        (text := Path(folder, "text.txt")).write_text("abba " * 30)
+        options = ["--model", folder, "--no-program-cache", "--json"]
+        generate = ["generate", "ab", "and a longer one", "--max-new-tokens", "24", *options]
+        evaluate = ["eval", str(text), "--chunk", "16", *options]
+        for command in (generate, evaluate):
+            said = []
+            for more in ([], ["--pp", "2"]):
+                with (
+                    contextlib.redirect_stdout(io.StringIO()) as out,
+                    contextlib.redirect_stderr(io.StringIO()) as err,
+                ):
+                    assert cli.main([*command, *more]) == 0, err.getvalue()
+                said.append([json.loads(line) for line in out.getvalue().splitlines()])
+            if command is generate:
+                assert said[0] == said[1]
+                assert re.search(r"stages busy: 9\d %, 9\d %$", err.getvalue().replace("%", " %"))
+            else:
+                np.testing.assert_allclose(said[1][0]["nll"], said[0][0]["nll"], rtol=1e-5)
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            assert cli.main([*generate, "--pp", "2", "--adapter", folder]) == 2
+        assert "adapter: expected none with --pp, got " in err.getvalue()
+
+
+def an_engine_gives_the_same(kind):
+    """On two stages of two replicas."""
+    (_, want), (_, got) = (serve(kind, *models) for models in models_of(kind, pp=2, tp=1))
+    assert_same(got, want)
+    assert {r.replica for r in got} == {0, 1}
+
+
+def an_engine_refuses_what_stages_cannot():
+    model = Decoder(DENSE, random_source(DENSE), mesh=make_mesh(DENSE, pp=2))
+    for options, message in (
+        ({"max_adapters": 1, "max_rank": 8}, "adapter: expected none for a model in pipeline"),
+        ({"draft_model": model, "max_drafts": 2}, "draft_model: expected one without a mesh, as"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Engine(model, **SIZES, **options)
+
+
 def shapes_are_those_of_the_model():
     for dtype in (None, "int8"):
         mesh = make_mesh(EXPERTS, pp=2)
@@ -218,19 +290,27 @@ PROGRAMS = {
         a_device_holds_its_stage_alone, what_has_no_stages_is_refused,
         shapes_are_those_of_the_model, rows_stop_and_pages_run_out_alike,
         two_stages_of_two_devices_give_the_same, two_stages_of_two_replicas_give_the_same,
-        long_prompts_pass_in_parts,
+        long_prompts_pass_in_parts, checkpoints_are_read_by_stages, commands_take_stages,
+        an_engine_refuses_what_stages_cannot,
     )
 }  # fmt: skip
+KINDS = [
+    kind for kind, options in ENGINES.items()
+    if options.get("draft_model") != "mesh" and "max_adapters" not in options
+]  # fmt: skip
+OF_ENGINES = {
+    f"an engine, {kind}": lambda kind=kind: an_engine_gives_the_same(kind) for kind in KINDS
+}
 
 
 def test_on_four_devices():
     check_in_a_process(__file__, *list(PROGRAMS)[:5], devices=DEVICES)
 
 
-@pytest.mark.parametrize("program", first_of(list(PROGRAMS)[5:], 1))
+@pytest.mark.parametrize("program", first_of([*list(PROGRAMS)[5:], *OF_ENGINES], 1))
 def test_more_on_four_devices(program):
     check_in_a_process(__file__, program, devices=DEVICES)
 
 
 if __name__ == "__main__":
-    run_chosen(PROGRAMS, DEVICES)
+    run_chosen(PROGRAMS | OF_ENGINES, DEVICES)
