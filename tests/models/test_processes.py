@@ -246,12 +246,12 @@ def test_another_model_ends_all():
     assert "model.config.experts_per_token: expected 0, as process 0 has, got 2" in errors[0]
 
 
-def command(*arguments, count=2):
+def command(*arguments, count=2, split="--tp"):
     """The processes of a command line."""
     one = ["-m", "jax_paged", *arguments, "--no-program-cache"]
     if count == 1:
         return started(lambda where, index: one, 1, 1)
-    many = [*one, "--tp", "2", "--num-processes", count]
+    many = [*one, split, "2", "--num-processes", count]
     return started(
         lambda where, index: [*many, "--coordinator", where, "--process-id", index], count, 1
     )
@@ -287,6 +287,19 @@ def test_what_the_guide_shows(folder, tmp_path):
     with started(lambda where, index: [script, where, index], 2, 1) as processes:
         out, *_ = run_all(processes)
     assert "8 new tokens\n" in out
+
+
+@pytest.mark.deep
+def test_stages_of_processes_print_what_one_prints(folder):
+    """The first one has the prompts, and all generate."""
+    arguments = ["generate", "ab", "a longer one", "--pages", "9", "--stop", "z", "--json"]
+    said = []
+    for count in (1, 2):
+        with command(*arguments, "--model", folder, count=count, split="--pp") as processes:
+            out, *others = run_all(processes)
+        assert others == [""] * (count - 1)
+        said.append(out)
+    assert said[0] == said[1] != ""
 
 
 @pytest.mark.deep

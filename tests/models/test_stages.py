@@ -21,6 +21,7 @@ from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, 
 from tiers import first_of
 from tiny_checkpoint import write_checkpoint
 
+from jax_paged import KVState
 from jax_paged.models import (
     Decoder,
     Engine,
@@ -248,6 +249,20 @@ def an_engine_refuses_what_stages_cannot():
             Engine(model, **SIZES, **options)
 
 
+def states_are_made_in_stages():
+    mesh = make_mesh(DENSE, pp=2, tp=2)
+    sizes = {"num_pages": 6, "page_size": 4, "max_seqs": 2, "pages_per_seq": 3, "head_dim": 8}
+    sizes |= {"num_kv_heads": 2, "dtype": "float32", "mesh": mesh}
+    state = KVState.create(layer_kinds=["full", 8, "full", 8], **sizes)
+    assert (state.layer_kinds, state.find(1)) == (("full", 8), (1, 0))
+    for group in state.groups:
+        assert group.k_pages.shape == (2, 6, 2, 4, 8)
+        assert group.k_pages.addressable_shards[0].data.shape == (1, 6, 1, 4, 8)
+    for kinds in (["full"] * 3, ["full", "full", 8, 8]):
+        with pytest.raises(ValueError, match="layer_kinds: expected pp=2 stages with the same"):
+            KVState.create(layer_kinds=kinds, **sizes)
+
+
 def shapes_are_those_of_the_model():
     for dtype in (None, "int8"):
         mesh = make_mesh(EXPERTS, pp=2)
@@ -291,7 +306,7 @@ PROGRAMS = {
         shapes_are_those_of_the_model, rows_stop_and_pages_run_out_alike,
         two_stages_of_two_devices_give_the_same, two_stages_of_two_replicas_give_the_same,
         long_prompts_pass_in_parts, checkpoints_are_read_by_stages, commands_take_stages,
-        an_engine_refuses_what_stages_cannot,
+        an_engine_refuses_what_stages_cannot, states_are_made_in_stages,
     )
 }  # fmt: skip
 KINDS = [
