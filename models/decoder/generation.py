@@ -380,7 +380,7 @@ class Run:
         self._program, self._fewest_steps = decode_steps, 1
         self._ticks = np.zeros(1 + pp, np.int64)  # of all loops, and those that each stage worked
         if pp > 1:  # as few micro-batches as may be: the weights are read for each
-            self._program, self.options["micro_batches"] = decode_around, pp
+            self._program, self.options = decode_around, {"chunk": chunk, "micro_batches": pp}
             self._fewest_steps = min(fewest_steps(pp, pp), chunk)
             self.chunk_size, self._prefill_chunk = _several_chunks, 4 * pp * PREFILL_CHUNK
         self.graph, self.params = parts

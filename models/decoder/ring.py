@@ -50,7 +50,7 @@ def fewest_steps(micro_batches: int, pp: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "micro_batches", "chunk", "keep"), donate_argnames="state"
+    jax.jit, static_argnames=("graph", "micro_batches", "chunk"), donate_argnames="state"
 )
 def decode(
     graph: Graph,
@@ -65,9 +65,8 @@ def decode(
     *,
     micro_batches: int,
     chunk: int,
-    keep: bool = False,
 ) -> tuple[KVState, Progress, Int[Array, "rows chunk"], Busy]:
-    """`steps.decode` for a model in stages; a row's tokens are the same.
+    """`steps.decode` for a model in stages, whose rows give their pages back; with the same tokens.
 
     It may do fewer than num_steps steps where pages are scarce: as many as there are pages for, or
     one, for which rows may have to be given up.
@@ -97,12 +96,9 @@ def decode(
         out_specs=(specs, whole, whole, whole),
     )(params, state.replace(table=table), *given)  # fmt: skip
 
-    table, kept = state.table, running
-    if not keep:
-        stopped = running & (progress.reasons != int(Reason.RUNNING))
-        table, _ = table.release(jnp.where(stopped, rows, -1))
-        kept = running & ~stopped
-    table, _, _ = table.truncate(jnp.where(kept, rows, -1), 0)  # pages that no step has needed
+    goes_on = progress.reasons == int(Reason.RUNNING)
+    table, _ = state.table.release(jnp.where(running & ~goes_on, rows, -1))
+    table, _, _ = table.truncate(jnp.where(goes_on, rows, -1), 0)  # pages that no step has needed
     return state.replace(table=table), progress, out, busy
 
 
@@ -172,27 +168,19 @@ def _around(
         x, state = model.run_layers(x, batch, state)
 
         def draw():
-            new = sampler(model.logits(x), index, carry.progress.made[index])
-            stop = runs & jnp.any(new[:, None] == stop_tokens[None, :], axis=1)
-            kept = runs & ~stop
-            made = carry.progress.made[index] + kept.astype(jnp.int32)
-            full = kept & (made >= limits[index])
-            reasons = jnp.select(
-                [stop, full], [jnp.int32(Reason.STOP_TOKEN), jnp.int32(Reason.LENGTH)],
-                jnp.int32(Reason.RUNNING),
-            )  # fmt: skip
+            own = jax.tree.map(lambda x: x[index], carry.progress)
+            new = sampler(model.logits(x), index, own.made)
+            own, kept = own.after(new, runs, limits[index], stop_tokens)
             place = jnp.where(runs, index, len(rows))
-            last = jnp.where(kept, new, carry.progress.last[index])
-            progress = Progress(
-                carry.progress.last.at[place].set(last, mode="drop"),
-                carry.progress.made.at[place].set(made, mode="drop"),
-                carry.progress.reasons.at[place].set(reasons, mode="drop"),
+            progress = jax.tree.map(
+                lambda x, y: x.at[place].set(y, mode="drop"), carry.progress, own
             )
             out = carry.out.at[place, number].set(jnp.where(kept, new, -1), mode="drop")
+            goes_on = runs & (own.reasons == int(Reason.RUNNING))
             # If no row runs, all stages know it pp − 1 ticks later.
-            goes_on = jnp.any(progress.reasons == int(Reason.RUNNING))
-            end = jnp.where(goes_on, carry.end, jnp.minimum(carry.end, carry.tick + pp - 1))
-            return jnp.where(kept & ~full, new, -1), progress, out, end
+            more = jnp.any(progress.reasons == int(Reason.RUNNING))
+            end = jnp.where(more, carry.end, jnp.minimum(carry.end, carry.tick + pp - 1))
+            return jnp.where(goes_on, new, -1), progress, out, end
 
         drawn, progress, out, end = jax.lax.cond(
             is_last, draw, lambda: (tokens, carry.progress, carry.out, carry.end)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from fp8_folder import write_pair
+from jax.sharding import PartitionSpec as P
 from meshes import check_in_a_process, run_chosen, told
 from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
 from tiers import first_of
@@ -79,6 +80,26 @@ def two_stages_of_two_replicas_give_the_same():
     assert generate(many, PROMPTS, **asked).tokens == generate(one, PROMPTS, **asked).tokens
 
 
+def no_bit_changes_on_the_way():
+    mesh, rng = make_mesh(DENSE, pp=4), np.random.default_rng(0)
+    around = P("pp")
+    for dtype, words in (("bfloat16", np.uint16), ("float16", np.uint16), ("float32", np.uint32)):
+        bits = rng.integers(0, np.iinfo(words).max, (12, 33), words, endpoint=True)
+        tokens = rng.integers(-1, 2**31 - 1, 12, np.int32)
+        ends = np.repeat(rng.integers(0, 2**31 - 1, 4, np.int32), 3)
+
+        def local(bits, tokens, ends, dtype=dtype, words=words):
+            x = jax.lax.bitcast_convert_type(bits, dtype)
+            x, tokens, end = ring._passed_on(x, tokens, ends[0], 4)
+            assert x.dtype == dtype
+            return jax.lax.bitcast_convert_type(x, words), tokens, end[None]
+
+        passed = jax.shard_map(local, mesh=mesh, in_specs=around, out_specs=around, check_vma=False)
+        got = jax.jit(passed)(bits, tokens, ends)
+        for have, want, size in zip(got, (bits, tokens, ends[::3]), (3, 3, 1), strict=True):
+            np.testing.assert_array_equal(have, np.roll(want, size, axis=0))
+
+
 def long_prompts_pass_in_parts():
     config = small_config("qwen2", num_hidden_layers=2, max_position_embeddings=2048)
     one, many = both(config, sizes={"pp": 2, "tp": 1, "dp": 2})
@@ -132,6 +153,7 @@ def stages_are_busy():
         *_, out, busy = program(*call)
         return np.asarray(out), int(busy.ticks), np.asarray(busy.worked)
 
+    tokens = []
     for count, num_steps in ((pp, 7), (2 * pp, 4), (4 * pp, 2)):
         assert ring.fewest_steps(count, pp) == num_steps
         out, ticks, worked = counted(count, num_steps)
@@ -139,6 +161,8 @@ def stages_are_busy():
         events = num_steps * count
         assert (ticks, worked.tolist()) == (events + pp - 1, [events] * pp)
         assert (worked / ticks).min() >= 0.9
+        tokens.append(out[:, :2].tolist())
+    assert tokens[0] == tokens[1] == tokens[2]
     # Rows that run are spread, so that each micro-batch has one.
     out, ticks, worked = counted(pp, 3, runs=np.arange(16) % 4 == 1)
     assert ((out >= 0).any(axis=1) == (np.arange(16) % 4 == 1)).all()
@@ -302,7 +326,7 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         four_stages_give_the_same, stages_are_busy, a_tick_has_one_transfer_and_pools_stay,
-        a_device_holds_its_stage_alone, what_has_no_stages_is_refused,
+        no_bit_changes_on_the_way, a_device_holds_its_stage_alone, what_has_no_stages_is_refused,
         shapes_are_those_of_the_model, rows_stop_and_pages_run_out_alike,
         two_stages_of_two_devices_give_the_same, two_stages_of_two_replicas_give_the_same,
         long_prompts_pass_in_parts, checkpoints_are_read_by_stages, commands_take_stages,
@@ -319,10 +343,10 @@ OF_ENGINES = {
 
 
 def test_on_four_devices():
-    check_in_a_process(__file__, *list(PROGRAMS)[:5], devices=DEVICES)
+    check_in_a_process(__file__, *list(PROGRAMS)[:6], devices=DEVICES)
 
 
-@pytest.mark.parametrize("program", first_of([*list(PROGRAMS)[5:], *OF_ENGINES], 1))
+@pytest.mark.parametrize("program", first_of([*list(PROGRAMS)[6:], *OF_ENGINES], 1))
 def test_more_on_four_devices(program):
     check_in_a_process(__file__, program, devices=DEVICES)
 
