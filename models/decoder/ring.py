@@ -9,7 +9,7 @@ N · M + pp − 1 ticks a stage works in N · M. The program counts them (`Busy`
 
 One array travels in a tick: what the layers give for the rows, their tokens, and when the loop
 ends. On the way all are integers, so that no bit changes. Pages for all steps are reserved before
-the loop, and what was too much is given back behind it, so that all stages have the same table.
+the loop, so that all stages have the same table.
 """
 
 import dataclasses
@@ -98,7 +98,6 @@ def decode(
 
     goes_on = progress.reasons == int(Reason.RUNNING)
     table, _ = state.table.release(jnp.where(running & ~goes_on, rows, -1))
-    table, _, _ = table.truncate(jnp.where(goes_on, rows, -1), 0)  # pages that no step has needed
     return state.replace(table=table), progress, out, busy
 
 
