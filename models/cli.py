@@ -26,20 +26,16 @@ import numpy as np
 
 from jax_paged._start.command_line import model_options, parser
 from jax_paged._start.interrupt import EXIT_CODE, before_leaving, note_ctrl_c, uninterrupted
-from jax_paged.cache.state import KVState
 from jax_paged.checks import expect
-from jax_paged.ops.batch import pages_for
 
 from .checkpoint.peft import load_adapter
 from .checkpoint.weights import Checkpoint, load_checkpoint, open_checkpoint
 from .decoder.adapters import with_adapter
 from .decoder.generation import (
-    PAGE_SIZE,
     Generation,
     check_count,
     check_window,
     compile_for,
-    create_state,
     generate,
 )
 from .decoder.model import Decoder
@@ -53,6 +49,7 @@ from .serving import bench_serve, chat
 from .serving.batch import generate_many
 from .serving.prefiller import opened_prefiller
 from .serving.runner import follow
+from .serving.together import generate_together, state_of
 from .status import Status
 
 _BROKEN_PIPE = 141  # as a shell counts: 128 + SIGPIPE
@@ -151,6 +148,10 @@ def _follow(options: argparse.Namespace) -> int:
     with open_checkpoint(**given) as checkpoint:
         options.status.tell(checkpoint.title)
         model: Any = checkpoint.load()
+        if options.command == "generate" and options.pp is not None:
+            options.status.clear()
+            generate_together(options.processes, model, checkpoint.tokenizer.decode)
+            return 0
     if options.command == "generate" and options.adapter is not None:
         model = with_adapter(model, load_adapter(options.adapter, model.config))
     drafter = None
@@ -179,6 +180,8 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = {name: getattr(options, name) for name in names}
     Sampler.create(**sampling)  # bad options should not wait for the weights
     check_count("max-new-tokens", options.max_new_tokens, 0)
+    ok = options.pp is None or options.adapter is None
+    expect(ok, "adapter", "none with --pp", options.adapter)
     if options.pages is not None:
         check_count("pages", options.pages, 1)
     with (
@@ -198,10 +201,17 @@ def _generate(options: argparse.Namespace) -> int:
         streams = [TextStream(tokenizer.decode, text, stop_strings) for text in texts]
         printer = _Printer(out, prompts, streams, options.json, options.status)
         sampling |= {"max_new_tokens": options.max_new_tokens, "stop_tokens": sorted(stops)}
-        sampling["adapter"] = adapter
+        sampling |= {} if adapter is None else {"adapter": adapter}
         searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
         options.status.tell(checkpoint.title)
-        if len(texts) > 1 or options.processes is not None or prefill is not None:
+        in_stages = options.pp is not None  # an engine's steps would let them run dry
+        if in_stages and options.processes is not None:
+            result = generate_together(
+                options.processes, checkpoint.load(), tokenizer.decode, texts,
+                num_pages=options.pages, kv_dtype=options.kv_dtype, on_tokens=printer.take,
+                stop_strings=stop_strings, **sampling,
+            )  # fmt: skip
+        elif (options.processes or prefill) is not None or (len(texts) > 1 and not in_stages):
             model = checkpoint.load()
             options.status.say("compiling …")
             result = generate_many(
@@ -210,15 +220,17 @@ def _generate(options: argparse.Namespace) -> int:
                 **sampling,
             )  # fmt: skip
         else:  # one program for the whole loop, without trips to the host
-            result = _generate_one(options, checkpoint, texts, sampling, searched, printer)
+            result = _generate_at_once(options, checkpoint, texts, sampling, searched, printer)
         with uninterrupted():
             printer.finish(result)
     _report(result)
     interrupted = printer.is_interrupted() or "interrupted" in result.stop_reasons
+    if interrupted and in_stages and options.processes is not None:
+        raise KeyboardInterrupt  # it ends the other processes, which wait for this one
     return EXIT_CODE if interrupted else 0
 
 
-def _generate_one(
+def _generate_at_once(
     options: argparse.Namespace,
     checkpoint: Checkpoint,
     texts: list[list[int]],
@@ -226,11 +238,11 @@ def _generate_one(
     searched: dict[str, Any],
     printer: "_Printer",
 ) -> Generation:
-    """Compiles for the one prompt while the weights are loaded, then generates."""
-    seconds = []
+    """Compiles for the prompts while the weights are loaded, then generates."""
+    seconds, sizes = [], (len(texts), options.pages, options.kv_dtype)
 
     def compile_programs(shapes: Decoder) -> None:
-        create = None if options.pages is None else lambda: _state(shapes, options)
+        create = None if options.pages is None else lambda: state_of(shapes, *sizes)
         kv_dtype = options.kv_dtype if options.pages is None else "auto"
         arguments = dict(sampling, create=create, kv_dtype=kv_dtype)
         seconds.append(compile_for(shapes, texts, **arguments))
@@ -240,18 +252,10 @@ def _generate_one(
     if options.pages is None:
         where: dict[str, Any] = {"kv_dtype": options.kv_dtype}
     else:
-        where = {"state": _state(model, options)}
+        where = {"state": state_of(model, *sizes)}
     result = generate(model, texts, on_tokens=printer.take, **where, **searched, **sampling)
     result.seconds["compile"] += seconds[0]
     return result
-
-
-def _state(model: Decoder, options: argparse.Namespace) -> KVState:
-    """The number of pages that is asked for, for one prompt."""
-    most = min(pages_for(model.config.context_length, PAGE_SIZE), options.pages)
-    return create_state(
-        model, num_pages=options.pages, max_seqs=1, pages_per_seq=most, kv_dtype=options.kv_dtype
-    )
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -462,6 +466,8 @@ def _report(result: Generation) -> None:
         rate = f" ({count / seconds:.1f} tokens/s)" if seconds > 0 else ""
         rates.append(f"{name}: {count} tokens in {seconds:.2f} s{rate}")
     rates.append(f"compile: {result.seconds['compile']:.1f} s")
+    if result.busy:
+        rates.append("stages busy: " + ", ".join(f"{share:.0%}" for share in result.busy))
     print("; ".join(rates), file=sys.stderr)
 
 

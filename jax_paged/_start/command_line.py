@@ -236,7 +236,8 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
     """What `open_checkpoint` takes of the options of `_add_model`, by name."""
     names = ("dtype", "base", "weight_dtype", "context_length")
     given = {"path": options.model} | {name: getattr(options, name) for name in names}
-    sizes = {name: size for name in ("tp", "dp") if (size := getattr(options, name)) is not None}
+    names = ("tp", "dp", "pp")
+    sizes = {name: size for name in names if (size := getattr(options, name)) is not None}
     if sizes or getattr(options, "coordinator", None) is not None:
         from jax_paged.models import make_mesh
 
@@ -269,8 +270,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--dp", type=int, metavar="N",
-        help="replicas of so many devices; with --tp or --dp all devices are used (default: "
+        help="replicas of so many devices; with --tp, --dp or --pp all devices are used (default: "
         "devices / --tp)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pp", type=int, metavar="N",
+        help="pipeline stages, each with a range of the layers; --tp and --dp then divide the "
+        "devices of a stage (default: one)",
     )  # fmt: skip
     parser.add_argument(
         "--context-length", type=int, metavar="N",

@@ -125,17 +125,22 @@ class KVGroup:
         kv_pages = zero_pool(shape, jnp.dtype(dtype))
         return KVGroup(kv_pages, None, table, "HND", _own(check_latent_scale(kv_scale, kv_pages)))
 
-    def specs(self, heads: str | None = None, pages: str | None = None) -> "KVGroup":
+    def specs(
+        self, heads: str | None = None, pages: str | None = None, layers: str | None = None
+    ) -> "KVGroup":
         """The group with the `PartitionSpec` of each leaf, see `KVState.specs`."""
 
         def split(x: Any, heads_axis: int | None) -> Any:
-            axes: list[str | None] = [None, pages, *(None,) * (x.ndim - 2)]
+            axes: list[str | None] = [layers, pages, *(None,) * (x.ndim - 2)]
             if heads_axis is not None:
                 axes[heads_axis] = heads
             return P(*axes)
 
         def axis(x: Any, pool: Pool) -> int | None:
             return None if self.is_latent else kv_heads_axis(x, self.layout, pool)
+
+        def given(scale: Any) -> Any:
+            return jax.tree.map(lambda x: P(layers) if layers and x.ndim else P(), scale)
 
         v_pages, k_scale, v_scale = self.v_pages, self.k_scale, self.v_scale
         per_token = is_per_token(k_scale)
@@ -144,8 +149,8 @@ class KVGroup:
             v_pages=None if v_pages is None else split(v_pages, axis(v_pages, "v")),
             table=jax.tree.map(lambda _: P(pages) if pages else P(), self.table),
             layout=self.layout,
-            k_scale=split(k_scale, 2) if per_token else jax.tree.map(lambda _: P(), k_scale),
-            v_scale=split(v_scale, 2) if per_token else jax.tree.map(lambda _: P(), v_scale),
+            k_scale=split(k_scale, 2) if per_token else given(k_scale),
+            v_scale=split(v_scale, 2) if per_token else given(v_scale),
         )
 
     def with_copies(self, table: PageTable, copies: PageCopies) -> "KVGroup":

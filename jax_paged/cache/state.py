@@ -158,8 +158,9 @@ class KVState:
           layer_begin: the number in the model of the first of these layers, for a pipeline stage.
           mesh: devices that share the state. An axis "tp" splits the KV heads. The replicas of an
             axis "dp" have pages and page tables of their own: num_pages, pages_per_seq and max_seqs
-            are those of one, and the leaves are as `specs(heads="tp", pages="dp")` says. Each
-            device makes its own zeros.
+            are those of one. An axis "pp" splits the layers: the state is that of one stage, which
+            has num_layers / pp of them, numbered from 0 on each. The leaves are as
+            `specs(heads="tp", pages="dp", layers="pp")` says. Each device makes its own zeros.
 
         Raises:
           ValueError: a size, a kind, the dtype, the layout or a scale is wrong.
@@ -217,7 +218,9 @@ class KVState:
             groups.append(group)
         return KVState(tuple(groups), kinds, layer_begin)
 
-    def specs(self, *, heads: str | None = None, pages: str | None = None) -> "KVState":
+    def specs(
+        self, *, heads: str | None = None, pages: str | None = None, layers: str | None = None
+    ) -> "KVState":
         """The state with the `PartitionSpec` of each leaf, for shardings and `jax.shard_map`.
 
         Args:
@@ -226,8 +229,10 @@ class KVState:
             of all replicas then lie in one array, split along its axis of pages (an axis of its own
             would make XLA copy the pools); the leaves of the tables have a leading axis of
             replicas. None = one table.
+          layers: the mesh axis of pipeline stages, each of which has as many layers as this state,
+            along the axis of layers. The tables are whole on each. None = one stage.
         """
-        groups = tuple(group.specs(heads, pages) for group in self.groups)
+        groups = tuple(group.specs(heads, pages, layers) for group in self.groups)
         return dataclasses.replace(self, groups=groups)
 
     @property
@@ -414,6 +419,13 @@ def _create_on(mesh: Mesh, num_kv_heads: int | None, arguments: dict[str, Any]) 
     heads, pages = (name if name in mesh.axis_names else None for name in ("tp", "dp"))
     axes = "axes 'tp', 'dp' or both"
     expect(bool(heads or pages), "mesh", axes, f"axes {mesh.axis_names}")
+    layers = "pp" if "pp" in mesh.axis_names else None
+    stages, kinds = mesh.shape[layers] if layers else 1, arguments["layer_kinds"]
+    of_one = kinds[: len(kinds) // stages]
+    expect(
+        of_one * stages == kinds, "layer_kinds", f"pp={stages} stages with the same kinds", kinds
+    )
+    arguments["layer_kinds"] = of_one
     count = mesh.shape[heads] if heads else 1
     if num_kv_heads is not None:
         check_size("num_kv_heads", num_kv_heads)
@@ -423,7 +435,7 @@ def _create_on(mesh: Mesh, num_kv_heads: int | None, arguments: dict[str, Any]) 
     def create() -> KVState:
         return KVState.create(num_kv_heads=num_kv_heads, **arguments)
 
-    specs = jax.eval_shape(create).specs(heads=heads, pages=pages)
+    specs = jax.eval_shape(create).specs(heads=heads, pages=pages, layers=layers)
     return create_over(mesh, create, specs, PartitionSpec(pages) if pages else None)
 
 

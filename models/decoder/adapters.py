@@ -153,6 +153,8 @@ class Adapters:
         expect(domain.has(max_rank), "max_rank", domain.text, repr(max_rank))
         ok = isinstance(config, DecoderConfig)
         expect(ok, "model", "a Decoder, which alone takes adapters", kind_text(config))
+        stages = 1 if partition is None else partition.pp
+        expect(stages == 1, "adapter", "none for a model in pipeline stages", f"pp={stages}")
         rank = -(-max_rank // 8) * 8
 
         def stack(name: str, shapes: list[tuple[int, int]]) -> Stack:

@@ -19,8 +19,10 @@ from jax_paged.ops.batch import pages_for
 
 from .adapters import Adapter, with_adapter
 from .executables import compiled
-from .partition import TP, Partition, shapes_on
+from .partition import PP, TP, Partition, shapes_on
 from .protocol import Graph, Model, ModelConfig, check_model, is_shapes, split_model
+from .ring import decode as decode_around
+from .ring import fewest_steps
 from .sample import Sampler
 from .steps import Chunk, Progress, Reason, admit, chunk_size, plan_chunks, prefill, release
 from .steps import decode as decode_steps
@@ -48,6 +50,8 @@ class Generation:
     seconds: time spent in "compile", "prefill" and "decode".
     prefill_tokens: prompt tokens that "prefill" covers: all but the last of each prompt, which the
       first decode step takes.
+    busy: of a model in pipeline stages, for each the part of the ticks of the decode loop in which
+      it worked on a row; () of any other.
     """
 
     tokens: list[list[int]]
@@ -55,6 +59,7 @@ class Generation:
     state: KVState
     seconds: dict[str, float]
     prefill_tokens: int
+    busy: tuple[float, ...] = ()
 
 
 def generate(
@@ -189,7 +194,8 @@ def _begin(
         state = make_state(parts, functools.partial(state_for, model, needs, kv_dtype))
     check_state(model, state)
     rows = _free_rows(state, len(texts))
-    return Run(parts, state, texts, rows, limits, stops, sampler, chunk)
+    pp = getattr(getattr(model, "partition", None), "pp", 1)
+    return Run(parts, state, texts, rows, limits, stops, sampler, chunk, pp=pp)
 
 
 def make_state(parts: tuple[Graph, Any], create: Callable[[], KVState]) -> KVState:
@@ -197,7 +203,10 @@ def make_state(parts: tuple[Graph, Any], create: Callable[[], KVState]) -> KVSta
     if not is_shapes(parts[1]):
         return create()
     state, sharding = jax.eval_shape(create), jax.tree.leaves(parts[1])[0].sharding
-    return state if sharding is None else shapes_on(sharding.mesh, state, state.specs(heads=TP))
+    if sharding is None:
+        return state
+    layers = PP if PP in sharding.mesh.shape else None
+    return shapes_on(sharding.mesh, state, state.specs(heads=TP, layers=layers))
 
 
 def as_texts(prompts: Any, config: ModelConfig) -> list[np.ndarray]:
@@ -293,7 +302,7 @@ def state_creator(
     page_size: int = PAGE_SIZE, kv_dtype: str = "auto", max_tree: int = 256,
     windows: bool = False,
 ) -> Callable[[], KVState]:  # fmt: skip
-    """What creates an empty state with the KV heads that one device has."""
+    """What creates an empty state with the layers and KV heads that one device has."""
     check_model(model)
     config = model.config
     dtype = page_dtype(kv_dtype, model.dtype)
@@ -301,7 +310,7 @@ def state_creator(
     expect(ok, "kv_dtype", "'auto', 'bfloat16' or the name of an 8-bit dtype", repr(kv_dtype))
     own = getattr(model, "partition", None) or config
     return functools.partial(
-        KVState.create, num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
+        KVState.create, num_layers=own.num_layers, num_pages=num_pages, page_size=page_size,
         num_kv_heads=own.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
         pages_per_seq=pages_per_seq, dtype=dtype, max_tree=max_tree, windows=windows,
     )  # fmt: skip
@@ -359,14 +368,21 @@ class Run:
       held: how many tokens of each text its row holds already; less than all.
       keep: rows that stop keep their pages.
       chunk_size: the padded size of a prefill chunk.
+      pp: stages of the model.
     """
 
     def __init__(
         self, parts, state, texts, rows, limits, stop_tokens, sampler, chunk=32, *, held=0,
-        keep=False, chunk_size=chunk_size,
+        keep=False, chunk_size=chunk_size, pp=1,
     ):  # fmt: skip
         self.held, self.options = held, {"chunk": chunk, "keep": keep}
-        self.chunk_size = chunk_size
+        self.chunk_size, self._prefill_chunk = chunk_size, PREFILL_CHUNK
+        self._program, self._fewest_steps = decode_steps, 1
+        self._ticks = np.zeros(1 + pp, np.int64)  # of all loops, and those that each stage worked
+        if pp > 1:  # as few micro-batches as may be: the weights are read for each
+            self._program, self.options = decode_around, {"chunk": chunk, "micro_batches": pp}
+            self._fewest_steps = min(fewest_steps(pp, pp), chunk)
+            self.chunk_size, self._prefill_chunk = _several_chunks, 4 * pp * PREFILL_CHUNK
         self.graph, self.params = parts
         self.state = state
         self.texts, self.rows, self.limits = texts, rows, limits
@@ -385,7 +401,7 @@ class Run:
             compile_ahead(self.seconds, prefill, self.graph, *self._prefill_call(part))
         if (self.reasons == Reason.RUNNING).any():
             call = self._decode_call(self._progress(), 1)
-            compile_ahead(self.seconds, decode_steps, self.graph, *call, **self.options)
+            compile_ahead(self.seconds, self._program, self.graph, *call, **self.options)
 
     def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows that want pages, and for how many tokens."""
@@ -397,7 +413,7 @@ class Run:
         running = self.reasons == Reason.RUNNING
         ends = np.where(running, -1, self.held)
         parts = [t[self.held : end] for t, end in zip(self.texts, ends, strict=True)]
-        return list(plan_chunks(parts, PREFILL_CHUNK, self.chunk_size))
+        return list(plan_chunks(parts, self._prefill_chunk, self.chunk_size))
 
     def _prefill_call(self, part: Chunk) -> tuple:
         rows = np.where(part.counts > 0, self.rows, -1)
@@ -436,30 +452,32 @@ class Run:
     def decode(self, on_tokens: OnTokens | None) -> None:
         """Runs the decode loop until every row has stopped."""
         progress = self._progress()
-        num_steps, program = 1, None
+        num_steps, program = self._fewest_steps, None
         while True:
             new: list[list[int]] = [[] for _ in self.texts]
             if (self.reasons == Reason.RUNNING).any():
                 call = self._decode_call(progress, num_steps)
                 if program is None:
                     program = compile_ahead(
-                        self.seconds, decode_steps, self.graph, *call, **self.options
+                        self.seconds, self._program, self.graph, *call, **self.options
                     )
                 start = time.perf_counter()
                 with uninterrupted():
-                    self.state, progress, out = program(*call)
+                    self.state, progress, out, *busy = program(*call)
                     self.reasons = np.asarray(progress.reasons)
                     new = [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
                     if self._cut_at_stop_strings(new):
                         progress = dataclasses.replace(progress, reasons=jnp.asarray(self.reasons))
                     for tokens, more in zip(self.tokens, new, strict=True):
                         tokens.extend(more)
+                    for one in busy:
+                        self._ticks += [int(one.ticks), *np.asarray(one.worked)]
                 seconds = time.perf_counter() - start
                 self.seconds["decode"] += seconds
                 if seconds < _SHORT_SECONDS or jax.process_count() > 1:  # whose clocks differ
                     num_steps = min(2 * num_steps, self.options["chunk"])
                 elif seconds > _LONG_SECONDS:
-                    num_steps = max(num_steps // 2, 1)
+                    num_steps = max(num_steps // 2, self._fewest_steps)
             if on_tokens is not None:
                 on_tokens(new, [None if r == Reason.RUNNING else _name(r) for r in self.reasons])
             if not (self.reasons == Reason.RUNNING).any():
@@ -497,7 +515,15 @@ class Run:
             state=self.state,
             seconds=self.seconds,
             prefill_tokens=self.prefill_tokens,
+            busy=tuple((self._ticks[1:] / self._ticks[0]).tolist()) if self._ticks[0] else (),
         )
+
+
+def _several_chunks(num_tokens: int) -> int:
+    """The compiled size of a step that passes stages in parts (`stages.micro_batches`)."""
+    if num_tokens <= PREFILL_CHUNK:
+        return chunk_size(num_tokens)
+    return -(-num_tokens // PREFILL_CHUNK) * PREFILL_CHUNK
 
 
 def _name(reason: int) -> str:

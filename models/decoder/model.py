@@ -37,7 +37,7 @@ from jax_paged.ops.rope import rope_tables
 from .adapters import LayerAdapters, TokenAdapters
 from .config import DecoderConfig
 from .parameters import TensorSource
-from .partition import TP, Partition
+from .partition import Partition
 from .parts import (
     WEIGHT_DTYPES,
     Attention,
@@ -49,6 +49,7 @@ from .parts import (
     param_value,
     rms_norm,
 )
+from .stages import in_stages
 
 
 @jax.tree_util.register_dataclass
@@ -198,7 +199,8 @@ class Decoder(Projections):
         self.implementation: Implementation = implementation
         self._set("embedding", source, "model.embed_tokens.weight")
         self.layers = nnx.List(
-            Layer(config, i, source, weight_dtype, partition) for i in range(config.num_layers)
+            Layer(config, i, source, weight_dtype, partition)
+            for i in range((partition or config).num_layers)
         )
         self._set("norm", source, "model.norm.weight")
         if not config.tie_embeddings:
@@ -244,9 +246,9 @@ class Decoder(Projections):
         Raises:
           ValueError: the state has not all layers, or a layer's kind or window is wrong.
         """
-        count = len(state.layer_kinds)
-        whole = f"all {self.config.num_layers} layers (run_layers takes a part)"
-        expect(count == self.config.num_layers, "state", whole, count)
+        count, mine = len(state.layer_kinds), len(self.layers)
+        whole = f"all {mine} layers (run_layers takes a part)"
+        expect(count == mine, "state", whole, count)
         if self.partition is not None and not self.partition.is_inside:
             whole = tokens, batch, logit_rows, loads
             logits, state, loads = self._on_mesh(self.partition, state, adapters, *whole)
@@ -277,7 +279,7 @@ class Decoder(Projections):
         def local(params, *args):
             return nnx.merge(graph, params)._all_layers(*args)
 
-        of_state: Any = state.specs(heads=TP)
+        of_state: Any = partition.state_specs(state)
         same: Any = P()
         of_adapters = None if adapters is None else TokenAdapters(adapters.adapters.specs(), same)
         return jax.shard_map(
@@ -289,6 +291,9 @@ class Decoder(Projections):
         )(params, state, adapters, *whole)
 
     def _all_layers(self, state, adapters, tokens, batch, logit_rows, loads):
+        if self.partition is not None and self.partition.pp > 1:
+            x, state = in_stages(self, tokens, batch, state, logit_rows)
+            return self.logits(x), state, loads
         x = self.embed(tokens)
         x, state, loads = self._run_layers(x, batch, state, adapters, loads)
         if logit_rows is not None:

@@ -218,7 +218,7 @@ class FillingSource:
         shape = self._joined_shape(names, axis)
         out = _empty(shape, self._dtype if dtype is None else np.dtype(dtype))
         self._read(names, axis, (slice(None),) * len(shape), None, out)
-        self._tell(names)
+        self.tell(names)
         return jax.device_put(out)  # without a copy on a CPU, unlike jnp.asarray
 
     def split(
@@ -253,15 +253,24 @@ class FillingSource:
             return out
 
         made = jax.make_array_from_callback(shape, sharding(len(shape)), part)
-        self._tell(names)
+        self.tell(names)
         return made
+
+    def zeros(self) -> "FillingSource":
+        """A source that gives zeros for the same names."""
+
+        def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
+            out[...] = 0
+
+        return FillingSource(self._shape_of, fill, self._dtype)
 
     def _joined_shape(self, names: Sequence[str], axis: int) -> Shape:
         shape = list(self._shape_of(names[0]))
         shape[axis] = sum(self._shape_of(name)[axis] for name in names)
         return tuple(shape)
 
-    def _tell(self, names: Sequence[str]) -> None:
+    def tell(self, names: Sequence[str]) -> None:
+        """Counts tensors as loaded; also those that another process loads."""
         for name in names:
             self._on_tensor(name)
 

@@ -9,11 +9,19 @@ Attention, dense MLPs, embedding and head are split over "tp" (tensor parallelis
 split by expert, over all devices where their number allows it. The replicas of "dp" have the same
 of all else. The layers of one device are an ordinary decoder with fewer heads: it runs inside of
 one `jax.shard_map`, and adds up with the others after attention and after the MLP.
+
+A mesh may have an axis "pp" in front, of pipeline stages (GPipe, Huang et al. 2019). Each stage has
+a range of the layers, with their pages, on dp · tp devices. All devices run one program, so all
+stages have as many layers: leaf j of the model holds, one behind another along its first axis, the
+weights of layer j of each stage. What a device gets of it are the weights of an ordinary layer.
+Where the layers are too few for the last stages, layers of zeros fill up: these change nothing.
+Embedding, last norm and head lie on all stages. `stages.py` and `ring.py` run such a model.
 """
 
 import dataclasses
 import functools
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,10 +43,13 @@ from .parameters import FillingSource, TensorSource
 from .placement import PLACES, as_places, first_slots, name_of
 
 AXES = DP, TP = ("dp", "tp")
+PP = "pp"
 
 # The axis of each weight that is split over "tp"; experts are split along their first axis. Biases
 # and scales follow an axis 0, and are whole beside an axis 1; those of blocks are split as weights.
 _SPLIT_AXES = {"embedding": 0, "head": 0, "qkv": 0, "out": 1, "gate_up": 0, "down": 1}
+# What all stages have; all other leaves are those of layers.
+_OF_ALL_STAGES = ("embedding", "norm", "head")
 # For so many of its tokens an expert is read once on CUDA: halves that have as many read no more.
 _EXPERT_TOKENS = 64
 
@@ -48,24 +59,31 @@ def make_mesh(
     *,
     tp: int | None = None,
     dp: int | None = None,
+    pp: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh of dp replicas on tp devices each, for `Decoder(mesh=…)` and `load_checkpoint`.
 
     Args:
       config: of the model.
+      pp: pipeline stages, each of which has a range of the layers. The devices of a stage are
+        neighbours. With 1 the mesh has no axis of stages.
       tp: devices that share the heads. None = the most that divide KV heads and devices: their
         greatest common divisor, or devices / dp. With more devices than KV heads, each head's K
         and V lie on tp / num_kv_heads of them; a warning says what this costs.
       dp: replicas, which share the experts and nothing else. None = devices / tp.
       devices: None = all. Several processes see the devices of all.
 
+    `devices` in what is said of tp and dp are those of a stage.
+
     Raises:
-      ValueError: dp · tp is not the number of devices, or heads, inner width or experts cannot be
-        split so.
+      ValueError: pp · dp · tp is not the number of devices, or layers, heads, inner width or
+        experts cannot be split so.
     """
     devices = jax.devices() if devices is None else list(devices)
-    count = len(devices)
+    ok = isinstance(pp, int) and pp >= 1 and len(devices) % pp == 0
+    expect(ok, "pp", f"a divisor of the {len(devices)} devices", repr(pp))
+    count = len(devices) // pp
     for name, value in (("tp", tp), ("dp", dp)):
         ok = value is None or (isinstance(value, int) and value >= 1 and count % value == 0)
         expect(ok, name, f"a divisor of the {count} devices", repr(value))
@@ -73,9 +91,11 @@ def make_mesh(
         tp = count // dp if dp is not None else int(np.gcd(config.num_kv_heads, count))
     dp = count // tp if dp is None else dp
     expect(dp * tp == count, "dp", f"{count // tp}, as {count} devices have tp={tp}", dp)
+    axes, sizes = (AXES, (dp, tp)) if pp == 1 else ((PP, *AXES), (pp, dp, tp))
     mesh = jax.sharding.Mesh(
-        np.asarray(devices, dtype=object).reshape(dp, tp), AXES, axis_types=(AxisType.Auto,) * 2
-    )
+        np.asarray(devices, dtype=object).reshape(sizes), axes,
+        axis_types=(AxisType.Auto,) * len(axes),
+    )  # fmt: skip
     partition = Partition.create(config, mesh)
     if partition.kv_copies > 1:
         warnings.warn(
@@ -92,7 +112,9 @@ class Partition:
     """What the devices of a mesh hold of a decoder.
 
     Args:
-      mesh: with axes "dp" and "tp".
+      mesh: with axes "dp" and "tp", and perhaps "pp" in front.
+      num_layers: of a device, layers of zeros included.
+      model_layers: of the model.
       num_q_heads, num_kv_heads: of a device.
       kv_copies: devices that have the same KV head.
       expert_axes: the mesh axes that experts are split over, those with most devices by which
@@ -105,6 +127,8 @@ class Partition:
     """
 
     mesh: Mesh
+    num_layers: int
+    model_layers: int
     num_q_heads: int
     num_kv_heads: int
     kv_copies: int
@@ -125,8 +149,9 @@ class Partition:
         Raises:
           ValueError: it cannot; the message says what of it.
         """
-        expect(mesh.axis_names == AXES, "mesh", f"axes {AXES}", mesh.axis_names)
-        tp = mesh.shape[TP]
+        ok = mesh.axis_names in (AXES, (PP, *AXES))
+        expect(ok, "mesh", f"axes {AXES}", mesh.axis_names)
+        tp, num_layers = mesh.shape[TP], _layers_of_a_stage(config, mesh.shape.get(PP, 1))
         q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
         ok = kv_heads % tp == 0 or tp % kv_heads == 0
         expect(ok, "tp", f"a divisor or a multiple of the {kv_heads} KV heads", tp)
@@ -139,6 +164,8 @@ class Partition:
         if redundant_experts is not None:
             ok = isinstance(redundant_experts, int) and redundant_experts >= 0
             expect(ok, "redundant_experts", "an integer of at least 0", repr(redundant_experts))
+            pp = mesh.shape.get(PP, 1)
+            expect(pp == 1, "redundant_experts", "None for a model in pipeline stages", f"pp={pp}")
             num_slots = count = count + redundant_experts
         if any(config.moe_layers):
             ways = (axes for axes in (AXES, (TP,), (DP,), ()) if count % _size(mesh, axes) == 0)
@@ -150,8 +177,14 @@ class Partition:
         splits_vocab = config.vocab_size % tp == 0
         copies = max(tp // kv_heads, 1)
         return Partition(
-            mesh, q_heads // tp, local_kv, copies, expert_axes, splits_vocab, num_slots
-        )
+            mesh, num_layers, config.num_layers, q_heads // tp, local_kv, copies, expert_axes,
+            splits_vocab, num_slots,
+        )  # fmt: skip
+
+    @property
+    def pp(self) -> int:
+        """Stages."""
+        return self.mesh.shape.get(PP, 1)
 
     @property
     def dp(self) -> int:
@@ -167,6 +200,19 @@ class Partition:
 
     def spec(self, leaf: str, ndim: int) -> P:
         """The split of a weight, bias or scale, by the name of its leaf."""
+        own = self._spec_in_stage(leaf, ndim)
+        if not self._is_of_stages(leaf):
+            return own
+        first, *rest = own or (None,)
+        among = first if isinstance(first, tuple) else (first,) if first else ()
+        return P((PP, *among), *rest)
+
+    def _is_of_stages(self, leaf: str) -> bool:
+        """Whether a leaf holds the layers of several stages, along its first axis."""
+        name = leaf.removesuffix("_scale").removesuffix("_block")
+        return self.pp > 1 and name not in _OF_ALL_STAGES
+
+    def _spec_in_stage(self, leaf: str, ndim: int) -> P:
         leaf = leaf.removesuffix("_block_scale")
         name = leaf.removesuffix("_scale").removesuffix("_bias")
         is_weight = name == leaf
@@ -183,6 +229,9 @@ class Partition:
         """The same on the mesh."""
         return NamedSharding(self.mesh, self.spec(leaf, ndim))
 
+    def _sharding_in_stage(self, mesh: Mesh, leaf: str, ndim: int) -> NamedSharding:
+        return NamedSharding(mesh, self._spec_in_stage(leaf, ndim))
+
     def read(
         self, leaf: str, source: TensorSource, names: Sequence[str], axis: int,
         order: np.ndarray | None, slots: np.ndarray | None, **dtype: DTypeLike,
@@ -195,21 +244,55 @@ class Partition:
           slots: the expert of each slot of stacked experts; None = one each.
           dtype: of the source's option, if any.
         """
-        sharding = functools.partial(self.sharding, leaf)
-        if isinstance(source, FillingSource):
-            options: Any = {"order": order, "slots": slots, **dtype}
-            return source.split(*names, sharding=sharding, axis=axis, **options)
-        x: Any = source(*names, axis=axis, **dtype)
-        for rows in (order, slots):
-            if rows is not None and isinstance(x, jax.ShapeDtypeStruct):
-                x = jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
-            elif rows is not None:
-                x = x[rows]
-        return put(x, sharding(x.ndim))
+        if not self._is_of_stages(leaf):
+            sharding = functools.partial(self.sharding, leaf)
+            return _read(sharding, source, names, axis, order, slots, **dtype)
+        return self._read_stages(leaf, source, names, axis, order, **dtype)
+
+    def _read_stages(
+        self, leaf: str, source: TensorSource, names: Sequence[str], axis: int,
+        order: np.ndarray | None, **dtype: DTypeLike,
+    ) -> Any:  # fmt: skip
+        """`read` of each stage's own layer, one behind another along the first axis."""
+        parts: list[Any] = []
+        for stage, devices in enumerate(self.mesh.devices):
+            mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+            sharding = functools.partial(self._sharding_in_stage, mesh, leaf)
+            own = [_of_later_layer(name, stage * self.num_layers) for name in names]
+            is_here = any(device.process_index == jax.process_index() for device in devices.flat)
+            if _layer_of(own[0]) >= self.model_layers:
+                x = _zeros(sharding, source, names, axis, order, **dtype)
+            elif is_here or not isinstance(source, FillingSource):
+                x = _read(sharding, source, own, axis, order, **dtype)
+            else:
+                source.tell(own)
+                continue
+            if isinstance(x, jax.ShapeDtypeStruct):  # and of the others the same
+                parts = [x]
+                break
+            parts += [x] if is_here else []
+        shape = (parts[0].shape[0] * self.pp, *parts[0].shape[1:])
+        whole = self.sharding(leaf, len(shape))
+        if isinstance(parts[0], jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=whole)
+        of_devices = {x.device: x.data for part in parts for x in part.addressable_shards}
+        arrays = [of_devices[device] for device in whole.addressable_devices]
+        return jax.make_array_from_single_device_arrays(shape, whole, arrays)
+
+    def shape_in_stage(self, leaf: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """That of one layer, of the shape of a leaf."""
+        if not self._is_of_stages(leaf):
+            return shape
+        return (shape[0] // self.pp, *shape[1:])
 
     def check_blocks(self, leaf: str, name: str, shape: Sequence[int]) -> None:
-        """Checks that no device gets a part of a block of a weight, `name` in the checkpoint."""
-        of_device = self.sharding(leaf, len(shape)).shard_shape(tuple(shape))
+        """Checks that no device gets a part of a block of a weight, `name` in the checkpoint.
+
+        Args:
+          shape: of one layer.
+        """
+        sharding = self._sharding_in_stage(self.mesh, leaf, len(shape))
+        of_device = sharding.shard_shape(tuple(shape))
         for whole, own in list(zip(shape, of_device, strict=True))[-2:]:
             what = f"parts of multiples of {SCALE_BLOCK} rows and columns, as its fp8 blocks have"
             expect(own == whole or own % SCALE_BLOCK == 0, name, what, f"{whole} split as {own}")
@@ -222,7 +305,11 @@ class Partition:
 
     def create_state(self, create: Callable[[], KVState]) -> KVState:
         """The state of all devices, whose KV heads are those that `create` makes for one."""
-        return create_over(self.mesh, create, jax.eval_shape(create).specs(heads=TP))
+        return create_over(self.mesh, create, self.state_specs(jax.eval_shape(create)))
+
+    def state_specs(self, state: KVState, pages: str | None = None) -> KVState:
+        """`KVState.specs` of a state of this model, whose layers are those of a stage."""
+        return state.specs(heads=TP, pages=pages, layers=PP if self.pp > 1 else None)
 
     def own_sizes(self, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         """The outputs that a device has of each part of "qkv" or "gate_up": [q, k, v]."""
@@ -377,6 +464,35 @@ class Partition:
         return jax.lax.psum(exchanged(run, x, experts, weights, owner, first, DP), TP)
 
 
+def _read(
+    sharding: Callable[[int], NamedSharding], source: TensorSource, names: Sequence[str], axis: int,
+    order: np.ndarray | None, slots: np.ndarray | None = None, **dtype: DTypeLike,
+) -> Any:  # fmt: skip
+    """`Partition.read`; sharding: of an array of so many axes."""
+    if isinstance(source, FillingSource):
+        options: Any = {"order": order, "slots": slots, **dtype}
+        return source.split(*names, sharding=sharding, axis=axis, **options)
+    x: Any = source(*names, axis=axis, **dtype)
+    for rows in (order, slots):
+        if rows is not None and isinstance(x, jax.ShapeDtypeStruct):
+            x = jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
+        elif rows is not None:
+            x = x[rows]
+    return put(x, sharding(x.ndim))
+
+
+def _zeros(
+    sharding: Callable[[int], NamedSharding], source: TensorSource, names: Sequence[str], axis: int,
+    order: np.ndarray | None, **dtype: DTypeLike,
+) -> Any:  # fmt: skip
+    """Zeros in place of what `_read` gives."""
+    if isinstance(source, FillingSource):
+        return _read(sharding, source.zeros(), names, axis, order, **dtype)
+    x: Any = source(*names, axis=axis, **dtype)
+    shape = x.shape if order is None else (len(order), *x.shape[1:])
+    return put(np.zeros(shape, x.dtype), sharding(x.ndim))
+
+
 def put(x: Any, sharding: NamedSharding) -> Any:
     """An array on the devices of all processes, each of which has it whole; shapes stay shapes."""
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -390,6 +506,35 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 def shapes_on(mesh: Mesh, shapes: Any, specs: Any) -> Any:
     """The same shapes, split."""
     return jax.tree.map(lambda x, spec: put(x, NamedSharding(mesh, spec)), shapes, specs)
+
+
+def _layers_of_a_stage(config: DecoderConfig, pp: int) -> int:
+    """Layers of a stage, as many in all; checks that layer j is of one kind in all stages."""
+    count = config.num_layers
+    each = -(-count // pp)
+    expect((pp - 1) * each < count, "pp", f"layers for each stage, of {count}", pp)
+    for layer in range(each, count):
+        kinds = [
+            (config.moe_layers[i], config.window(i)) for i in (layer % each, layer)
+        ]  # fmt: skip
+        text = f"stages whose layers have experts and windows alike, as layer {layer % each}"
+        expect(kinds[0] == kinds[1], "pp", text, f"{pp}, with another layer {layer}")
+    return each
+
+
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer of a tensor."""
+    found = _LAYER.search(name)
+    assert found is not None, name
+    return int(found[0])
+
+
+def _of_later_layer(name: str, more: int) -> str:
+    """The name of the same tensor some layers later."""
+    return _LAYER.sub(str(_layer_of(name) + more), name)
 
 
 def _size(mesh: Mesh, axes: Sequence[str]) -> int:

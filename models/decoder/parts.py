@@ -129,8 +129,9 @@ class Projections(nnx.Module):
         return next((getattr(self, leaf)[...] for leaf in leaves if hasattr(self, leaf)), None)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Also in a model of shapes."""
-        return param_value(getattr(self, name)).shape
+        """That of one layer, also in a model of shapes."""
+        shape = param_value(getattr(self, name)).shape
+        return shape if self.partition is None else self.partition.shape_in_stage(name, shape)
 
     def _project(
         self, name: str, x: jax.Array, adapters: LayerAdapters | None = None, **options

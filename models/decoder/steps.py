@@ -25,7 +25,7 @@ from .protocol import Graph, run_model
 from .sample import Sampler
 
 _SMALLEST_CHUNK = 8
-_TOKENS_PER_STEP = 64  # what a step costs beside its tokens, in tokens
+TOKENS_PER_STEP = 64  # what a step costs beside its tokens, in tokens
 
 
 class Reason(enum.IntEnum):
@@ -67,7 +67,7 @@ def cheapest_sizes(count: int, sizes: Sequence[int]) -> list[int]:
     if below is None:
         return one
     several = [below, *cheapest_sizes(count - below, sizes)]
-    return min(one, several, key=lambda found: sum(found) + _TOKENS_PER_STEP * len(found))
+    return min(one, several, key=lambda found: sum(found) + TOKENS_PER_STEP * len(found))
 
 
 def plan_chunks(
@@ -165,6 +165,21 @@ class Progress:
     made: jax.Array  # i32[rows], new tokens so far
     reasons: jax.Array  # i32[rows], Reason
 
+    def after(
+        self, new: jax.Array, running: jax.Array, limits: jax.Array, stop_tokens: jax.Array
+    ) -> tuple["Progress", jax.Array]:
+        """(progress, which tokens are kept) when the rows that run have drawn i32[rows] tokens.
+
+        Args:
+          limits, stop_tokens: as for `decode`.
+        """
+        stop = running & jnp.any(new[:, None] == stop_tokens[None, :], axis=1)
+        kept = running & ~stop
+        made = self.made + kept.astype(jnp.int32)
+        reasons = jnp.where(stop, jnp.int32(Reason.STOP_TOKEN), self.reasons)
+        reasons = jnp.where(kept & (made >= limits), jnp.int32(Reason.LENGTH), reasons)
+        return Progress(jnp.where(kept, new, self.last), made, reasons), kept
+
 
 @functools.partial(jax.jit, static_argnames=("graph", "chunk", "keep"), donate_argnames="state")
 def decode(
@@ -208,15 +223,11 @@ def decode(
         logits, state = run_model(graph, params, progress.last, batch, state)
         new = sampler(logits, jnp.arange(num_rows, dtype=jnp.int32), progress.made)
 
-        stop = running & jnp.any(new[:, None] == stop_tokens[None, :], axis=1)
-        kept = running & ~stop
-        made = progress.made + kept.astype(jnp.int32)
-        full = kept & (made >= limits)
-        reasons = jnp.where(stop, jnp.int32(Reason.STOP_TOKEN), reasons)
-        reasons = jnp.where(full, jnp.int32(Reason.LENGTH), reasons)
+        progress = dataclasses.replace(progress, reasons=reasons)
+        progress, kept = progress.after(new, running, limits, stop_tokens)
         out = out.at[:, number].set(jnp.where(kept, new, -1))
-        table = state.table if keep else _release_if_any(state.table, rows, stop | full)
-        progress = Progress(jnp.where(kept, new, progress.last), made, reasons)
+        stopped = running & (progress.reasons != int(Reason.RUNNING))
+        table = state.table if keep else _release_if_any(state.table, rows, stopped)
         return number + 1, state.replace(table=table), progress, out
 
     def goes_on(carry):

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _server(options: argparse.Namespace, trace: list[Arrival]) -> Iterator[str]:
     """A server with the engine of these options, and its URL."""
-    model = model_options(options) | {"tp": options.tp, "dp": options.dp}
+    model = model_options(options) | {n: getattr(options, n) for n in ("tp", "dp", "pp")}
     model.pop("mesh", None)
     given = {
         "port": 0, "max_seqs": options.max_seqs, "kv_dtype": options.kv_dtype,

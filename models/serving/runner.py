@@ -28,7 +28,7 @@ from jax_paged.native.sharding import create_over
 from ..decoder.adapters import AdaptedModel, Adapter, Adapters, put_adapter
 from ..decoder.executables import compiled
 from ..decoder.generation import state_creator
-from ..decoder.partition import DP, TP, Partition, put
+from ..decoder.partition import DP, Partition, put
 from ..decoder.placement import Balance, ExpertLayers
 from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
 from ..distributed.orders import Order
@@ -105,7 +105,8 @@ class ModelRunner:
         if self.partition is None:
             self.device = create()
         else:
-            self.splits = _splits_of(shapes, getattr(draft_model, "partition", None))
+            of_drafter = getattr(draft_model, "partition", None)
+            self.splits = _splits_of(shapes, self.partition, of_drafter)
             self.device = self._made(create)
         # A step without constraints takes a mask that is on the devices already.
         self._all_tokens = everything(self._max_seqs, self._vocab_size)
@@ -131,6 +132,9 @@ class ModelRunner:
         else:
             ok = mesh in (None, self.partition.mesh)
             expect(ok, "draft_model", "one on the mesh of the model, or on none", mesh)
+            # Replicas make as many drafts as each wants; stages pass on those of all at once.
+            ok = mesh is None or self.partition.pp == 1
+            expect(ok, "draft_model", "one without a mesh, as the model is in stages", mesh)
             if mesh is None:
                 whole = NamedSharding(self.partition.mesh, P())
                 params = jax.tree.map(lambda x: put(x, whole), params)
@@ -501,11 +505,15 @@ def _graph_of_replica(model: Any) -> Graph:
     return split_model(model.inside() if is_split else model)[0]
 
 
-def _splits_of(shapes: EngineState, of_drafter: Partition | None) -> EngineState:
+def _splits_of(
+    shapes: EngineState, partition: Partition, of_drafter: Partition | None
+) -> EngineState:
     """How the state of all replicas lies on the mesh."""
     names = ("last", "entry_pages", "failed", "memory", "loads")
     splits: Any = {name: STACKED for name in names if getattr(shapes, name) is not None}
     drafter = shapes.drafter
     if drafter is not None:
-        drafter = drafter.specs(heads=None if of_drafter is None else TP, pages=DP)
-    return EngineState(state=shapes.state.specs(heads=TP, pages=DP), drafter=drafter, **splits)
+        is_split = of_drafter is not None
+        drafter = of_drafter.state_specs(drafter, DP) if is_split else drafter.specs(pages=DP)
+    state = partition.state_specs(shapes.state, DP)
+    return EngineState(state=state, drafter=drafter, **splits)

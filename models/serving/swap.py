@@ -234,7 +234,7 @@ class Swapper:
     def _to_host(self, replica: int, chunk: Chunk) -> Chunk:
         if self._runner.partition is None:
             return jax.device_put(chunk, chunk[0].sharding.with_memory_kind("pinned_host"))
-        own = set(self._runner.partition.mesh.devices[replica])
+        own = set(self._runner.partition.mesh.devices[..., replica, :].flat)
         return tuple(
             {
                 shard.device: jax.device_put(

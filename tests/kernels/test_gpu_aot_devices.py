@@ -6,6 +6,7 @@ native on each device, nothing gathered, one all-reduce where parts add up.
 """
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,12 @@ from split_weights import (
 
 import jax_paged
 from jax_paged import KVState
-from jax_paged.models import Decoder
+from jax_paged.models import Decoder, make_mesh, split_model
+from jax_paged.models.decoder import ring
+from jax_paged.models.decoder.generation import make_state, state_for
 from jax_paged.models.decoder.parameters import abstract_source
+from jax_paged.models.decoder.sample import Sampler
+from jax_paged.models.decoder.steps import Progress
 from jax_paged.models.testing import small_config
 from jax_paged.testing import is_in_place
 
@@ -133,3 +138,28 @@ def test_a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone(of_experts)
     }
     shape = (*pool.shape[:2], pool.shape[2] // 8, *pool.shape[3:])
     assert is_in_place(compiled, jax.ShapeDtypeStruct(shape, pool.dtype))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_tick_of_pipeline_stages_has_one_transfer(tp):
+    """Beside it, what the devices of a stage of tp layers tell each other; no pool is copied."""
+    config = small_config(
+        num_hidden_layers=8, vocab_size=512, hidden_size=256, head_dim=64, num_attention_heads=8,
+        num_experts=8, moe_intermediate_size=64,
+    )  # fmt: skip
+    mesh = make_mesh(config, pp=8 // tp, tp=tp, devices=h200_devices(8))
+    model = Decoder(config, abstract_source(config, "bfloat16"), mesh=mesh)
+    graph, params = split_model(model)
+    state = make_state((graph, params), functools.partial(state_for, model, [4000] * 16))
+    rows = np.arange(16, dtype=np.int32)
+    given = Progress(rows, rows, rows), rows, rows, rows, Sampler.create(temperature=1.0), rows[3]
+    compiled = ring.decode.lower(
+        graph, params, state, *jax.tree.map(lambda x: abstract(mesh, x, P()), given),
+        micro_batches=8 // tp, chunk=8,
+    ).compile()  # fmt: skip
+    found = collections.Counter((x.kind, x.loops) for x in meshes.told(compiled).elements())
+    of_stage = {("all-reduce", 1): 1 + 2 * tp, ("all-gather", 1): 1} if tp > 1 else {}
+    assert found == of_stage | {("collective-permute", 1): 1, ("all-reduce", 0): 2}
+    assert host_traffic(compiled.as_text()) == []
+    pool = state.k_pages.sharding.shard_shape(state.k_pages.shape)
+    assert is_in_place(compiled, jax.ShapeDtypeStruct(pool, state.k_pages.dtype))

@@ -62,6 +62,20 @@ def all_call_the_same(processes):
         assert abs(got_nll - nll) < 1e-5
 
 
+def stages_of_processes_give_the_same(processes):
+    """Each stage is on a process of its own; `generate` and the engine."""
+    seen = []
+    for model in both(CONFIGS["dense"], sizes={"pp": processes.count})[not processes.is_first :]:
+        seen.append(generate(model, PROMPTS[:3], max_new_tokens=8).tokens)
+    if not processes.is_first:
+        follow(processes, model)
+        return
+    engine = Engine(model, **SIZES, processes=processes)
+    requests = [engine.submit(prompt, max_new_tokens=8) for prompt in PROMPTS[:3]]
+    engine.run()
+    assert seen[0] == seen[1] == [request.tokens for request in requests]
+
+
 def others_call_the_same(processes):
     """Likelihoods, and generation with an adapter."""
     config = CONFIGS["dense"]
@@ -184,16 +198,6 @@ def another_model(processes):
         follow(processes, model)
 
 
-PROGRAMS = {
-    program.__name__: program
-    for program in (
-        all_call_the_same, others_call_the_same, the_engine_gives_the_same,
-        a_later_engine_takes_the_place, weights_change_and_experts_move, steps_go_on_and_on,
-        another_model, prompts_of_another_engine,
-    )
-}  # fmt: skip
-
-
 @contextlib.contextmanager
 def started(command, count, devices, variables=lambda index: {}):
     """Processes of one job, of a command that gets host and port and the number of each."""
@@ -249,6 +253,12 @@ def test_programs_that_all_call(count, devices):
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("devices", [1, 2])
+def test_stages_of_processes(devices):
+    run("stages_of_processes_give_the_same", count=2, devices=devices)
+
+
+@pytest.mark.deep
 def test_a_later_engine_takes_the_place():
     run("a_later_engine_takes_the_place")
 
@@ -291,12 +301,12 @@ def test_another_model_ends_all():
     assert "model.config.experts_per_token: expected 0, as process 0 has, got 2" in errors[0]
 
 
-def command(*arguments, count=2):
+def command(*arguments, count=2, split="--tp"):
     """The processes of a command line."""
     one = ["-m", "jax_paged", *arguments, "--no-program-cache"]
     if count == 1:
         return started(lambda where, index: one, 1, 1)
-    many = [*one, "--tp", "2", "--num-processes", count]
+    many = [*one, split, "2", "--num-processes", count]
     return started(
         lambda where, index: [*many, "--coordinator", where, "--process-id", index], count, 1
     )
@@ -332,6 +342,19 @@ def test_what_the_guide_shows(folder, tmp_path):
     with started(lambda where, index: [script, where, index], 2, 1) as processes:
         out, *_ = run_all(processes)
     assert "8 new tokens\n" in out
+
+
+@pytest.mark.deep
+def test_stages_of_processes_print_what_one_prints(folder):
+    """The first one has the prompts, and all generate."""
+    arguments = ["generate", "ab", "a longer one", "--pages", "9", "--stop", "z", "--json"]
+    said = []
+    for count in (1, 2):
+        with command(*arguments, "--model", folder, count=count, split="--pp") as processes:
+            out, *others = run_all(processes)
+        assert others == [""] * (count - 1)
+        said.append(out)
+    assert said[0] == said[1] != ""
 
 
 @pytest.mark.deep
@@ -414,4 +437,4 @@ if __name__ == "__main__":
     with start_processes(where, int(count), int(index)) as processes_:
         for text in chosen:
             name, _, argument = text.partition(":")
-            PROGRAMS[name](processes_, *filter(None, [argument]))
+            globals()[name](processes_, *filter(None, [argument]))

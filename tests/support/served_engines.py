@@ -42,12 +42,12 @@ def both(config, seed=SEED, mesh=None, **options):
     return Decoder(config, source, **options), Decoder(config, source, mesh=mesh, **options)
 
 
-def models_of(kind):
+def models_of(kind, **sizes):
     """For one device and for a mesh: the model of an engine, and its draft model or None."""
     config = CONFIGS["experts" if kind in ("plain", "swap", "window") else "dense"]
-    models, drafters = both(config), (None, None)
+    models, drafters = both(config, sizes=sizes), (None, None)
     if "draft_model" in ENGINES[kind]:
-        own, on_mesh = both(config, seed=SEED + 1)
+        own, on_mesh = both(config, seed=SEED + 1, sizes=sizes)
         drafters = own, on_mesh if ENGINES[kind]["draft_model"] == "mesh" else own
     return list(zip(models, drafters, strict=True))
 
