@@ -11,6 +11,7 @@ A start is mostly imports, weights and programs. Compiled programs are kept betw
 import argparse
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -45,12 +46,13 @@ from .decoder.model import Decoder
 from .decoder.program_cache import kept_programs
 from .decoder.sample import Sampler
 from .decoder.stream import TextStream
-from .distributed.processes import Processes, leave_failed, start_processes
+from .distributed.processes import EXIT_LOST, Processes, leave_failed, start_processes
 from .evaluation.perplexity import evaluate
 from .progress import progress_bar
 from .serving import bench_serve, chat
 from .serving.batch import generate_many
 from .serving.runner import follow
+from .serving.snapshot import SnapshotFile
 from .status import Status
 
 _BROKEN_PIPE = 141  # as a shell counts: 128 + SIGPIPE
@@ -100,6 +102,10 @@ def _run(options: argparse.Namespace) -> int:
         # Nobody reads on; keep the interpreter from complaining when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except ConnectionError as error:  # of a job that does not come together
+        status.clear()
+        _fail(error)
+        return EXIT_LOST
     except OSError as error:
         status.clear()
         what = f"{error.filename}: {error.strerror}" if error.filename else error
@@ -179,6 +185,8 @@ def _generate(options: argparse.Namespace) -> int:
     check_count("max-new-tokens", options.max_new_tokens, 0)
     if options.pages is not None:
         check_count("pages", options.pages, 1)
+    has_place = options.snapshot is None or options.output is not None
+    expect(has_place, "snapshot", "--output FILE, too: what is printed cannot be taken back", None)
     with (
         _open_output(options.output) as out,
         open_checkpoint(**model_options(options)) as checkpoint,
@@ -198,20 +206,34 @@ def _generate(options: argparse.Namespace) -> int:
         sampling["adapter"] = adapter
         searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
         options.status.tell(checkpoint.title)
-        if len(texts) > 1 or options.processes is not None:
+        snapshots = None if options.snapshot is None else _snapshots(options, texts)
+        if len(texts) > 1 or options.processes is not None or snapshots is not None:
             model = checkpoint.load()
             options.status.say("compiling …")
             result = generate_many(
                 model, texts, num_pages=options.pages, kv_dtype=options.kv_dtype,
-                processes=options.processes, on_tokens=printer.take, **searched, **sampling,
+                processes=options.processes, snapshots=snapshots, on_tokens=printer.take,
+                **searched, **sampling,
             )  # fmt: skip
         else:  # one program for the whole loop, without trips to the host
             result = _generate_one(options, checkpoint, texts, sampling, searched, printer)
         with uninterrupted():
             printer.finish(result)
     _report(result)
-    interrupted = printer.is_interrupted() or "interrupted" in result.stop_reasons
-    return EXIT_CODE if interrupted else 0
+    if printer.is_interrupted() or "interrupted" in result.stop_reasons:
+        return EXIT_CODE
+    if snapshots is not None:  # the output is written
+        snapshots.remove()
+    return 0
+
+
+def _snapshots(options: argparse.Namespace, texts: list[list[int]]) -> SnapshotFile:
+    """The file of --snapshot, for these prompts and all options that the tokens depend on."""
+    aside = ("snapshot", "output", "json", "pages", "program_cache", "prompts", "file")
+    aside += ("status", "processes", "coordinator", "num_processes", "process_id", "tp", "dp")
+    job = {name: value for name, value in vars(options).items() if name not in aside}
+    digest = hashlib.sha256(json.dumps([texts, job], sort_keys=True).encode())
+    return SnapshotFile(options.snapshot, job=digest.hexdigest())
 
 
 def _generate_one(

@@ -54,6 +54,15 @@ _LM_EVAL = (
 )
 
 
+_SUPERVISE = (
+    "Runs a command of jax-paged, such as `jax-paged supervise --processes 2 serve --tp 2`, and "
+    "watches its processes. If one dies, all others are ended and all are started again, after 1, "
+    "2, 4 … 30 seconds. Each host of a job runs its own: there the command has --coordinator, and "
+    "--processes is left out. A command that ends well, or that says that its input is bad (exit "
+    "code 2), is not started again. stdin is not read."
+)
+
+
 class _Version(argparse.Action):
     """Prints the version, and which kernels the build has."""
 
@@ -128,6 +137,11 @@ def parser() -> argparse.ArgumentParser:
     _add_processes(one)
     one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
     one.add_argument(
+        "--snapshot", metavar="FILE",
+        help="with --output: keep there each second what is done so far; a later start of the same "
+        "command goes on from it",
+    )  # fmt: skip
+    one.add_argument(
         "--json", action="store_true",
         help="one JSON object per prompt and line: prompt, text, tokens (the last ones hold a "
         "--stop), stop_reason",
@@ -199,6 +213,26 @@ def parser() -> argparse.ArgumentParser:
     _add_kv_dtype(five)
     _add_processes(five)
     _add_server(five)
+
+    six = commands.add_parser(
+        "supervise", help="run a command in several processes, again if one dies",
+        description=_SUPERVISE,
+    )  # fmt: skip
+    six.set_defaults(command="supervise")
+    six.add_argument(
+        "--processes", type=int, default=1, metavar="N", dest="processes_here",
+        help="processes of this host, which get --coordinator, --num-processes and --process-id "
+        "(default 1: the command as it is)",
+    )  # fmt: skip
+    six.add_argument(
+        "--restarts", type=int, default=10, metavar="N",
+        help="give up after so many in a row; a start that has lasted for ten minutes begins a new "
+        "row (default 10)",
+    )  # fmt: skip
+    six.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="COMMAND …",
+        help="generate, eval, bench-serve or serve, with its options",
+    )  # fmt: skip
     return root
 
 

@@ -212,19 +212,21 @@ def start_processes(
       A context. At its end each process waits for all others; an error in one ends all.
 
     Raises:
-      ValueError: there is no key, an argument is out of range, or JAX cannot find it out; or a
-        process has another key, or does not come.
+      ValueError: there is no key, an argument is out of range, or JAX cannot find it out.
+      ConnectionError: a process has another key, does not come, or ends meanwhile. The exit code is
+        EXIT_LOST then.
     """
     key = read_key()
     host = None if coordinator is None else _host_of(coordinator)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, num_processes, process_id)
-    index, count = jax.process_index(), jax.process_count()
     try:
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+        index, count = jax.process_index(), jax.process_count()
         return Processes(index, count, _links(index, count, key, host))
-    except (LinkError, ValueError, OSError) as error:
-        atexit.register(leave_failed, 1)
-        raise ValueError(f"process {index} of {count}: {error}") from None
+    except (LinkError, OSError, jax.errors.JaxRuntimeError) as error:
+        atexit.register(leave_failed, EXIT_LOST)
+        what = "this process" if process_id is None else f"process {process_id}"
+        raise ConnectionError(f"{what} found no job: {error}") from None
 
 
 def _host_of(coordinator: str) -> str:
@@ -269,7 +271,8 @@ def _accepted(listener: socket.socket, count: int, key: bytes) -> Iterator[tuple
     missing, end = set(range(1, count)), time.monotonic() + _JOIN_S
     while missing:
         left = end - time.monotonic()
-        expect(left > 0, "processes", f"all within {_JOIN_S:g} s", f"none of {sorted(missing)}")
+        if left <= 0:
+            raise LinkError(f"expected all within {_JOIN_S:g} s, got none of {sorted(missing)}")
         listener.settimeout(left)
         with contextlib.suppress(TimeoutError, LinkError), contextlib.ExitStack() as unless:
             sock = unless.enter_context(listener.accept()[0])
