@@ -489,6 +489,12 @@ def _serve(options: argparse.Namespace) -> int:
     return command.run(options)
 
 
+def _route(options: argparse.Namespace) -> int:
+    from .server import command
+
+    return command.route(options)
+
+
 def _bench_serve(options: argparse.Namespace) -> int:
     if options.http is None:
         return bench_serve.run(options)
@@ -500,5 +506,5 @@ def _bench_serve(options: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "generate": _generate, "chat": chat.run, "eval": _eval, "lm-eval": _lm_eval, "serve": _serve,
-    "bench-serve": _bench_serve,
+    "bench-serve": _bench_serve, "route": _route,
 }  # fmt: skip

@@ -151,3 +151,15 @@ async def unless_gone(receive: Any, work: Any, on_gone: Callable[[], None]) -> A
         return await work
     finally:
         watch.cancel()
+
+
+def once(function: Callable[[str], object]) -> Callable[[str], None]:
+    """The function, but only its first call does anything."""
+    called: list[str] = []
+
+    def call(text: str) -> None:
+        if not called:
+            called.append(text)
+            function(text)
+
+    return call
