@@ -128,17 +128,19 @@ def _run_once(start: Sequence[Start], signals: "_Signals") -> _End | None:
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_process(*one)) for one in start]
         _say(f"started as process {' '.join(str(process.pid) for process in processes)}")
-        signals.first, until = processes[0], float("inf")
+        until, is_told = float("inf"), False
         while any(p.poll() is None for p in processes) and time.monotonic() < until:
             if until == float("inf") and _bad_end(processes) is not None:
                 until = time.monotonic() + END_S
+            if signals.seen and not is_told:
+                is_told = True
+                processes[0].send_signal(signals.seen[0])
             if len(signals.seen) > 1:
                 break
             time.sleep(0.05)
-        signals.first = None
-        first = processes[0].returncode
-        if signals.seen and first is not None:  # the others have only lost it
-            return _End(0, first) if first else None
+        if signals.seen:  # the others have only lost the first one
+            code = processes[0].poll()
+            return _End(0, -signal.SIGKILL if code is None else code) if code != 0 else None
         return _bad_end(processes)  # before those that are left are killed
 
 
@@ -173,11 +175,10 @@ def end_with_supervisor() -> None:
 
 
 class _Signals:
-    """SIGINT and SIGTERM during a block: noted, and told to the first process."""
+    """SIGINT and SIGTERM during a block, which are only noted."""
 
     def __init__(self):
         self.seen: list[int] = []
-        self.first: subprocess.Popen | None = None
 
     def __enter__(self) -> "_Signals":
         self._before = {n: signal.signal(n, self._take) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -189,8 +190,6 @@ class _Signals:
 
     def _take(self, number: int, _: object) -> None:
         self.seen.append(number)
-        if self.first is not None and len(self.seen) == 1:
-            self.first.send_signal(number)
 
     def wait(self, seconds: float) -> None:
         """Sleeps, up to the first of these signals."""
