@@ -69,10 +69,7 @@ class Router:
         self, urls: Sequence[str], *, limits: Limits | None = None, api_key: str | None = None,
         local_only: bool = True,
     ):  # fmt: skip
-        for url in urls:
-            ok = url.startswith(("http://", "https://"))
-            expect(ok, "to", "the URL of a server, such as http://10.0.0.1:8000", repr(url))
-        urls = [url.rstrip("/") for url in urls]
+        urls = [_checked_url(url) for url in urls]
         expect(0 < len(urls) == len(set(urls)), "to", "different URLs, at least one", urls)
         self.name = f"{len(urls)} replicas"
         self.replicas = [Replica(url) for url in urls]
@@ -238,8 +235,7 @@ class Router:
                     if data == b"[DONE]":
                         yield END
                         return
-                    new = _checked(json.loads(data))
-                    if (new := retold.new(new)) is not None:
+                    if (new := retold.new(_checked(json.loads(data)))) is not None:
                         yield event(new)
             except _LOST as error:
                 self._note_loss(asked, replica, error)
@@ -279,6 +275,16 @@ class Router:
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
 
 
+def _checked_url(url: str) -> str:
+    try:
+        parsed = httpx2.URL(url)
+        ok = parsed.scheme in ("http", "https") and bool(parsed.host) and not parsed.query
+    except httpx2.InvalidURL:
+        ok = False
+    expect(ok, "to", "the URL of a server, such as http://10.0.0.1:8000", repr(url))
+    return url.rstrip("/")
+
+
 def _headers_to(request: Request) -> dict[str, str]:
     """What a replica has to know of the headers of a request."""
     key = request.headers.get("authorization")
@@ -293,10 +299,8 @@ async def _passed_on(response: httpx2.Response) -> Response:
 
 def _as_error(response: httpx2.Response, data: bytes) -> ApiError:
     """What a replica that does not take a request has said."""
-    status, headers = (
-        response.status_code,
-        {"retry-after": "1"} if response.status_code in _BUSY else {},
-    )
+    status = response.status_code
+    headers = {"retry-after": "1"} if status in _BUSY else {}
     try:
         told = json.loads(data)["error"]
         return ApiError(

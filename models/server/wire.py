@@ -138,13 +138,13 @@ def with_cut(app: ASGIApp) -> ASGIApp:
     return wrapped
 
 
-async def _watch(receive: Any, on_gone: Callable[[], None]) -> None:
+async def _watch(receive: Any, on_gone: Callable[[], object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     on_gone()
 
 
-async def unless_gone(receive: Any, work: Any, on_gone: Callable[[], None]) -> Any:
+async def unless_gone(receive: Any, work: Any, on_gone: Callable[[], object]) -> Any:
     """The result of a coroutine; while it runs, on_gone() is called if the client goes."""
     watch = asyncio.create_task(_watch(receive, on_gone))
     try:

@@ -173,7 +173,7 @@ def test_what_the_guide_shows(folder, tmp_path):
             os.kill(pids[1], signal.SIGKILL)
             assert [run.end() for run in runs] == [0] * len(runs), [run.text for run in runs]
             assert "was killed by SIGKILL; restart 1 of 10 in 1 s" in runs[-1].text
-        assert (tmp_path / "answers").read_text() == "\n".join([*want, ""])
+        assert (tmp_path / "answers").read_bytes() == "\n".join([*want, ""]).encode()
 
 
 def test_a_supervisor_ends_with_its_command_and_its_processes_with_it(folder):

@@ -342,7 +342,10 @@ def test_prompts_that_begin_alike_go_to_one_replica_while_it_has_room():
 def test_bad_urls_are_refused():
     for urls, text in (
         ([], "to: expected different URLs, at least one"),
-        (["localhost:8000"], "to: expected the URL of a server"),
+        *(
+            ([url], "to: expected the URL of a server")
+            for url in ("localhost:8000", "http://", "http://a:b", "http://a/?b=c")
+        ),
         (["http://a", "http://a/"], "to: expected different URLs"),
     ):
         with pytest.raises(ValueError, match=text):
