@@ -37,7 +37,7 @@ EXIT_LOST = 75  # as sysexits.h has it (EX_TEMPFAIL): another start may go well
 SILENCE_S = 10.0
 _BEAT_S = 1.0
 _JOIN_S = 30.0
-_ORDER, _END, _STOP = b"o", b"e", b"s"  # the first byte of a frame; a beat is empty
+_ORDER, _HERE, _END, _STOP = b"o", b"h", b"e", b"s"  # the first byte of a frame; a beat is empty
 _ADDRESS_BYTES = 256
 
 
@@ -57,6 +57,7 @@ class Processes:
         self.has_failed = False
         self._num_sent = 0
         self._inbox: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._here = {other: threading.Semaphore(0) for other in links}
         self._is_over = threading.Event()
         self._leaving = threading.Lock()
         self._listeners = [
@@ -101,6 +102,18 @@ class Processes:
             expect(got == "share", "process 0", "an order to share", got)
             assert order is not None
         return list(order.values), list(order.arrays)
+
+    def meet(self) -> None:
+        """The first process waits until each of the others has called it as often as it has itself.
+
+        For what takes them different times, as compiling does: whoever is ahead would wait for them
+        in a collective, and gloo fails when that takes 30 seconds.
+        """
+        if self.is_first:
+            for here in self._here.values():
+                here.acquire()
+        else:
+            self._tell(_HERE)
 
     def close(self) -> None:
         """Waits until all processes are here, and lets them go. The first one says so first."""
@@ -162,7 +175,9 @@ class Processes:
                     return
                 if kind == _STOP:
                     self.stop(bytes(rest).decode(errors="replace"))
-                if kind == _ORDER:
+                if kind == _HERE:
+                    self._here[other].release()
+                elif kind == _ORDER:
                     order, number = decode(rest)
                     if number != expected or self.is_first:
                         wanted = "no order" if self.is_first else f"order {expected}"
