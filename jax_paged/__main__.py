@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from jax_paged._start import supervise
 from jax_paged._start.command_line import parser
 from jax_paged._start.interrupt import EXIT_CODE, leave_at_ctrl_c
 
@@ -13,7 +14,10 @@ from jax_paged._start.interrupt import EXIT_CODE, leave_at_ctrl_c
 def main() -> int:
     """Runs the command line; returns the exit code, after Ctrl-C it ends the process."""
     leave_at_ctrl_c()
+    supervise.end_with_supervisor()
     options = parser().parse_args()  # --help and mistakes need not wait for jax
+    if options.command == "supervise":
+        return supervise.run(options)
     if sys.stderr.isatty():  # the models take a second to import; the command line clears the line
         print("\rloading …", end="", file=sys.stderr, flush=True)
     from jax_paged.models import cli

@@ -12,6 +12,7 @@ A start is mostly imports, weights and programs. Compiled programs are kept betw
 import argparse
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -42,13 +43,14 @@ from .decoder.model import Decoder
 from .decoder.program_cache import kept_programs
 from .decoder.sample import Sampler
 from .decoder.stream import TextStream
-from .distributed.processes import Processes, leave_failed, start_processes
+from .distributed.processes import EXIT_LOST, Processes, leave_failed, start_processes
 from .evaluation.perplexity import evaluate
 from .progress import progress_bar
 from .serving import bench_serve, chat
 from .serving.batch import generate_many
 from .serving.prefiller import opened_prefiller
 from .serving.runner import follow
+from .serving.snapshot import SnapshotFile
 from .serving.together import generate_together, state_of
 from .status import Status
 
@@ -99,6 +101,10 @@ def _run(options: argparse.Namespace) -> int:
         # Nobody reads on; keep the interpreter from complaining when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except ConnectionError as error:  # of a job that does not come together
+        status.clear()
+        _fail(error)
+        return EXIT_LOST
     except OSError as error:
         status.clear()
         what = f"{error.filename}: {error.strerror}" if error.filename else error
@@ -180,10 +186,13 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = {name: getattr(options, name) for name in names}
     Sampler.create(**sampling)  # bad options should not wait for the weights
     check_count("max-new-tokens", options.max_new_tokens, 0)
-    ok = options.pp is None or options.adapter is None
-    expect(ok, "adapter", "none with --pp", options.adapter)
+    for name in ("adapter", "prefill", "snapshot"):
+        given = getattr(options, name)
+        expect(options.pp is None or given is None, name, "none with --pp", given)
     if options.pages is not None:
         check_count("pages", options.pages, 1)
+    has_place = options.snapshot is None or options.output is not None
+    expect(has_place, "snapshot", "--output FILE, too: what is printed cannot be taken back", None)
     with (
         opened_prefiller(options.prefill) as prefill,
         _open_output(options.output) as out,
@@ -204,20 +213,22 @@ def _generate(options: argparse.Namespace) -> int:
         sampling |= {} if adapter is None else {"adapter": adapter}
         searched = {"stop_strings": stop_strings, "decode": tokenizer.decode}
         options.status.tell(checkpoint.title)
+        snapshots = None if options.snapshot is None else _snapshots(options, texts)
         in_stages = options.pp is not None  # an engine's steps would let them run dry
+        uses_engine = any((options.processes, prefill, snapshots)) or len(texts) > 1
         if in_stages and options.processes is not None:
             result = generate_together(
                 options.processes, checkpoint.load(), tokenizer.decode, texts,
                 num_pages=options.pages, kv_dtype=options.kv_dtype, on_tokens=printer.take,
                 stop_strings=stop_strings, **sampling,
             )  # fmt: skip
-        elif (options.processes or prefill) is not None or (len(texts) > 1 and not in_stages):
+        elif uses_engine and not in_stages:
             model = checkpoint.load()
             options.status.say("compiling …")
             result = generate_many(
                 model, texts, num_pages=options.pages, kv_dtype=options.kv_dtype,
-                processes=options.processes, prefill=prefill, on_tokens=printer.take, **searched,
-                **sampling,
+                processes=options.processes, prefill=prefill, snapshots=snapshots,
+                on_tokens=printer.take, **searched, **sampling,
             )  # fmt: skip
         else:  # one program for the whole loop, without trips to the host
             result = _generate_at_once(options, checkpoint, texts, sampling, searched, printer)
@@ -227,7 +238,20 @@ def _generate(options: argparse.Namespace) -> int:
     interrupted = printer.is_interrupted() or "interrupted" in result.stop_reasons
     if interrupted and in_stages and options.processes is not None:
         raise KeyboardInterrupt  # it ends the other processes, which wait for this one
-    return EXIT_CODE if interrupted else 0
+    if interrupted:
+        return EXIT_CODE
+    if snapshots is not None:  # the output is written
+        snapshots.remove()
+    return 0
+
+
+def _snapshots(options: argparse.Namespace, texts: list[list[int]]) -> SnapshotFile:
+    """The file of --snapshot, for these prompts and all options that the tokens depend on."""
+    aside = ("snapshot", "output", "json", "pages", "program_cache", "prompts", "file", "prefill")
+    aside += ("status", "processes", "coordinator", "num_processes", "process_id", "tp", "dp", "pp")
+    job = {name: value for name, value in vars(options).items() if name not in aside}
+    digest = hashlib.sha256(json.dumps([texts, job], sort_keys=True).encode())
+    return SnapshotFile(options.snapshot, job=digest.hexdigest())
 
 
 def _generate_at_once(
@@ -483,6 +507,12 @@ def _prefill(options: argparse.Namespace) -> int:
     return prefill.run(options)
 
 
+def _route(options: argparse.Namespace) -> int:
+    from .server import command
+
+    return command.route(options)
+
+
 def _bench_serve(options: argparse.Namespace) -> int:
     if options.http is None:
         return bench_serve.run(options)
@@ -494,5 +524,5 @@ def _bench_serve(options: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "generate": _generate, "chat": chat.run, "eval": _eval, "lm-eval": _lm_eval, "serve": _serve,
-    "bench-serve": _bench_serve, "prefill": _prefill,
+    "bench-serve": _bench_serve, "prefill": _prefill, "route": _route,
 }  # fmt: skip

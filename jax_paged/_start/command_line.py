@@ -28,7 +28,6 @@ SERVE_COUNTS = (  # of serve, as above
     ("max-tokens", 256, 1, "tokens of a step"),
     ("max-queue", 256, 0, "answers that wait beside those that run; more get status 429"),
     ("max-choices", 128, 1, "answers to one request: prompts times n"),
-    ("max-body-bytes", 4 << 20, 1, "size of a request"),
 )
 _CHAT = (
     "Talks to a model under its chat template. Each line is a turn; stdout holds the answers only. "
@@ -61,6 +60,21 @@ _LM_EVAL = (
     "ours; all others are those of `lm-eval run`, such as --tasks, --include_path, --num_fewshot, "
     "--limit, --apply_chat_template, --output_path, --model_args max_seqs=64. "
     "`lm-eval run --help` lists them. Needs: pip install 'jax_paged[lm-eval]'"
+)
+
+
+_ROUTE = (
+    "Passes requests on to several `jax-paged serve` of the same model: to the one that should "
+    "have the beginning of the prompt in its cache, unless it has more to do than the others. When "
+    "one dies, its requests go to another one, and clients do not notice. Clients send the key "
+    "that the servers have (JAX_PAGED_API_KEY or --api-key-file)."
+)
+_SUPERVISE = (
+    "Runs a command of jax-paged, such as `jax-paged supervise --processes 2 serve --tp 2`, and "
+    "watches its processes. If one dies, all others are ended and all are started again, after 1, "
+    "2, 4 … 30 seconds. Each host of a job runs its own: there the command has --coordinator, and "
+    "--processes is left out. A command that ends well, or that says that its input is bad (exit "
+    "code 2), is not started again. stdin is not read."
 )
 
 
@@ -138,6 +152,11 @@ def parser() -> argparse.ArgumentParser:
     _add_processes(one)
     _add_prefill(one)
     one.add_argument("--output", metavar="FILE", help="write there instead of stdout, when done")
+    one.add_argument(
+        "--snapshot", metavar="FILE",
+        help="with --output: keep there each second what is done so far; a later start of the same "
+        "command goes on from it",
+    )  # fmt: skip
     one.add_argument(
         "--json", action="store_true",
         help="one JSON object per prompt and line: prompt, text, tokens (the last ones hold a "
@@ -229,6 +248,33 @@ def parser() -> argparse.ArgumentParser:
     _add_counts(six, PREFILL_COUNTS)
     _add_memory(six)
     _add_log_level(six)
+    seven = commands.add_parser("route", help="one address for several servers", description=_ROUTE)
+    seven.set_defaults(command="route", program_cache=False)
+    seven.add_argument(
+        "--to", action="append", required=True, metavar="URL",
+        help="of a `jax-paged serve`, such as http://10.0.0.1:8000; repeated for each one",
+    )  # fmt: skip
+    _add_listener(seven)
+
+    six = commands.add_parser(
+        "supervise", help="run a command in several processes, again if one dies",
+        description=_SUPERVISE,
+    )  # fmt: skip
+    six.set_defaults(command="supervise")
+    six.add_argument(
+        "--processes", type=int, default=1, metavar="N", dest="processes_here",
+        help="processes of this host, which get --coordinator, --num-processes and --process-id "
+        "(default 1: the command as it is)",
+    )  # fmt: skip
+    six.add_argument(
+        "--restarts", type=int, default=10, metavar="N",
+        help="give up after so many in a row; a start that has lasted for ten minutes begins a new "
+        "row (default 10)",
+    )  # fmt: skip
+    six.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="COMMAND …",
+        help="generate, eval, bench-serve or serve, with its options",
+    )  # fmt: skip
     return root
 
 
@@ -412,17 +458,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     """The options of serve."""
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="HOST",
-        help="address to listen to (default 127.0.0.1: this machine alone)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="0 = any that is free (default 8000)"
-    )
-    parser.add_argument(
-        "--api-key-file", metavar="FILE",
-        help="what clients must send as bearer token (default: JAX_PAGED_API_KEY, if set)",
-    )  # fmt: skip
+    _add_listener(parser)
     parser.add_argument(
         "--allow-origin", action="append", default=[], metavar="ORIGIN",
         help="let web pages of this origin ask (CORS); may be repeated",
@@ -451,10 +487,29 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="with --logprobs: those of prompts, too (`echo`), as lm-eval asks for",
     )  # fmt: skip
     parser.add_argument(
+        "--profile", metavar="DIR", help="write a profile of the run there (jax.profiler)"
+    )
+
+
+def _add_listener(parser: argparse.ArgumentParser) -> None:
+    """The options of serve and route."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="HOST",
+        help="address to listen to (default 127.0.0.1: this machine alone)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="0 = any that is free (default 8000)"
+    )
+    parser.add_argument(
+        "--api-key-file", metavar="FILE",
+        help="what clients must send as bearer token (default: JAX_PAGED_API_KEY, if set)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-body-bytes", type=int, default=4 << 20, metavar="N",
+        help=f"size of a request (default {4 << 20})",
+    )  # fmt: skip
+    parser.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="S",
         help="for running requests after SIGTERM or Ctrl-C (default 30)",
     )  # fmt: skip
     _add_log_level(parser)
-    parser.add_argument(
-        "--profile", metavar="DIR", help="write a profile of the run there (jax.profiler)"
-    )

@@ -37,7 +37,7 @@ EXIT_LOST = 75  # as sysexits.h has it (EX_TEMPFAIL): another start may go well
 SILENCE_S = 10.0
 _BEAT_S = 1.0
 _JOIN_S = 30.0
-_ORDER, _END, _STOP = b"o", b"e", b"s"  # the first byte of a frame; a beat is empty
+_ORDER, _HERE, _END, _STOP = b"o", b"h", b"e", b"s"  # the first byte of a frame; a beat is empty
 _ADDRESS_BYTES = 256
 
 
@@ -57,6 +57,7 @@ class Processes:
         self.has_failed = False
         self._num_sent = 0
         self._inbox: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._here = {other: threading.Semaphore(0) for other in links}
         self._is_over = threading.Event()
         self._leaving = threading.Lock()
         self._listeners = [
@@ -101,6 +102,18 @@ class Processes:
             expect(got == "share", "process 0", "an order to share", got)
             assert order is not None
         return list(order.values), list(order.arrays)
+
+    def meet(self) -> None:
+        """The first process waits until each of the others has called it as often as it has itself.
+
+        For what takes them different times, as compiling does: whoever is ahead would wait for them
+        in a collective, and gloo fails when that takes 30 seconds.
+        """
+        if self.is_first:
+            for here in self._here.values():
+                here.acquire()
+        else:
+            self._tell(_HERE)
 
     def close(self) -> None:
         """Waits until all processes are here, and lets them go. The first one says so first."""
@@ -162,7 +175,9 @@ class Processes:
                     return
                 if kind == _STOP:
                     self.stop(bytes(rest).decode(errors="replace"))
-                if kind == _ORDER:
+                if kind == _HERE:
+                    self._here[other].release()
+                elif kind == _ORDER:
                     order, number = decode(rest)
                     if number != expected or self.is_first:
                         wanted = "no order" if self.is_first else f"order {expected}"
@@ -212,19 +227,21 @@ def start_processes(
       A context. At its end each process waits for all others; an error in one ends all.
 
     Raises:
-      ValueError: there is no key, an argument is out of range, or JAX cannot find it out; or a
-        process has another key, or does not come.
+      ValueError: there is no key, an argument is out of range, or JAX cannot find it out.
+      ConnectionError: a process has another key, does not come, or ends meanwhile. The exit code is
+        EXIT_LOST then.
     """
     key = read_key()
     host = None if coordinator is None else host_and_port("coordinator", coordinator)[0]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, num_processes, process_id)
-    index, count = jax.process_index(), jax.process_count()
     try:
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+        index, count = jax.process_index(), jax.process_count()
         return Processes(index, count, _links(index, count, key, host))
-    except (LinkError, ValueError, OSError) as error:
-        atexit.register(leave_failed, 1)
-        raise ValueError(f"process {index} of {count}: {error}") from None
+    except (LinkError, OSError, jax.errors.JaxRuntimeError) as error:
+        atexit.register(leave_failed, EXIT_LOST)
+        what = "this process" if process_id is None else f"process {process_id}"
+        raise ConnectionError(f"{what} found no job: {error}") from None
 
 
 def _links(index: int, count: int, key: bytes, host: str | None) -> dict[int, Link]:
@@ -262,7 +279,8 @@ def _accepted(listener: socket.socket, count: int, key: bytes) -> Iterator[tuple
     missing, end = set(range(1, count)), time.monotonic() + _JOIN_S
     while missing:
         left = end - time.monotonic()
-        expect(left > 0, "processes", f"all within {_JOIN_S:g} s", f"none of {sorted(missing)}")
+        if left <= 0:
+            raise LinkError(f"expected all within {_JOIN_S:g} s, got none of {sorted(missing)}")
         listener.settimeout(left)
         with contextlib.suppress(TimeoutError, LinkError), contextlib.ExitStack() as unless:
             sock = unless.enter_context(listener.accept()[0])

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -25,12 +24,12 @@ from ..checkpoint.tokenizer import Tokenizer
 from ..serving.engine import Engine
 from . import parameters, prompts
 from .answer import Answer, Reply, TokenBytes
-from .errors import ApiError, bad
+from .errors import HANDLERS, ApiError, bad
 from .gate import Gate
 from .limits import Limits
 from .metrics import Metrics
 from .shapes import ChatShape, CompletionShape
-from .wire import END, EventStream, as_json, event, unless_gone, with_cut
+from .wire import END, EventStream, as_json, event, once, unless_gone, with_cut
 from .worker import Worker
 
 _log = logging.getLogger("jax_paged.server")
@@ -108,11 +107,8 @@ class Service:
                     allow_headers=["authorization", "content-type"],
                 )
             )  # fmt: skip
-        handlers: dict[Any, Any] = {
-            ApiError: _api_error, HTTPException: _http_error, Exception: _our_error,
-        }  # fmt: skip
         self.app = with_cut(
-            Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+            Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
         )
 
     # From start to end
@@ -326,7 +322,7 @@ class Service:
         self.num_active += len(reply.answers)
         self._running.add(reply)
         request.state.is_counted = True
-        left = _once(functools.partial(self._left, reply, shape.endpoint))
+        left = once(functools.partial(self._left, reply, shape.endpoint))
         cancel = functools.partial(self._cancel, reply)
         pieces = reply.pieces()
         try:
@@ -420,30 +416,3 @@ class Service:
         self._gate.admit(request, keyed=False)
         path = Path(__file__).parent / "page" / _PAGE[request.url.path]
         return FileResponse(path, headers=_SAFE)
-
-
-def _once(function: Callable[[str], object]) -> Callable[[str], None]:
-    called: list[str] = []
-
-    def call(text: str) -> None:
-        if not called:
-            called.append(text)
-            function(text)
-
-    return call
-
-
-async def _api_error(_: Request, error: Any) -> Response:
-    return error.response()
-
-
-async def _http_error(_: Request, error: Any) -> Response:
-    message = {404: "there is no such page", 405: "this page takes another method"}
-    return ApiError(
-        error.status_code, message.get(error.status_code, str(error.detail)),
-        headers=dict(error.headers or {}),
-    ).response()  # fmt: skip
-
-
-async def _our_error(_: Request, error: Exception) -> Response:
-    return ApiError(500, "the server has made a mistake", code="internal_error").response()

@@ -55,17 +55,40 @@ def run(options: argparse.Namespace) -> int:
         listener.close()
 
 
+def route(options: argparse.Namespace) -> int:
+    """Runs `jax-paged route`; returns the exit code, as `run` does."""
+    check_installed("starlette", "uvicorn", "prometheus_client", "httpx2", extra="serve")
+    from .router import Router
+
+    _check_listener(options)
+    start_log(options.log_level)
+    key = _api_key(options)
+    bounds = Limits(max_body_bytes=options.max_body_bytes, drain_seconds=options.drain_seconds)
+    router = Router(
+        options.to, limits=bounds, api_key=key,
+        local_only=key is None and _is_loopback(options.host),
+    )  # fmt: skip
+    with _listen(options) as listener:
+        _warn_of_strangers(options, key)
+        return asyncio.run(_serve(router, listener))
+
+
 def _check(options: argparse.Namespace) -> None:
     check_counts(options, SERVE_COUNTS, {"max-prompt-tokens": 1, "logprobs": 0})
+    if options.prompt_logprobs and options.logprobs is None:
+        raise ValueError("prompt-logprobs: expected --logprobs, too, got none")
+    _check_listener(options)
+    _adapter_folders(options)
+
+
+def _check_listener(options: argparse.Namespace) -> None:
+    check_count("max-body-bytes", options.max_body_bytes, 1)
     if not 0 <= options.drain_seconds < 86400:
         raise ValueError(
             f"drain-seconds: expected a number from 0 to 86400, got {options.drain_seconds}"
         )
-    if options.prompt_logprobs and options.logprobs is None:
-        raise ValueError("prompt-logprobs: expected --logprobs, too, got none")
     if not 0 <= options.port < 2**16:
         raise ValueError(f"port: expected an integer from 0 to 65535, got {options.port}")
-    _adapter_folders(options)
 
 
 def check_counts(

@@ -3,6 +3,8 @@
 
 from typing import Any
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from .wire import as_json
@@ -51,3 +53,22 @@ class ApiError(Exception):
 def bad(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 for a field of the body."""
     return ApiError(400, message, param=param, code=code)
+
+
+async def _api_error(_: Request, error: Any) -> Response:
+    return error.response()
+
+
+async def _http_error(_: Request, error: Any) -> Response:
+    message = {404: "there is no such page", 405: "this page takes another method"}
+    return ApiError(
+        error.status_code, message.get(error.status_code, str(error.detail)),
+        headers=dict(error.headers or {}),
+    ).response()  # fmt: skip
+
+
+async def _our_error(_: Request, error: Exception) -> Response:
+    return ApiError(500, "the server has made a mistake", code="internal_error").response()
+
+
+HANDLERS: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _our_error}

@@ -138,16 +138,28 @@ def with_cut(app: ASGIApp) -> ASGIApp:
     return wrapped
 
 
-async def _watch(receive: Any, on_gone: Callable[[], None]) -> None:
+async def _watch(receive: Any, on_gone: Callable[[], object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     on_gone()
 
 
-async def unless_gone(receive: Any, work: Any, on_gone: Callable[[], None]) -> Any:
+async def unless_gone(receive: Any, work: Any, on_gone: Callable[[], object]) -> Any:
     """The result of a coroutine; while it runs, on_gone() is called if the client goes."""
     watch = asyncio.create_task(_watch(receive, on_gone))
     try:
         return await work
     finally:
         watch.cancel()
+
+
+def once(function: Callable[[str], object]) -> Callable[[str], None]:
+    """The function, but only its first call does anything."""
+    called: list[str] = []
+
+    def call(text: str) -> None:
+        if not called:
+            called.append(text)
+            function(text)
+
+    return call

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate` for many prompts: the same arguments and tokens, through the engine."""
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jax_paged.checks import expect
 from jax_paged.ops.batch import pages_for
 
 from ..decoder.adapters import Adapter, with_adapter
@@ -18,6 +20,7 @@ from .decode_engine import create_engine
 from .engine import Engine
 from .prefiller import Prefiller
 from .request import Request
+from .snapshot import SnapshotFile
 
 MAX_SEQS = 16  # prompts that run at once
 
@@ -35,6 +38,7 @@ def generate_many(
     kv_dtype: str = "auto",
     processes: Processes | None = None,
     prefill: Prefiller | None = None,
+    snapshots: SnapshotFile | None = None,
     on_tokens: OnTokens | None = None,
     **sampling: Any,
 ) -> Generation:
@@ -48,6 +52,8 @@ def generate_many(
         sampling: as for `generate`, which would give the same tokens.
       processes: as for `Engine`.
       prefill: as for `DecodeEngine`; None = prompts are computed here.
+      snapshots: keeps what is done so far, each second. If it has a snapshot already, of the same
+        prompts and options, this call goes on with that one.
       num_pages: pages of the pool; None = enough for the 16 longest. A prompt that fills all of it
         stops with "row_full".
       on_tokens: called after each step with the new ids and the stop reason of each prompt.
@@ -76,18 +82,26 @@ def generate_many(
         model, prefill=prefill, num_pages=num_pages, max_seqs=min(len(texts), MAX_SEQS),
         pages_per_seq=pages_per_seq, kv_dtype=kv_dtype, processes=processes,
     )  # fmt: skip
-    requests: list[Request | None] = []
     stops = {"stop_tokens": stop_tokens, "stop_strings": stop_strings, "decode": decode}
     options = {**stops, **sampling}
-    for draw_index, (text, limit) in enumerate(zip(texts, limits, strict=True)):
-        room = capacity - len(text) + 1  # the last new token needs no place
-        new = max(min(limit, room), 0)
-        fits = new > 0 or limit == 0
-        request = engine.submit(text.tolist(), max_new_tokens=new, draw_index=draw_index, **options)
-        requests.append(request if fits else None)
+    rooms = [capacity - len(text) + 1 for text in texts]  # the last new token needs no place
+    news = [max(min(limit, room), 0) for limit, room in zip(limits, rooms, strict=True)]
+    if snapshots is not None and snapshots.exists():
+        submitted = engine.restore(snapshots.load(), decode=decode)
+        expect(len(submitted) == len(texts), "snapshots", f"{len(texts)} requests", len(submitted))
+    else:
+        submitted = [
+            engine.submit(text.tolist(), max_new_tokens=new, draw_index=draw_index, **options)
+            for draw_index, (text, new) in enumerate(zip(texts, news, strict=True))
+        ]
+    requests = [
+        request if new > 0 or limit == 0 else None
+        for request, new, limit in zip(submitted, news, limits, strict=True)
+    ]
+    keep = None if snapshots is None else functools.partial(snapshots.save, engine, submitted)
     start = time.perf_counter()
     try:
-        _serve(engine, requests, limits, on_tokens)
+        _serve(engine, requests, limits, on_tokens, keep)
     except KeyboardInterrupt:
         for request in requests:
             if request is not None:
@@ -107,11 +121,14 @@ def generate_many(
 
 
 def _serve(
-    engine: Engine, requests: list[Request | None], limits: list[int], on_tokens: OnTokens | None
-) -> None:
+    engine: Engine, requests: list[Request | None], limits: list[int], on_tokens: OnTokens | None,
+    keep: Callable[..., object] | None,
+) -> None:  # fmt: skip
     told = np.zeros(len(requests), np.int64)
     while True:
         more = engine.step()
+        if keep is not None:
+            keep(now=not more)
         if on_tokens is not None:
             new = [[] if r is None else r.tokens[n:] for r, n in zip(requests, told, strict=True)]
             told += [len(ids) for ids in new]

@@ -172,6 +172,8 @@ class ModelRunner:
         """
         start = time.perf_counter()
         self._order("compile", step_sizes, window, swaps, scores, progress, options)
+        if self._processes is not None:
+            self._processes.meet()
         return time.perf_counter() - start
 
     def _compile(
@@ -449,6 +451,8 @@ def follow(
             expect(ok, "process 0", "orders of an engine", repr(order.name))
             assert runner is not None
             runner.carry_out(order)
+            if order.name == "compile":
+                processes.meet()
 
 
 def check_processes(model: Model, processes: Processes | None) -> None:

@@ -112,17 +112,24 @@ def _told(values: Sequence[Any]) -> LogProbability:
     return LogProbability(model, drawn, tuple((token, value) for token, value in top))
 
 
+_MOST_OF_TIME = 0.05  # that snapshots of very many requests may take
+
+
 class SnapshotFile:
     """A file that has the snapshot of an engine, whole at any moment.
 
     Args:
       path: of the file; a new one is written beside it and takes its name.
-      seconds: the least time between two snapshots, ≥ 0.
+      seconds: the least time between two snapshots, ≥ 0. Where one takes more than a twentieth of
+        that, as with tens of thousands of requests, the time between two is twenty times as long.
+      job: a text that tells what the requests are for, such as a digest of prompts and options; a
+        snapshot of another job is refused.
     """
 
-    def __init__(self, path: str | Path, *, seconds: float = 1.0):
+    def __init__(self, path: str | Path, *, seconds: float = 1.0, job: str = ""):
         expect(seconds >= 0, "seconds", "a number ≥ 0", seconds)
-        self.path, self._seconds, self._saved = Path(path), seconds, -np.inf
+        self.path, self._seconds, self._job = Path(path), seconds, job
+        self._due = -np.inf
 
     def exists(self) -> bool:
         """Whether there is a snapshot to load."""
@@ -136,27 +143,36 @@ class SnapshotFile:
         Raises:
           OSError: the file cannot be written; the one before is still there.
         """
-        if not now and time.monotonic() - self._saved < self._seconds:
+        begin = time.monotonic()
+        if not now and begin < self._due:
             return False
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             with open(beside, "w", encoding="utf-8") as file:
-                json.dump(engine.snapshot(requests), file)
+                file.write(json.dumps(engine.snapshot(requests) | {"job": self._job}))
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(self.path)
         finally:
             beside.unlink(missing_ok=True)
-        self._saved = time.monotonic()
+        took = time.monotonic() - begin
+        self._due = begin + max(self._seconds, took / _MOST_OF_TIME)
         return True
 
     def load(self) -> dict[str, Any]:
         """The snapshot.
 
         Raises:
-          ValueError: the file has none.
+          ValueError: the file has none, or that of another job.
         """
         try:
-            return json.loads(self.path.read_text(encoding="utf-8"))
+            found = json.loads(self.path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{self.path}: expected a snapshot in JSON, got {error}") from error
+        ok = isinstance(found, dict) and found.get("job") == self._job
+        expect(ok, str(self.path), "a snapshot of the same prompts and options", "another one")
+        return found
+
+    def remove(self) -> None:
+        """Forgets the snapshot, once what came out of it is safe."""
+        self.path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 """The command line on a tiny checkpoint: what it prints, where, and how it refuses bad input."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -15,6 +16,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny_checkpoint import write_checkpoint
 
@@ -249,6 +251,35 @@ def test_a_failed_run_leaves_the_old_output(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
 
+def test_a_batch_goes_on_from_its_snapshot(run, tmp_path, monkeypatch):
+    command = ["generate", "Hello", "you", "--temperature", "1", "--max-new-tokens", "9"]
+    snapshot, target = tmp_path / "snapshot", tmp_path / "out"
+    code, want, _ = run(*command)
+    assert code == 0
+    take, taken = cli._Printer.take, []
+
+    def dies(printer, new, reasons):
+        taken.append(new)
+        if len(taken) == 4:
+            raise OSError("dead")
+        take(printer, new, reasons)
+
+    kept = ["--output", target, "--snapshot", snapshot]
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_Printer", type("Dying", (cli._Printer,), {"take": dies}))
+        patch.setattr("jax_paged.models.serving.snapshot._MOST_OF_TIME", np.inf)
+        patch.setattr(cli, "SnapshotFile", functools.partial(cli.SnapshotFile, seconds=0))
+        assert run(*command, *kept)[0] == 2
+    (text,) = snapshot.read_text().splitlines()
+    assert any(known["tokens"] for known in json.loads(text)["requests"])
+    result = run(*command, "--seed", "1", *kept)
+    assert_one_line_error(result, "expected a snapshot of the same prompts and options")
+    code, out, _ = run(*command, *kept)
+    assert (code, out) == (0, "")
+    assert target.read_text(encoding="utf-8") == want
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("kind", ["folder", "missing", "under a file", "read-only"])
 def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
     run, tmp_path, monkeypatch, kind
@@ -280,6 +311,7 @@ def test_an_unwritable_output_is_refused_before_the_weights_are_loaded(
         (["--pages", "0", "a"], ["pages: expected an integer >= 1, got 0"]),
         (["--dtype", "float16", "a"], ["--dtype", "float16", "bfloat16"]),
         (["--bogus", "a"], ["--bogus"]),
+        (["--snapshot", "x", "a"], ["snapshot: expected --output FILE, too: what is printed"]),
         (["--file", "/nowhere/prompts"], ["/nowhere/prompts: No such file or directory"]),
         (["--file", "/"], ["/: Is a directory"]),
         (["bad\udcff"], ["prompt 1: expected UTF-8 text, got 'bad\\udcff'"]),

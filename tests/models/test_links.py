@@ -340,6 +340,24 @@ def test_orders_go_to_the_others_until_the_first_one_is_done(pair, left):
     assert left == []
 
 
+def test_the_first_process_waits_where_others_meet_it(pair, left):
+    first, other = processes(pair)
+    met = []
+    thread = threading.Thread(target=lambda: [met.append(first.meet()) for _ in range(2)])
+    thread.start()
+    for count in range(2):
+        time.sleep(0.1)
+        assert len(met) == count
+        other.meet()
+        wait_for(lambda count=count: len(met) > count)
+    thread.join()
+    thread = threading.Thread(target=other.close)
+    thread.start()
+    first.close()
+    thread.join()
+    assert left == []
+
+
 @ends
 def test_an_order_with_another_number_ends_all(pair, left, capsys):
     first, other = processes(pair)

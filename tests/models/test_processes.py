@@ -4,15 +4,12 @@
 This file is a script, too: one process of a job, which runs the program that its arguments name.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import shlex
 import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -23,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 from adapters import make_adapter
-from children import child, on_devices
+from jobs import KEY, run_all, started
 from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
 from tiny_checkpoint import write_checkpoint
 
@@ -43,7 +40,6 @@ from jax_paged.models.distributed.processes import EXIT_LOST
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
-KEY = "the key of these tests"
 SHAPES = [(2, 1), (4, 1), (2, 2), (2, 4)]  # processes, devices of each
 BEGUN = "steps are under way"
 
@@ -198,34 +194,10 @@ def another_model(processes):
         follow(processes, model)
 
 
-@contextlib.contextmanager
-def started(command, count, devices, variables=lambda index: {}):
-    """Processes of one job, of a command that gets host and port and the number of each."""
-    with socket.create_server(("localhost", 0)) as free:
-        where = f"localhost:{free.getsockname()[1]}"
-    environment = on_devices(devices) | {"JAX_PAGED_KEY": KEY}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for index in range(count):
-            one = [sys.executable, *command(where, index)]
-            own = environment | variables(index)
-            processes.append(stack.enter_context(child(one, env=own, seconds=SECONDS, **pipes)))
-        yield processes
-
-
 def job(*programs, count=2, devices=1):
     """The processes of some programs. A program's argument follows its name after a colon."""
     script = ["-W", "error", __file__]
     return started(lambda where, index: [*script, where, count, index, *programs], count, devices)
-
-
-def run_all(processes):
-    """What they print, once all have ended well."""
-    said = [process.communicate() for process in processes]
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * len(codes), "\n".join(error for _, error in said)[-6000:]
-    return [out for out, _ in said]
 
 
 def run(*programs, **sizes):
@@ -382,8 +354,8 @@ def test_a_process_with_another_key_does_not_get_in():
         lambda index: {"JAX_PAGED_KEY": f"{KEY}{index}"},
     ) as processes:  # fmt: skip
         errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1]
-    assert "processes: expected all within 30 s, got none of [1]" in errors[0]
+    assert [process.returncode for process in processes] == [EXIT_LOST] * 2
+    assert "process 0 found no job: expected all within 30 s, got none of [1]" in errors[0]
     assert "the other side does not know the key" in errors[1]
 
 

@@ -149,6 +149,35 @@ def test_a_snapshot_is_written_each_second_and_stays_whole(tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["requests.json"]
 
 
+def test_a_snapshot_of_another_job_is_refused(tmp_path):
+    engine, path = Engine(model(), **SIZES), tmp_path / "requests.json"
+    requests = submit_all(engine)
+    assert SnapshotFile(path, job="a").save(engine, requests)
+    assert len(SnapshotFile(path, job="a").load()["requests"]) == len(requests)
+    for other in ("b", ""):
+        with pytest.raises(ValueError, match="json: expected a snapshot of the same prompts and"):
+            SnapshotFile(path, job=other).load()
+    SnapshotFile(path, job="a").remove()
+    assert not path.exists()
+    SnapshotFile(path).remove()
+
+
+def test_slow_snapshots_take_a_twentieth_of_the_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    class Slow:
+        def snapshot(self, requests):
+            now[0] += 0.5
+            return {}
+
+    file, written = SnapshotFile(tmp_path / "requests.json"), 0
+    while now[0] < 100:
+        written += file.save(Slow())
+        now[0] += 0.25
+    assert written == 10
+
+
 def serve_until_done(folder):
     """A process that may die at any moment, and go on when it is started again."""
     engine = Engine(model(), **SIZES)

@@ -21,6 +21,7 @@ from jax_paged.models.decoder.executables import Executables, kept_in
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.server.app import Service
 from jax_paged.models.server.command import serve_until
+from jax_paged.models.server.router import Router
 from jax_paged.models.testing import small_config
 
 CONFIG = small_config("llama", vocab_size=257, max_position_embeddings=512, eos_token_id=256)
@@ -59,13 +60,13 @@ def tokenizer() -> Tokenizer:
 
 
 class Running:
-    """A service, or that of an engine, on a port of its own; `end` drains it."""
+    """A service, or that of an engine, or a router, on a port of its own; `end` drains it."""
 
-    def __init__(self, served: Engine | Service, *, send_buffer=None, **options):
+    def __init__(self, served: Engine | Service | Router, *, send_buffer=None, **options):
         if isinstance(served, Engine):
             options = {"name": "tiny", "stop_tokens": [256]} | options
             served = Service(served, tokenizer(), **options)
-        self.service, self.engine = served, served.engine
+        self.service, self.engine = served, getattr(served, "engine", None)
         self._listener = socket.create_server(("127.0.0.1", 0))
         if send_buffer is not None:  # connections have what their listener has
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
