@@ -47,7 +47,7 @@ PREFILL_COUNTS = (  # of prefill, as above
     ("max-seqs", 16, 1, "prompts that run at once"),
     ("max-tokens", 512, 1, "tokens of a step"),
 )
-PAYLOADS = ("transfer", "frames")
+PAYLOADS = ("frames", "transfer")
 _BENCH_SERVE = (
     "Replays a trace: requests arrive at random (Poisson), start with one of a few shared prefixes "
     "and ask for a fixed number of tokens. The same seed gives the same trace. Prints throughput, "
@@ -242,8 +242,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     six.add_argument(
         "--payloads", choices=PAYLOADS, default=PAYLOADS[0],
-        help="what K and V go by: jax.experimental.transfer, on ports of its own and without "
-        f"authentication, or authenticated frames (default {PAYLOADS[0]})",
+        help="what K and V go by: authenticated frames, or jax.experimental.transfer, which is "
+        "faster, on ports that know no key: SECURITY.md tells who must not reach them (default "
+        f"{PAYLOADS[0]})",
     )  # fmt: skip
     _add_counts(six, PREFILL_COUNTS)
     _add_memory(six)

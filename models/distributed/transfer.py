@@ -4,11 +4,16 @@
 A channel is an authenticated link over which both sides say something every second. What the arrays
 of an order go by is chosen by the side that sends them:
 
-- "transfer": jax.experimental.transfer, from the host memory of one process to that of the other.
-  The order has a random number of 64 bits, under which they are pulled once; so whoever pulls has
-  read the authenticated order. The bytes themselves are not authenticated. There is a server for
-  each channel, which ends with it, on the addresses that the channel has.
 - "frames": in the order's own frame, authenticated as all else.
+- "transfer": jax.experimental.transfer, from the host memory of one process to that of the other.
+  The order has a random number of 63 bits, under which they are pulled once; so whoever pulls has
+  read the authenticated order. Nothing else of it is authenticated, and whoever reaches its ports
+  can end the processes (SECURITY.md). Each side has a server for each channel, which ends with it,
+  on the address that the channel has.
+
+A pull of an array that is split over devices fails in jax 0.10.2 ("Async transfer object was
+deleted"), so there is one for what each device has. `pull(timeout=…)` ends nothing there: who waits
+for what nobody gives would wait for ever, so `Channel.pull` looks at the clock itself.
 """
 
 import contextlib
@@ -28,7 +33,7 @@ from .link import Link, LinkError, accept, connect, host_and_port
 from .orders import Order, decode, encode
 from .processes import SILENCE_S
 
-PAYLOADS = ("transfer", "frames")
+PAYLOADS = ("frames", "transfer")
 _BEAT_S = 1.0
 _PULL_S = SILENCE_S  # for arrays that the other side gives
 

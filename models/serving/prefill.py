@@ -79,14 +79,14 @@ class PrefillService:
     Args:
       listener: a socket that listens; the end of `run` closes it.
       key: that the others have (`read_key`).
-      payloads: what K and V go by: "transfer" (jax.experimental.transfer, not authenticated) or
-        "frames" (over the connection, authenticated).
+      payloads: what K and V go by: "frames" (over the connection, authenticated) or "transfer"
+        (jax.experimental.transfer, on ports of its own, which know no key: see SECURITY.md).
 
     Raises:
       ValueError: there is no such way.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, *, payloads: str = "transfer"):
+    def __init__(self, listener: socket.socket, key: bytes, *, payloads: str = "frames"):
         check_payloads(payloads)
         self._listener, self._key, self._payloads = listener, key, payloads
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()

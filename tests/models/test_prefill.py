@@ -174,7 +174,7 @@ def test_a_killed_process_costs_no_token(folder, model, want, caplog, monkeypatc
     """kill -9 in the middle, or silence: what it has not sent is computed here."""
     monkeypatch.setattr(transfer, "SILENCE_S", 3.0)
     sizes = ["--max-seqs", "1", "--max-tokens", "4"]
-    where = ["--listen", "127.0.0.1:0", *sizes]
+    where = ["--listen", "127.0.0.1:0", "--payloads", "transfer", *sizes]
     with jax_paged("prefill", "--model", folder, *where) as process:
         address = line_of(process, "prefilling at").split()[-1]
         with prefiller(address) as prefill:
@@ -420,7 +420,7 @@ def test_wrong_processes_are_refused_at_the_start(model, alone):
     with listen("127.0.0.1:0") as listener:
         with pytest.raises(ValueError, match=r"listen: 127.* cannot be listened to: .*in use"):
             listen(port_of(listener))
-        with pytest.raises(ValueError, match="payloads: expected 'transfer' or 'frames', got 'x'"):
+        with pytest.raises(ValueError, match="payloads: expected 'frames' or 'transfer', got 'x'"):
             PrefillService(listener, key, payloads="x")
 
 
