@@ -43,7 +43,8 @@ class _End(NamedTuple):
     def __str__(self) -> str:
         if self.code >= 0:
             return f"process {self.index} has ended with exit code {self.code}"
-        return f"process {self.index} was killed by {signal.Signals(-self.code).name}"
+        names = {one.value: one.name for one in signal.Signals}
+        return f"process {self.index} was killed by {names.get(-self.code, -self.code)}"
 
 
 def run(options: argparse.Namespace) -> int:

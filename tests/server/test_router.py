@@ -5,12 +5,15 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from jax_paged.models.server.retold import DifferentTextError, Retold
 from jax_paged.models.server.router import MOST_LOSSES, Router
 
 PROMPTS = ["Hello", "How are you?", "One, two, three", "Once upon a time"]
+ROOT = Path(__file__).parents[2]
 CHECK_S = replica.CHECK_S
 ASKED = {"max_tokens": 24, "seed": 5, "ignore_eos": True, "n": 2}
 PATHS = {"/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True}}
@@ -374,23 +378,32 @@ def test_what_was_told_is_not_told_again():
 
 @pytest.mark.deep
 def test_replicas_that_are_killed(tmp_path):
-    """The three commands, and kill -9 of a server under load."""
-    folder = write_checkpoint(tmp_path, max_position_embeddings=512)
-    command = [sys.executable, "-P", "-m", "jax_paged"]
-    given = ["--port", "0", "--no-program-cache"]
-    pipes = {"stderr": subprocess.PIPE, "text": True}
-
-    def url_of(process):
-        lines = iter(process.stderr.readline, "")
-        return next(line for line in lines if line.startswith("serving ")).split()[-1]
-
+    """The commands of the guide, and kill -9 of a server under load, which comes back."""
+    write_checkpoint(tmp_path, max_position_embeddings=512)
+    text = (
+        (ROOT / "docs" / "server.md").read_text(encoding="utf-8").replace("FOLDER", str(tmp_path))
+    )
     with contextlib.ExitStack() as stack:
-        serve = [*command, "serve", *given, "--model", folder, "--pages", "512"]
-        servers = [stack.enter_context(child(serve, **pipes)) for _ in range(2)]
-        urls = [url_of(server) for server in servers]
-        to = [part for url in urls for part in ("--to", url)]
-        router = stack.enter_context(child([*command, "route", "--port", "0", *to], **pipes))
-        where = url_of(router)
+        for port in ("8000", "8001", "8002"):
+            free = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            text = text.replace(f"port {port}", f"port {free.getsockname()[1]}")
+            text = text.replace(f"0.0.1:{port}", f"0.0.1:{free.getsockname()[1]}")
+    starts = ("jax-paged supervise serve", "jax-paged route")
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith(starts)]
+    assert len(lines) == 3
+    with contextlib.ExitStack() as stack:
+        pids, urls, runs = [], [], []
+        for line in lines:
+            command = [sys.executable, "-P", "-m", "jax_paged", *line[1:]]
+            environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+            run = child(command, stderr=subprocess.PIPE, text=True, env=environment)
+            runs.append(stack.enter_context(run))
+            for told in iter(runs[-1].stderr.readline, ""):
+                if told.startswith("jax-paged: started as process "):
+                    pids.append(int(told.split()[-1]))
+                if told.startswith("serving "):
+                    urls.append(told.split()[-1])
+                    break
         asked = [
             {"prompt": f"{i}: and so on", "max_tokens": 200, "seed": i, "ignore_eos": True}
             for i in range(24)
@@ -399,22 +412,29 @@ def test_replicas_that_are_killed(tmp_path):
         got = [None] * len(asked)
 
         def ask(i):
-            got[i] = streamed(where, "/v1/completions", asked[i])
+            got[i] = streamed(urls[2], "/v1/completions", asked[i])
 
         threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(asked))]
         for thread in threads:
             thread.start()
         time.sleep(0.5)
-        os.kill(servers[0].pid, signal.SIGKILL)
+        os.kill(pids[0], signal.SIGKILL)
         for thread in threads:
             thread.join()
         assert [text_of(events) for events in got] == [text_of(events) for events in want]
-        with urllib.request.urlopen(f"{where}/metrics") as response:
-            lines = response.read().decode().splitlines()
-        lost = next(line for line in lines if line.startswith("jax_paged_router_lost_total"))
+        with urllib.request.urlopen(f"{urls[2]}/metrics") as response:
+            told = response.read().decode().splitlines()
+        lost = next(line for line in told if line.startswith("jax_paged_router_lost_total"))
         assert float(lost.split()[-1]) > 0
-        router.send_signal(signal.SIGTERM)
-        assert router.wait(60) == 0
+        wait_for(lambda: json_of(f"{urls[2]}/health")["ready"] == 2, seconds=100)
+        for run in runs:
+            run.send_signal(signal.SIGTERM)
+        assert [run.wait(60) for run in runs] == [0, 0, 0]
+
+
+def json_of(url):
+    with urllib.request.urlopen(url) as response:
+        return json.load(response)
 
 
 def text_of(events):
