@@ -19,12 +19,14 @@ from collections.abc import Iterator
 def expected_counts(kernel):
     """(pattern of instructions, least, most) for a mangled kernel name."""
     if "MoeGemmKernel" in kernel:
-        # A step of 64 of the depth: 32 rows of a warp, 64 tokens.
+        # A step of 64 of the depth: 32 rows of a warp, 64 tokens. With 8-bit weights there are two
+        # loops over it: for scales of outputs, and for those of blocks.
         is_eight_bit = re.search("Int8|Float8", kernel) is not None
-        loads = 4 if is_eight_bit else 24  # weights, and tokens where they lie as mma wants them
+        products = 128 if is_eight_bit else 64
+        loads = 8 if is_eight_bit else 24  # weights, and tokens where they lie as mma wants them
         copies = 32 if is_eight_bit else 36  # at each of the places that issue a stage
         return [
-            ("HMMA.16816.F32", 64, 64),
+            ("HMMA.16816.F32", products, products),
             ("LDSM.*\\.M88\\.4", loads, loads),
             ("LDGSTS.*\\.128", copies, copies),
         ]

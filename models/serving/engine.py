@@ -179,6 +179,7 @@ class Engine(BetweenEngines):
             _, self._draft_parents = draft_tree(max_drafts, draft_branches)
         num_holds = max_seqs + -(-max_tokens // page_size)
         slots = None if max_adapters is None else (max_adapters, max_rank)
+        self._processes = processes
         self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots, processes)
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
