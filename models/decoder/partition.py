@@ -263,7 +263,7 @@ class Partition:
             if _layer_of(own[0]) >= self.model_layers:
                 x = _zeros(sharding, source, names, axis, order, **dtype)
             elif is_here or not isinstance(source, FillingSource):
-                x = _read(sharding, source, own, axis, order, **dtype)
+                x = _read(sharding, source, own, axis, order, None, **dtype)
             else:
                 source.tell(own)
                 continue
@@ -466,7 +466,7 @@ class Partition:
 
 def _read(
     sharding: Callable[[int], NamedSharding], source: TensorSource, names: Sequence[str], axis: int,
-    order: np.ndarray | None, slots: np.ndarray | None = None, **dtype: DTypeLike,
+    order: np.ndarray | None, slots: np.ndarray | None, **dtype: DTypeLike,
 ) -> Any:  # fmt: skip
     """`Partition.read`; sharding: of an array of so many axes."""
     if isinstance(source, FillingSource):
@@ -487,7 +487,7 @@ def _zeros(
 ) -> Any:  # fmt: skip
     """Zeros in place of what `_read` gives."""
     if isinstance(source, FillingSource):
-        return _read(sharding, source.zeros(), names, axis, order, **dtype)
+        return _read(sharding, source.zeros(), names, axis, order, None, **dtype)
     x: Any = source(*names, axis=axis, **dtype)
     shape = x.shape if order is None else (len(order), *x.shape[1:])
     return put(np.zeros(shape, x.dtype), sharding(x.ndim))
