@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("restarts")
     write_checkpoint(path, max_position_embeddings=1024, num_hidden_layers=1)
     (path / "few.txt").write_text("\n".join(f"prompt {i}" for i in range(16)))
-    (path / "many.txt").write_text("\n".join(f"prompt {i} of many" for i in range(32)))
+    (path / "many.txt").write_text("\n".join(f"prompt {i} of many" for i in range(64)))
     return path
 
 
@@ -122,7 +122,7 @@ def two_of(part):
 
 
 SHORT = ([1], "few.txt", 100)
-CASES = [SHORT, *((two_of(part), "many.txt", 300) for part in range(10))]
+CASES = [SHORT, *((two_of(part), "many.txt", 600) for part in range(10))]
 
 
 @pytest.mark.parametrize(("victims", "prompts", "new_tokens"), first_of(CASES, 1))
