@@ -174,7 +174,7 @@ def talk(model, monkeypatch, capsys):
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
         values = {
             "model": None, "base": None, "dtype": None, "weight_dtype": None,
-            "context_length": None, "tp": None, "dp": None, "kv_dtype": "auto",
+            "context_length": None, "tp": None, "dp": None, "pp": None, "kv_dtype": "auto",
             "temperature": 0.0, "top_k": None, "top_p": None, "min_p": None, "seed": 0,
             "system": None,
             "max_new_tokens": 6, "context": None, "status": Status(),

@@ -275,7 +275,7 @@ def test_another_model_ends_all():
 
 def command(*arguments, count=2, split="--tp"):
     """The processes of a command line."""
-    one = ["-m", "jax_paged", *arguments, "--no-program-cache"]
+    one = ["-P", "-m", "jax_paged", *arguments, "--no-program-cache"]
     if count == 1:
         return started(lambda where, index: one, 1, 1)
     many = [*one, split, "2", "--num-processes", count]
@@ -304,7 +304,7 @@ def test_what_the_guide_shows(folder, tmp_path):
 
     def arguments(where, index):
         named = (where if x == "10.0.0.1:1234" else x for x in lines[index][1:])
-        return ["-m", "jax_paged", *named, "--no-program-cache"]
+        return ["-P", "-m", "jax_paged", *named, "--no-program-cache"]
 
     with started(arguments, 2, 1) as processes:
         assert run_all(processes) == [want, ""]
@@ -362,7 +362,7 @@ def test_a_process_with_another_key_does_not_get_in():
 @pytest.mark.deep
 def test_slurm_tells_who_is_who(folder):
     """Its variables, as `srun` would set them."""
-    one = ["-m", "jax_paged", "eval", folder / "text.txt", "--model", folder, "--tp", "2"]
+    one = ["-P", "-m", "jax_paged", "eval", folder / "text.txt", "--model", folder, "--tp", "2"]
     one += ["--coordinator", "auto", "--no-program-cache"]
 
     def variables(index):

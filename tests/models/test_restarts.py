@@ -47,7 +47,13 @@ def alone(folder, prompts, new_tokens):
     """What one process writes."""
     output = folder / f"{prompts}.{new_tokens}.json"
     if not output.exists():
-        one = [sys.executable, "-m", "jax_paged", *generate(folder, prompts, new_tokens, output)]
+        one = [
+            sys.executable,
+            "-P",
+            "-m",
+            "jax_paged",
+            *generate(folder, prompts, new_tokens, output),
+        ]
         with child(one, env=environment(folder), seconds=SECONDS, **PIPES) as process:
             _, err = process.communicate()
         assert process.returncode == 0, err
@@ -96,7 +102,7 @@ class Supervised:
 
 @contextlib.contextmanager
 def supervised(folder, *arguments):
-    one = [sys.executable, "-m", "jax_paged", "supervise", *arguments]
+    one = [sys.executable, "-P", "-m", "jax_paged", "supervise", *arguments]
     environment_ = environment(folder) | {"JAX_PAGED_KEY": KEY}
     with child(one, env=environment_, seconds=SECONDS, **PIPES) as process:
         run = Supervised(process)

@@ -46,7 +46,7 @@ def options_of(folders, *more):
 
 @pytest.fixture(scope="module")
 def server(folders):
-    running = Running(command._service(options_of(folders), None))
+    running = Running(command._service(options_of(folders), None, None))
     yield running
     running.end()
     running.engine.clear_cache()
@@ -105,7 +105,7 @@ def test_an_adapter_has_another_name_than_the_model(server):
 def test_the_estimate_counts_the_adapters(server, folders):
     with open_checkpoint(folders["base"]) as checkpoint:
         slots = {"max_adapters": 2, "max_rank": 11}
-        sizes = command._estimate(options_of(folders), checkpoint, slots)
+        sizes = command.estimate_for(options_of(folders), checkpoint, slots)
     engine = server.engine
     arrays = jax.tree.leaves((engine.params, engine._runner.adapters))
     assert sizes.weight_bytes == sum(array.nbytes for array in arrays)

@@ -143,7 +143,7 @@ def test_out_of_memory_says_what_to_lower(capsys, monkeypatch, checkpoint):
     def fails(*_, **__):
         raise MemoryError("planted")
 
-    monkeypatch.setattr(command, "Engine", fails)
+    monkeypatch.setattr(command, "create_engine", fails)
     arguments = ["serve", "--port", "0", "--model", str(checkpoint), "--max-seqs", "3"]
     assert cli.main(arguments) == 2
     err = capsys.readouterr().err.splitlines()[-1]
