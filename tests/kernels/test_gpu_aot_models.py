@@ -66,7 +66,7 @@ def compiled(step: Step, layers: int):
     runner = ShapesRunner(model, None, sizes, step.rows + step.tokens // PAGE_SIZE)
     begin = time.process_time()
     runner.compile(
-        runner.params, [step.tokens], window=None, swaps=False, scores=False, progress=False,
+        [step.tokens], window=None, swaps=False, scores=False, progress=False,
         max_drafts=0,
     )  # fmt: skip
     seconds = time.process_time() - begin
