@@ -101,7 +101,8 @@ def facts_of(
       shapes: of a page in each pool (`Swapper.page_shapes`).
     """
     leaves = jax.tree.leaves(params)
-    firsts = [x.addressable_data(0)[(0,) * (x.ndim - 1)][:4] if x.ndim else x for x in leaves]
+    firsts = [x.addressable_data(0) if isinstance(x, jax.Array) else x for x in leaves]
+    firsts = [x[(0,) * (x.ndim - 1)][:4] if x.ndim else x for x in firsts]
     corners = b"".join(np.asarray(x).tobytes() for x in jax.device_get(firsts))
     dtypes = sorted({np.dtype(x.dtype).name for x in leaves})
     facts = {name: value for name, value in of_model.items() if not name.endswith(".mesh")}

@@ -17,6 +17,8 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+
 from jax_paged.checks import expect
 
 from ..distributed.link import LinkError
@@ -149,10 +151,12 @@ class PrefillService:
         try:
             expect(number not in peer.running, "number", "one that is not in use", number)
             (priority,), (tokens,) = rest, order.arrays
+            ok = type(priority) is int and tokens.dtype == np.int32 and tokens.ndim == 1
+            expect(ok, "order", "a priority and i32[tokens]", [priority, tokens.dtype.name])
             request = self._engine.submit(
                 tokens.tolist(), max_new_tokens=0, hand_out=True, priority=priority
             )
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             peer.outbox.put((number, str(error)))
         else:
             peer.running[number] = request

@@ -155,16 +155,19 @@ class Prefiller:
             try:
                 channel = self._open()
                 self._greet(channel)
-            except (ValueError, LinkError) as error:
+            except Exception as error:  # as in `_listen`
                 if channel is not None:
                     channel.close()
                 if str(error) != said:
                     said = str(error)
                     _log.info("%s", said)
                 continue
-            _log.warning("the prefill process at %s is back", self.address)
             self.channel = channel
+            if self._is_over.is_set():  # `close` may not have seen it
+                break
+            _log.warning("the prefill process at %s is back", self.address)
             return channel
+        self.close()
         return None
 
     def _take(self, channel: Channel, order: Order) -> None:

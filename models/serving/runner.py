@@ -298,8 +298,10 @@ class ModelRunner:
         return np.int32(self._max_seqs), zeros, zeros.astype(np.float32)
 
     def put(self, replica: int, number: int, pools: Sequence[np.ndarray]) -> None:
-        """Puts pages of another engine into host memory (`Swapper.put`)."""
-        self._order("put", replica, number, tree=list(pools))
+        """Puts all pages of a row, of another engine, into host memory (`Swapper.put`)."""
+        assert self.swapper is not None
+        for chunk in self.swapper.chunks_of(pools):
+            self._order("put", replica, number, tree=chunk)
 
     def forget(self, number: int) -> None:
         """Gives up what host memory has under a number."""

@@ -9,7 +9,7 @@ are, 8-bit ones with their scales per token, and a draft model's with them.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -177,22 +177,23 @@ class Swapper:
                     found.setdefault((pool, page, head), Piece(pool, page, head, own))
         return [*found.values()]
 
+    def chunks_of(self, pools: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        """All pages of a row, of each pool [num_layers, pages, heads, …], as `put` takes them."""
+        for first in range(0, pools[0].shape[1], self._count):
+            yield [x[:, first : first + self._count] for x in pools]
+
     def put(self, replica: int, number: int, *pools: np.ndarray) -> None:
-        """Takes pages of a row, as if they were copied out.
+        """Takes the next chunk of pages of a row, as if it were copied out.
 
         Args:
-          pools: of each pool [num_layers, pages, heads, …], with all heads of the model. They stay
-            as they are from now on.
+          pools: of each pool, with all heads of the model. They stay as they are from now on.
         """
         pairs = zip(pools, self._copies, strict=True)
-        whole = [np.repeat(x, copies, axis=2) if copies > 1 else x for x, copies in pairs]
-        self._chunks[number] = []
-        for first in range(0, whole[0].shape[1], self._count):
-            parts = [x[:, first : first + self._count] for x in whole]
-            lacks = self._count - parts[0].shape[1]
-            if lacks:
-                parts = [np.pad(x, [(0, lacks * (a == 1)) for a in range(x.ndim)]) for x in parts]
-            self._chunks[number].append(self._in_host(replica, parts))
+        chunk = [np.repeat(x, copies, axis=2) if copies > 1 else x for x, copies in pairs]
+        lacks = self._count - chunk[0].shape[1]
+        if lacks:
+            chunk = [np.pad(x, [(0, lacks * (a == 1)) for a in range(x.ndim)]) for x in chunk]
+        self._chunks.setdefault(number, []).append(self._in_host(replica, chunk))
 
     def forget(self, number: int) -> None:
         """Gives up what lies under a number, if anything has come there."""

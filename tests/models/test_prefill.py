@@ -464,7 +464,8 @@ def test_a_service_goes_on_whatever_is_asked(model, alone, want):
             ([1], [], "not enough values"),
             ([2, 0], [np.zeros(0, np.int32)], "prompt"),
             ([3, 0], [np.full(9, 999, np.int32)], "prompt"),
-            ([4, 0], [np.ones((2, 2), np.float32)], "prompt"),
+            ([4, 0], [np.ones((2, 2), np.float32)], "order: expected a priority and i32"),
+            ([9, float("inf")], [np.ones(2, np.int32)], "order: expected a priority and i32"),
             ([5, 0], [np.ones(400, np.int32)], "400 prompt tokens"),
         ):
             channel.send(Order("prefill", values, arrays))
