@@ -198,7 +198,7 @@ def a_tick_has_one_transfer_and_pools_stay():
         want = {(kind, 1): count for kind, count in in_a_tick.items()}
         want |= {("collective-permute", 1): 1}
         found = Counter((x.kind, x.loops) for x in told(program).elements())
-        assert found <= want | at_the_end  # jax 0.12 makes one of some all-reduces
+        assert found <= Counter(want | at_the_end)  # jax 0.12 makes one of some all-reduces
         assert found["collective-permute", 1] == 1
 
         state = create_state(model, num_pages=32, max_seqs=16, pages_per_seq=2)
@@ -209,7 +209,9 @@ def a_tick_has_one_transfer_and_pools_stay():
         want = {("collective-permute", 1): 1}
         if "tp" in sizes:
             want |= {("all-reduce", 1): of_layers, ("all-reduce", 0): 1}
-        assert Counter((x.kind, x.loops) for x in told(program).elements()) == want
+        found = Counter((x.kind, x.loops) for x in told(program).elements())
+        assert found <= Counter(want)
+        assert found["collective-permute", 1] == 1
 
 
 def a_device_holds_its_stage_alone():
