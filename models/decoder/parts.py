@@ -490,8 +490,11 @@ class ExpertsMLP(_GatedMLP):
             experts, weights = route(logits, self.experts_per_token, renormalize=self.renormalize)
         with jax.named_scope("experts"):
             options = self._options(implementation)
+            used = experts
+            if live is not None:
+                used = jnp.where(live[:, None], experts, jnp.int32(-1))
+            loads = _loads(used, logits.shape[1])
             if self.partition is None:
-                loads = _loads(experts, live, logits.shape[1])
                 out = moe_experts(
                     x, self.gate_up[...], self.down[...], experts, weights, live=live, **options
                 )
@@ -503,18 +506,13 @@ class ExpertsMLP(_GatedMLP):
                     out_dtype=jnp.float32, **options,
                 )  # fmt: skip
 
-            if live is not None:
-                experts = jnp.where(live[:, None], experts, jnp.int32(-1))
-            loads = _loads(experts, live, logits.shape[1])
             if hasattr(self, "places"):
-                experts = chosen_slots(self.places[...], x, experts)
+                used = chosen_slots(self.places[...], x, used)
             count = self.down[...].shape[0]
-            return self.partition.over_experts(run, x, experts, weights, count), loads
+            return self.partition.over_experts(run, x, used, weights, count), loads
 
 
-def _loads(experts: jax.Array, live: jax.Array | None, count: int) -> jax.Array:
+def _loads(experts: jax.Array, count: int) -> jax.Array:
     """i32[count], how often each expert occurs; XLA leaves it out where nobody asks."""
-    if live is not None:
-        experts = jnp.where(live[:, None], experts, jnp.int32(-1))
     bins = jnp.where(experts >= 0, experts, jnp.int32(count)).ravel()
     return jnp.zeros(count, jnp.int32).at[bins].add(1, mode="drop")

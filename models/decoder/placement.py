@@ -212,8 +212,8 @@ class ExpertLayers:
         jax.block_until_ready(new)
         for leaf, x in zip(leaves, new, strict=True):
             self._leaves[leaf] = x
-        num_experts = int(old.max()) + 1
-        self._leaves[self._places[layer]] = partition.places(slots, num_experts)
+        place = self._places[layer]
+        self._leaves[place] = partition.places(slots, self._leaves[place].shape[0])
 
     def params(self) -> Any:
         """All of them, as they are now."""

@@ -66,6 +66,11 @@ def host_and_port(name: str, address: str, *, least: int = 1) -> tuple[str, int]
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def joined(host: str, port: int) -> str:
+    """HOST:PORT, as `host_and_port` takes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Link:
     """One side of a connection; `connect` and `accept` make it. Sending is safe in any thread."""
 

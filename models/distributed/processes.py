@@ -35,7 +35,7 @@ from .orders import Order, decode, encode
 
 EXIT_LOST = 75  # as sysexits.h has it (EX_TEMPFAIL): another start may go well
 SILENCE_S = 10.0
-_BEAT_S = 1.0
+BEAT_S = 1.0
 _JOIN_S = 30.0
 _ORDER, _HERE, _END, _STOP = b"o", b"h", b"e", b"s"  # the first byte of a frame; a beat is empty
 _ADDRESS_BYTES = 256
@@ -132,7 +132,7 @@ class Processes:
     def stop(self, reason: str) -> NoReturn:
         """Ends all processes: this one now, with a line on stderr and the exit code EXIT_LOST."""
         self._leaving.acquire()  # the first reason counts; nobody comes behind it
-        self._tell(_STOP, reason.encode(), patience=_BEAT_S)
+        self._tell(_STOP, reason.encode(), patience=BEAT_S)
         print(f"jax-paged: error: {reason}", file=sys.stderr, flush=True)
         leave_with(EXIT_LOST)
 
@@ -144,10 +144,10 @@ class Processes:
             self.close()
             return
         if isinstance(error, RuntimeError):  # what a collective does when a process is gone
-            time.sleep(SILENCE_S + _BEAT_S)  # the listener of that process then ends this one
+            time.sleep(SILENCE_S + BEAT_S)  # the listener of that process then ends this one
         self._leaving.acquire()
         reason = f"process {self.index} has failed: {error!r:.500}"
-        self._tell(_STOP, reason.encode(), patience=_BEAT_S)
+        self._tell(_STOP, reason.encode(), patience=BEAT_S)
         self.has_failed = True
         atexit.register(leave_failed, 1)  # before JAX, which would wait for the others
 
@@ -160,7 +160,7 @@ class Processes:
                 link.send(*parts, patience=patience)
 
     def _beat(self) -> None:
-        while not self._is_over.wait(_BEAT_S):
+        while not self._is_over.wait(BEAT_S):
             self._tell()
 
     def _listen(self, other: int, link: Link) -> None:

@@ -27,14 +27,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_paged._start.command_line import PAYLOADS
 from jax_paged.checks import check_choice
 
-from .link import Link, LinkError, accept, connect, host_and_port
+from .link import Link, LinkError, accept, connect, host_and_port, joined
 from .orders import Order, decode, encode
-from .processes import SILENCE_S
+from .processes import BEAT_S, SILENCE_S
 
-PAYLOADS = ("frames", "transfer")
-_BEAT_S = 1.0
 _PULL_S = SILENCE_S  # for arrays that the other side gives
 
 
@@ -80,7 +79,7 @@ class Channel:
 
     def _beat(self) -> None:
         with contextlib.suppress(LinkError):
-            while not self._is_over.wait(_BEAT_S):
+            while not self._is_over.wait(BEAT_S):
                 self._link.send()
 
     # Arrays beside orders
@@ -101,7 +100,7 @@ class Channel:
           ValueError: as `offer`.
         """
         self._server = _transfer_server(self.host)
-        self._connection = self._server.connect(_joined(self.other_host, port))
+        self._connection = self._server.connect(joined(self.other_host, port))
 
     def give(self, arrays: Sequence[np.ndarray]) -> int:
         """Lets the other side pull arrays once, under a number."""
@@ -186,12 +185,8 @@ def _host_device() -> Any:
 def _transfer_server(host: str) -> Any:
     from jax.experimental import transfer  # not for who needs none of this
 
-    address = _joined(host, 0)
+    address = joined(host, 0)
     return transfer.start_transfer_server(_host_device().client, address, [address])
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(address: str) -> socket.socket:

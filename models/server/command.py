@@ -27,6 +27,7 @@ from ..checkpoint.tokenizer import MissingTokenizer
 from ..checkpoint.weights import Checkpoint, open_checkpoint
 from ..decoder.adapters import AdaptedModel, Adapter, Adapters
 from ..decoder.generation import check_count
+from ..distributed.link import joined
 from ..serving.decode_engine import create_engine
 from ..serving.prefiller import Prefiller, opened_prefiller
 from .limits import Limits
@@ -42,17 +43,10 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     start_log(options.log_level)
     key = _api_key(options)
-    listener = _listen(options)
-    try:
+    with _listen(options) as listener, memory_errors(options):
         _warn_of_strangers(options, key)
         with _profiled(options.profile), opened_prefiller(options.prefill) as prefill:
             return asyncio.run(_serve(_service(options, key, prefill), listener))
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise ValueError(out_of_memory(options, error)) from None
-        raise
-    finally:
-        listener.close()
 
 
 def route(options: argparse.Namespace) -> int:
@@ -273,7 +267,18 @@ def _slots(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     return {"max_adapters": len(adapters), "max_rank": max(rank, 1)}
 
 
-def out_of_memory(options: argparse.Namespace, error: BaseException) -> str:
+@contextlib.contextmanager
+def memory_errors(options: argparse.Namespace) -> Iterator[None]:
+    """Raises a ValueError that says what to lower if the block has no memory."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise ValueError(_out_of_memory(options, error)) from None
+        raise
+
+
+def _out_of_memory(options: argparse.Namespace, error: BaseException) -> str:
     """What to lower, and what was asked for."""
     pages = f"--kv-memory-share (now {options.kv_memory_share:g})"
     if options.pages is not None:
@@ -298,7 +303,7 @@ async def _serve(service: Any, listener: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, note, number)
     host, port, *_ = listener.getsockname()
-    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    where = f"http://{joined(host, port)}"
 
     def tell() -> None:
         print(f"serving {service.name} at {where}", file=sys.stderr, flush=True)

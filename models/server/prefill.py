@@ -5,17 +5,15 @@ import argparse
 import signal
 import sys
 
-import jax
-
 from jax_paged._start.command_line import PREFILL_COUNTS, model_options
 from jax_paged._start.interrupt import EXIT_CODE
 
 from ..checkpoint.weights import open_checkpoint
-from ..distributed.link import read_key
+from ..distributed.link import joined, read_key
 from ..distributed.transfer import listen
 from ..serving.engine import Engine
 from ..serving.prefill import PrefillService
-from .command import check_counts, estimate_for, out_of_memory, start_log
+from .command import check_counts, estimate_for, memory_errors, start_log
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,12 +23,8 @@ def run(options: argparse.Namespace) -> int:
     key = read_key()
     with listen(options.listen) as listener:
         service = PrefillService(listener, key, payloads=options.payloads)
-        try:
+        with memory_errors(options):
             engine = _engine(options)
-        except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-                raise ValueError(out_of_memory(options, error)) from None
-            raise
         signals: list[int] = []
 
         def end(number: int, _: object) -> None:
@@ -40,9 +34,8 @@ def run(options: argparse.Namespace) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)
         host, port, *_ = listener.getsockname()
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         options.status.clear()
-        print(f"prefilling at {where}", file=sys.stderr, flush=True)
+        print(f"prefilling at {joined(host, port)}", file=sys.stderr, flush=True)
         service.run(engine)
     return EXIT_CODE if signals[0] == signal.SIGINT else 0
 

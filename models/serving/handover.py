@@ -66,9 +66,7 @@ class PrefillTicket:
         Raises:
           ValueError: it is not; the message names what differs.
         """
-        for name in sorted({*facts, *self.facts}):
-            mine, theirs = facts.get(name), self.facts.get(name)
-            expect(mine == theirs, f"ticket.{name}", f"{mine}, as this engine has", theirs)
+        check_alike(facts, self.facts, "ticket.", "this engine")
         most = len(tokens) - 1
         ok = type(self.num_tokens) is int and 0 < self.num_tokens <= most
         text = f"an integer from 1 to {most}: at least one token is left to feed"
@@ -77,6 +75,21 @@ class PrefillTicket:
         what = f"{mine}, of the first {self.num_tokens} tokens of the request"
         expect(self.digest == mine, "ticket.digest", what, self.digest)
         expect(self.adapter == adapter, "ticket.adapter", repr(adapter), repr(self.adapter))
+
+
+def check_alike(wanted: Mapping[str, Any], got: Mapping[str, Any], label: str, whose: str) -> None:
+    """Checks that two have the same facts.
+
+    Args:
+      label: what stands before the name of a fact.
+      whose: the wanted ones are.
+
+    Raises:
+      ValueError: they differ; the message names the first one that does, and what both have.
+    """
+    for name in sorted({*wanted, *got}):
+        want, have = wanted.get(name), got.get(name)
+        expect(want == have, label + name, f"{want}, as {whose} has", have)
 
 
 def digest_of(tokens: Sequence[int]) -> str:

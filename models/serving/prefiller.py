@@ -22,7 +22,7 @@ from jax_paged.ops.batch import pages_for
 from ..distributed.link import LinkError, read_key
 from ..distributed.orders import Order
 from ..distributed.transfer import Channel, open_channel
-from .handover import ArrivingRow, Piece, PrefillTicket
+from .handover import ArrivingRow, Piece, PrefillTicket, check_alike
 from .request import Request
 
 _log = logging.getLogger("jax_paged.prefill")
@@ -124,9 +124,7 @@ class Prefiller:
         order = channel.receive()
         expect(order.name == "facts", "prefill", "its facts first", repr(order.name))
         facts, port = _values(order, dict, int)
-        for name in sorted({*facts, *self.facts}):
-            mine, theirs = self.facts.get(name), facts.get(name)
-            expect(mine == theirs, f"prefill: {name}", f"{mine}, as the model here has", theirs)
+        check_alike(self.facts, facts, "prefill: ", "the model here")
         if port:
             channel.connect_to(port)
 

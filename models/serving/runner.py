@@ -34,6 +34,7 @@ from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
 from ..distributed.orders import Order
 from ..distributed.processes import Processes
 from ..progress import progress_bar
+from .handover import check_alike
 from .logit_edits import everything, memory_of
 from .plan import fill_plan, has_constraint, page_orders
 from .renew import checked_weights, renewed
@@ -69,7 +70,7 @@ class ModelRunner:
         slots: Sequence[int] | None = None, processes: Processes | None = None,
     ):  # fmt: skip
         self._processes, self._token = processes, object()
-        self._owns_params, self._new_params = False, None
+        self._owns_params = False
         self.weights: Callable[[], Any] | None = None  # where a follower gets new ones
         self.facts = _facts(model, draft_model)
         partitions = [getattr(one, "partition", None) for one in (model, draft_model)]
@@ -266,11 +267,15 @@ class ModelRunner:
     def _order(self, name: str, *values: Any, tree: Any = ()) -> Any:
         """Has all processes do something, this one last."""
         order = Order(name, values, jax.tree.leaves(tree))
+        self._send(order)
+        return self.carry_out(order)
+
+    def _send(self, order: Order) -> None:
+        """Has the other processes do something."""
         if self._processes is not None:
             newest = self._processes.owner is self._token
             expect(newest, "engine", "the newest one of its processes", "an older one")
             self._processes.send(order)
-        return self.carry_out(order)
 
     def carry_out(self, order: Order) -> Any:
         """Does something on the devices of this process."""
@@ -295,13 +300,13 @@ class ModelRunner:
         return drawn
 
     def _update(self, copy: bool) -> None:
-        new, self._new_params = self._new_params, None
-        if new is None:
-            what = "something for follow(processes, model, weights=…) to call"
-            expect(self.weights is not None, "weights", what, "an update of them without it")
-            assert self.weights is not None
-            new = checked_weights(self.weights(), self.graph, self.params)
-        self.params = renewed(self.params, new, copy=copy, may_write=self._owns_params)
+        what = "something for follow(processes, model, weights=…) to call"
+        expect(self.weights is not None, "weights", what, "an update of them without it")
+        assert self.weights is not None
+        self._renew(checked_weights(self.weights(), self.graph, self.params), copy)
+
+    def _renew(self, params: Any, copy: bool) -> None:
+        self.params = renewed(self.params, params, copy=copy, may_write=self._owns_params)
         self._owns_params = copy
 
     def _loads(self) -> np.ndarray:
@@ -365,8 +370,8 @@ class ModelRunner:
 
     def update(self, params: Any, *, copy: bool) -> None:
         """Takes new params; the other processes take theirs (`follow`)."""
-        self._new_params = params
-        self._order("update", copy)
+        self._send(Order("update", [copy]))
+        self._renew(params, copy)
 
     def rebalance(self) -> Balance:
         """Moves experts so that their loads so far, of which it takes account, are even."""
@@ -442,9 +447,7 @@ def follow(
     while (order := processes.receive()) is not None:
         if order.name == _BEGIN:
             *arguments, theirs = order.values
-            for name in sorted({*facts, *theirs}):
-                mine, others = facts.get(name), theirs.get(name)
-                expect(mine == others, name, f"{others}, as process 0 has", mine)
+            check_alike(theirs, facts, "", "process 0")
             runner = None  # its pages are free before there are others
             runner = ModelRunner(model, draft_model, *arguments)
             runner.weights = weights

@@ -5,15 +5,12 @@ Each program below runs in a process of its own (this file as a script), because
 devices is fixed when JAX starts.
 """
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import on_devices
 from jax.sharding import PartitionSpec as P
+from meshes import check_in_a_process, run_chosen
 
 from jax_paged import moe_experts
 from jax_paged.models import Decoder, Engine, generate, make_mesh
@@ -107,14 +104,8 @@ PROGRAMS = {program.__name__: program for program in (sums_are_equal, engines_gi
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_on_eight_devices(name):
-    child = subprocess.run(
-        [sys.executable, "-W", "error", __file__, name], env=on_devices(DEVICES), timeout=240,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stderr[-4000:]
+    check_in_a_process(__file__, name, devices=DEVICES)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    PROGRAMS[sys.argv[1]]()
+    run_chosen(PROGRAMS, DEVICES)

@@ -391,7 +391,7 @@ def test_a_process_that_is_gone_ends_the_others(pair, left, capsys):
 
 @ends
 def test_a_silent_process_ends_the_others(pair, left, capsys, monkeypatch):
-    monkeypatch.setattr(job, "_BEAT_S", 3600)
+    monkeypatch.setattr(job, "BEAT_S", 3600)
     processes(pair, silence=0.3)
     wait_for(lambda: len(left) == 2)
     assert "is gone: nothing was heard of it for 0.3 s" in capsys.readouterr().err

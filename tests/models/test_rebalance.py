@@ -5,15 +5,14 @@ Engines run in processes of their own (this file as a script), because the numbe
 fixed when JAX starts.
 """
 
-import subprocess
-import sys
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import on_devices
+from meshes import check_in_a_process, run_chosen
 from tiers import first_of
 
 from jax_paged.models import Decoder, Engine, generate, make_mesh
@@ -164,25 +163,19 @@ def what_cannot_be_is_refused():
         engine.rebalance()
 
 
-def run(*program):
-    child = subprocess.run(
-        [sys.executable, "-W", "error", __file__, *program], env=on_devices(DEVICES), timeout=240,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stderr[-4000:]
+PROGRAMS = {name: functools.partial(engine_rebalances, name) for name in CASES}
+PROGRAMS["refused"] = what_cannot_be_is_refused
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("name", first_of(CASES, 2))
 def test_an_engine_rebalances(name):
-    run("engine_rebalances", name)
+    check_in_a_process(__file__, name, devices=DEVICES)
 
 
 def test_what_cannot_be_is_refused():
-    run("what_cannot_be_is_refused")
+    check_in_a_process(__file__, "refused", devices=DEVICES)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    globals()[sys.argv[1]](*sys.argv[2:])
+    run_chosen(PROGRAMS, DEVICES)

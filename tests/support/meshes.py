@@ -65,7 +65,7 @@ def told(compiled) -> Counter[Told]:
                 if called in bodies:
                     visit(called, inside)
             match = re.search(rf" = (\(.*?\)|\S+) ({KINDS})(?:-done)?\(", line)
-            if re.search(r"replica_groups=(\{\{\d+\}|\[\d+,1\])", line):
+            if is_of_one_device(line):
                 continue
             for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]) if match else ():
                 size = math.prod(map(int, filter(None, shape.split(","))))
@@ -74,6 +74,14 @@ def told(compiled) -> Counter[Told]:
 
     visit(entry, 0)
     return found
+
+
+def is_of_one_device(line: str) -> bool:
+    """Whether the groups of a collective have a device each."""
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):  # jax 0.12
+        sizes = dict(re.findall(r"('\w+')=(\d+)", match[1]))
+        return all(sizes[name] == "1" for name in re.findall(r"'\w+'", match[2]))
+    return re.search(r"replica_groups=(\{\{\d+\}|\[\d+,1\])", line) is not None
 
 
 def targets(compiled) -> list[str]:
