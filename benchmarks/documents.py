@@ -25,6 +25,7 @@ TITLES = {
     "attention": "Attention",
     "model": "Whole models, 512 tokens of context",
     "serving": "Serving, SmolLM2-135M",
+    "cascade": "Decode of rows that begin alike",
     "merge": "merge_attention_states",
     "qkv_write": "qkv_norm_rope_write",
     "projections": "Projections and experts",

@@ -7,6 +7,9 @@
   "vllm5d"  k_pages [num_pages, num_kv_heads, head_dim/x, page_size, x] with x elements in 16 bytes,
             v_pages [num_pages, num_kv_heads, head_dim, page_size]: the caches of vLLM's paged
             attention v1 and v2
+  "rpa"     K and V in one pool, k_pages [num_pages, page_size, 2 * num_kv_heads, head_dim]: K of
+            head h in row 2 h, its V in row 2 h + 1, and v_pages None. The pages of the ragged paged
+            attention of JAX and tokamax on TPUs
 
 Each may carry a leading `num_layers` axis. All knowledge of the axis order is in this file.
 """
@@ -16,17 +19,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped, UInt64
+from jaxtyping import Array, Shaped
 
-Layout = Literal["HND", "NHD", "vllm5d"]
+Layout = Literal["HND", "NHD", "vllm5d", "rpa"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 Pool = Literal["k", "v"]
 POOLS: tuple[Pool, Pool] = ("k", "v")
 
-SLOT_AXIS = {"HND": 2, "NHD": 1, "vllm5d": 3}  # counted from the page axis
+SLOT_AXIS = {"HND": 2, "NHD": 1, "vllm5d": 3, "rpa": 1}  # counted from the page axis
 _ATOM_BYTES = 16  # of K in "vllm5d": a token's contiguous dimensions
 _HND = "[num_pages, num_kv_heads, page_size, head_dim]"
 _NHD = "[num_pages, page_size, num_kv_heads, head_dim]"
+_RPA = "[num_pages, page_size, 2·num_kv_heads, head_dim]"
 _AXES = {
     ("HND", "k"): _HND,
     ("HND", "v"): _HND,
@@ -34,6 +38,8 @@ _AXES = {
     ("NHD", "v"): _NHD,
     ("vllm5d", "k"): "[num_pages, num_kv_heads, head_dim/x, page_size, x]",
     ("vllm5d", "v"): "[num_pages, num_kv_heads, head_dim, page_size]",
+    ("rpa", "k"): _RPA,
+    ("rpa", "v"): _RPA,
 }
 
 
@@ -52,6 +58,16 @@ def pages_rank(layout: Layout, pool: Pool = "k") -> int:
     return 5 if (layout, pool) == ("vllm5d", "k") else 4
 
 
+def is_one_pool(layout: Layout) -> bool:
+    """Whether k_pages hold V, too, and v_pages is None."""
+    return layout == "rpa"
+
+
+def pool_of_v(k_pages: Any, v_pages: Any, layout: Layout) -> Any:
+    """The array that holds V."""
+    return k_pages if is_one_pool(layout) else v_pages
+
+
 def is_stacked(pages: Any, layout: Layout, pool: Pool = "k") -> bool:
     """Whether a pages array has the leading num_layers axis."""
     return len(pages.shape) == pages_rank(layout, pool) + 1
@@ -60,6 +76,15 @@ def is_stacked(pages: Any, layout: Layout, pool: Pool = "k") -> bool:
 def atom_dims(dtype: Any) -> int:
     """x of "vllm5d": how many elements of K fill 16 bytes."""
     return _ATOM_BYTES // jnp.dtype(dtype).itemsize
+
+
+def check_pools(k_pages: Any, v_pages: Any, layout: Layout) -> None:
+    """Raises ValueError unless v_pages is None where k_pages hold V, too."""
+    if is_one_pool(layout) and v_pages is not None:
+        got = list(v_pages.shape) if hasattr(v_pages, "shape") else type(v_pages).__name__
+        raise ValueError(
+            f"v_pages: expected None for layout {layout!r}, whose k_pages hold V, got {got}"
+        )
 
 
 def check_axes(name: str, pages: Any, layout: Layout, pool: Pool) -> None:
@@ -77,6 +102,8 @@ def check_axes(name: str, pages: Any, layout: Layout, pool: Pool) -> None:
             f"{name}: expected {_AXES[layout, pool]} with x={atom_dims(pages.dtype)} elements of "
             f"{jnp.dtype(pages.dtype).name} in 16 bytes, got {got}"
         )
+    if layout == "rpa" and got[-2] % 2:
+        raise ValueError(f"{name}: expected {_RPA}, got {got} with an odd number of rows per slot")
 
 
 def pages_shape(
@@ -90,6 +117,11 @@ def pages_shape(
         heads, slots, head_dim = axes
     elif layout == "NHD":
         slots, heads, head_dim = axes
+    elif layout == "rpa":
+        slots, rows, head_dim = axes
+        heads = rows // 2
+        if rows % 2:  # on a device that has its part of a pool, or where nobody checked
+            raise ValueError(f"k_pages: expected {_RPA} with whole heads, got {[*pages.shape]}")
     elif pool == "k":
         heads, atoms, slots, x = axes
         head_dim = atoms * x
@@ -100,7 +132,8 @@ def pages_shape(
 
 def kv_heads_axis(pages: jax.Array | jax.ShapeDtypeStruct, layout: Layout, pool: Pool = "k") -> int:
     """The axis of a pages array that counts KV heads."""
-    return len(pages.shape) - pages_rank(layout, pool) + (2 if layout == "NHD" else 1)
+    axis = 2 if layout in ("NHD", "rpa") else 1
+    return len(pages.shape) - pages_rank(layout, pool) + axis
 
 
 def make_shape(
@@ -121,6 +154,8 @@ def make_shape(
         return (*leading, heads, slots, head_dim)
     if layout == "NHD":
         return (*leading, slots, heads, head_dim)
+    if layout == "rpa":
+        return (*leading, slots, 2 * heads, head_dim)
     if pool == "v":
         return (*leading, heads, head_dim, slots)
     x = atom_dims(dtype)
@@ -136,6 +171,8 @@ def slots_first(pages: Any, layout: Layout, pool: Pool = "k") -> Any:
     """Pages of any layout as [..., page, slot, head, dim]; numpy or jax arrays."""
     if layout == "NHD":
         return pages
+    if layout == "rpa":
+        return rows_of(pages, pool)
     if layout == "HND":
         return pages.swapaxes(-3, -2)
     if pool == "v":
@@ -144,8 +181,34 @@ def slots_first(pages: Any, layout: Layout, pool: Pool = "k") -> Any:
     return pages.reshape(*pages.shape[:-2], pages.shape[-2] * pages.shape[-1])
 
 
+def rows_of(rows: Any, pool: Pool) -> Any:
+    """Of slots of layout "rpa", [..., 2·heads, head_dim], the rows of K or of V."""
+    return rows[..., POOLS.index(pool) :: 2, :]
+
+
+def of_slots(stored: Any, shape: PagesShape, layout: Layout, pool: Pool) -> Any:
+    """What pages hold at indices of slots, as [..., num_kv_heads, head_dim]."""
+    if layout == "rpa":
+        return rows_of(stored, pool)
+    leading = stored.shape[: stored.ndim - (pages_rank(layout, pool) - 2)]
+    return stored.reshape(*leading, shape.num_kv_heads, shape.head_dim)
+
+
+def side_by_side(k: Any, v: Any) -> Any:
+    """The slots of layout "rpa" that hold k and v, [..., heads, head_dim]."""
+    xp = jnp if isinstance(k, jax.Array) else np
+    return xp.stack([k, v], axis=-2).reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
+
+
+def of_slots_first(k_tokens: Any, v_tokens: Any, layout: Layout) -> tuple[Any, Any]:
+    """Pages of a layout, (k_pages, v_pages), that hold K and V [..., page, slot, head, dim]."""
+    if is_one_pool(layout):
+        return side_by_side(k_tokens, v_tokens), None
+    return from_slots_first(k_tokens, layout, "k"), from_slots_first(v_tokens, layout, "v")
+
+
 def from_slots_first(tokens: Any, layout: Layout, pool: Pool = "k") -> Any:
-    """The inverse of `slots_first`: [..., page, slot, head, dim] as pages of a layout."""
+    """The inverse of `slots_first` where each pool has an array of its own."""
     if layout == "NHD":
         return tokens
     if layout == "HND":
@@ -158,8 +221,8 @@ def from_slots_first(tokens: Any, layout: Layout, pool: Pool = "k") -> Any:
 
 
 def convert_pages(
-    k_pages: Shaped[Array, "..."], v_pages: Shaped[Array, "..."], src: Layout, dst: Layout
-) -> tuple[jax.Array, jax.Array]:
+    k_pages: Shaped[Array, "..."], v_pages: Shaped[Array, "..."] | None, src: Layout, dst: Layout
+) -> tuple[jax.Array, jax.Array | None]:
     """Pages of layout `src` as pages of layout `dst`, for caches that come from or go elsewhere.
 
     It moves every element: the result is a copy of the pool, so there is room for both needed. The
@@ -167,14 +230,15 @@ def convert_pages(
 
     Args:
       k_pages, v_pages: pages of layout src, both with or both without a leading num_layers axis;
-        any dtype of 1, 2 or 4 bytes.
-      src, dst: "HND", "NHD" or "vllm5d".
+        any dtype of 1, 2 or 4 bytes. With "rpa" v_pages is None.
+      src, dst: "HND", "NHD", "vllm5d" or "rpa".
 
     Returns:
       (k_pages, v_pages) of layout dst, with the layer axis that they came with.
 
     Raises:
-      ValueError: a layout is unknown, shapes do not fit it, or "vllm5d" cannot hold this head_dim.
+      ValueError: a layout is unknown, shapes do not fit it, "vllm5d" cannot hold this head_dim, or
+        "rpa" these pools, whose head_dim or dtype differ.
 
     Differentiable.
 
@@ -188,62 +252,21 @@ def convert_pages(
         if layout not in LAYOUTS:
             choices = " or ".join(map(repr, LAYOUTS))
             raise ValueError(f"{name}: expected {choices}, got {layout!r}")
-    converted = []
-    for pool, pages in zip(POOLS, (k_pages, v_pages), strict=True):
+    check_pools(k_pages, v_pages, src)
+    tokens = []
+    for pool, pages in zip(POOLS, (k_pages, pool_of_v(k_pages, v_pages, src)), strict=True):
         check_axes(f"{pool}_pages", pages, src, pool)
         make_shape(pages_shape(pages, src, pool), dst, pool, dtype=pages.dtype)
-        converted.append(from_slots_first(slots_first(pages, src, pool), dst, pool))
-    k_shape, v_shape = pages_shape(k_pages, src, "k"), pages_shape(v_pages, src, "v")
-    if k_shape._replace(head_dim=0) != v_shape._replace(head_dim=0):
+        tokens.append(slots_first(pages, src, pool))
+    k, v = tokens
+    if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"v_pages: expected the sizes of k_pages {list(k_pages.shape)}, head_dim aside, "
-            f"got {list(v_pages.shape)}"
+            f"got {list(pool_of_v(k_pages, v_pages, src).shape)}"
         )
-    return converted[0], converted[1]
-
-
-def page_table_from_addresses(
-    addresses: UInt64[np.ndarray, "..."], base: int, page_bytes: int
-) -> Int32[np.ndarray, "..."]:
-    """A page table of ids from one of byte addresses, as kept by engines that store pointers.
-
-    id = (address − base) / page_bytes. It runs on the host: hand the result to the ops.
-
-    Args:
-      addresses: uint64, any shape: the address of each page's first byte in the K pool (or of each
-        in the V pool, with that pool's base and page_bytes). 0 (null) means no page.
-      base: address of the pool's first byte; with stacked pages that of the layer in question.
-      page_bytes: bytes of one page of one layer, at least 1.
-
-    Returns:
-      i32 ids of the same shape, −1 for null. Ids are not checked against the size of the pool: the
-      ops leave out pages beyond it.
-
-    Raises:
-      ValueError: an address lies below base, between two pages, or 2^31 pages or more above base.
-
-    The idea is that of vLLM's chunked_prefill_paged_decode with is_block_table_ptr, which rounds a
-    misaligned address down instead.
-
-    >>> import numpy as np
-    >>> addresses = np.array([[0x7000, 0x7800, 0]], np.uint64)
-    >>> print(page_table_from_addresses(addresses, base=0x7000, page_bytes=1024))
-    [[ 0  2 -1]]
-    """
-    addresses = np.asarray(addresses)
-    if addresses.dtype != np.uint64:
-        raise ValueError(f"addresses: expected dtype uint64, got {addresses.dtype.name}")
-    for name, value, least in (("base", base, 0), ("page_bytes", page_bytes, 1)):
-        if not isinstance(value, (int, np.integer)) or not least <= value < 2**64:
-            raise ValueError(f"{name}: expected an int in [{least}, 2^64), got {value!r}")
-    page_bytes = int(page_bytes)
-    distance = addresses - np.uint64(base)  # wraps where the address is below base
-    ids, rest = np.divmod(distance, np.uint64(page_bytes))
-    wrong = (addresses != 0) & ((addresses < np.uint64(base)) | (rest != 0) | (ids >= 2**31))
-    if wrong.any():
-        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    if is_one_pool(dst) and (k.shape, k.dtype) != (v.shape, v.dtype):
         raise ValueError(
-            f"addresses[{', '.join(map(str, at))}]: expected 0 or base {int(base):#x} plus fewer "
-            f"than 2^31 times page_bytes={page_bytes}, got {int(addresses[at]):#x}"
+            f"v_pages: expected head_dim={k.shape[-1]} and dtype {k.dtype.name} as of k_pages for "
+            f"layout {dst!r}, got head_dim={v.shape[-1]} and dtype {v.dtype.name}"
         )
-    return np.where(addresses == 0, -1, ids.astype(np.int64)).astype(np.int32)
+    return of_slots_first(k, v, dst)

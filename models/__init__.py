@@ -48,5 +48,7 @@ from .serving.handover import PrefillTicket as PrefillTicket
 from .serving.prefill import PrefillService as PrefillService
 from .serving.prefiller import Prefiller as Prefiller
 from .serving.runner import follow as follow
+from .serving.sessions import Session as Session
+from .serving.sessions import Sessions as Sessions
 from .serving.snapshot import SnapshotFile as SnapshotFile
 from .testing import Stepper as Stepper

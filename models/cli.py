@@ -186,9 +186,7 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = {name: getattr(options, name) for name in names}
     Sampler.create(**sampling)  # bad options should not wait for the weights
     check_count("max-new-tokens", options.max_new_tokens, 0)
-    for name in ("adapter", "prefill", "snapshot"):
-        given = getattr(options, name)
-        expect(options.pp is None or given is None, name, "none with --pp", given)
+    expect(not (options.pp and options.prefill), "prefill", "none with --pp", options.prefill)
     if options.pages is not None:
         check_count("pages", options.pages, 1)
     has_place = options.snapshot is None or options.output is not None

@@ -28,8 +28,10 @@ def small_config(model_type: str = "qwen3_moe", **changes) -> DecoderConfig:
 def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
     """The config.json of a small model: 2 layers, 4 query heads over 2 KV heads.
 
-    A "qwen3_moe" has 6 experts, a "mistral" a window of 7 tokens; of each head of a "phi3" 12 of 16
-    dimensions turn.
+    A "qwen3_moe" and a "gpt_oss" have 6 experts, a "mistral" a window of 7 tokens; of each head of
+    a "phi3" 12 of 16 dimensions turn. The first layer of a "gemma3_text" or "gpt_oss" has a window
+    of 7 tokens, the second one none. A "deepseek_v2" or "deepseek_v3" has 4 heads over latent rows
+    and 3 layers, the last two with 8 experts in 4 groups and 2 shared ones.
     """
     raw = {
         "model_type": model_type,
@@ -56,7 +58,93 @@ def small_hf_config(model_type: str = "qwen3_moe", **changes) -> dict:
         raw["sliding_window"] = 7
     elif model_type == "phi3":
         raw |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
+    elif model_type == "gemma3_text":
+        raw |= {
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "rope_local_base_freq": 100.0,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 20.0,
+        }
+    elif model_type == "gpt_oss":
+        raw |= {
+            "sliding_window": 7,
+            "intermediate_size": 64,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        }
+    elif model_type.startswith("deepseek"):
+        del raw["head_dim"]
+        raw |= {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "q_lora_rank": None,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "n_group": 4,
+            "topk_group": 2,
+        }
+        if model_type == "deepseek_v3":
+            raw |= {"q_lora_rank": 16, "norm_topk_prob": True}
     return raw | changes
+
+
+def stored_tensors(
+    config: DecoderConfig, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Tensors of `expected_tensors` as a folder has them: experts one by one, or as in gpt-oss.
+
+    Experts that become MXFP4 are rounded.
+    """
+    stored: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        prefix, experts, part = name.partition(".experts.")
+        if config.model_type == "gpt_oss" and experts:
+            if not part.startswith("up_proj"):
+                whole = value
+                if part.startswith("gate_proj"):
+                    up = tensors[name.replace("gate_proj", "up_proj")]
+                    whole = np.stack([value, up], axis=2).reshape(len(up), -1, *up.shape[2:])
+                projection, _, kind = part.replace("gate_proj", "gate_up_proj").partition(".")
+                stored |= _as_gpt_oss(f"{prefix}.experts.{projection}", kind, whole, config)
+        elif experts:
+            stored |= {f"{prefix}.experts.{e}.{part}": value[e] for e in range(len(value))}
+        elif config.model_type == "gpt_oss":
+            stored[name.replace(".mlp.gate.", ".mlp.router.")] = value
+        else:
+            stored[name] = value
+    return stored
+
+
+def _as_gpt_oss(
+    name: str, kind: str, value: np.ndarray, config: DecoderConfig
+) -> dict[str, np.ndarray]:
+    if kind == "bias":
+        return {name + "_bias": value}
+    if not config.mxfp4_experts:
+        return {name: np.ascontiguousarray(value.swapaxes(1, 2))}
+    blocks = value.reshape(*value.shape[:2], -1, 32).astype(np.float32)
+    exponents = np.ceil(np.log2(np.abs(blocks).max(axis=-1) / 6))
+    sizes = np.abs(blocks) / np.exp2(exponents)[..., None]
+    codes = np.abs(sizes[..., None] - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])).argmin(axis=-1)
+    codes = (codes + 8 * (blocks < 0)).astype(np.uint8)
+    packed = codes[..., ::2] | codes[..., 1::2] << 4
+    return {name + "_blocks": packed, name + "_scales": (exponents + 127).astype(np.uint8)}
 
 
 @functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="state")
@@ -91,8 +179,12 @@ class Stepper:
     ):  # fmt: skip
         config = model.config
         self.max_seqs = max_seqs
+        latent = getattr(config, "latent", None)
+        layers: dict[str, Any] = {"num_layers": config.num_layers}
+        if latent is not None:
+            layers = {"layer_kinds": ["mla"] * config.num_layers, "latent_dim": latent.row_dim}
         self.state = state or KVState.create(
-            num_layers=config.num_layers,
+            **layers,
             num_pages=max_seqs * pages_per_seq,
             page_size=page_size,
             num_kv_heads=config.num_kv_heads,

@@ -30,7 +30,7 @@ SLOW_FILES = [
     "draft_model", "kv_dtype", "cli", "engine",
     "attention_options", "draft_trees", "speculate", "cache_scenarios", "decoder", "generate",
     "bench_serve", "build", "tsan", "groups", "groups_random", "concurrency", "interrupt",
-    "cascade", "transfer_between", "docs",
+    "cascade", "transfer_between", "docs", "support",
 ]  # fmt: skip
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -4,7 +4,8 @@
 // the CUDA kernels and the emulator. jax_paged/ops/options.py says what each option means.
 //
 // Latent pages (MLA): in place of k_pages and v_pages there is kv_pages, [(num_layers,) num_pages,
-// page_size, width], with one KV head; V is the front of each row of K.
+// page_size, width], with one KV head; V is the front of each row of K. Layout rpa: k_pages and
+// v_pages are one pool, which is given twice.
 
 #ifndef JAX_PAGED_COMMON_ATTENTION_CALL_H_
 #define JAX_PAGED_COMMON_ATTENTION_CALL_H_
@@ -75,7 +76,7 @@ struct AttentionCall {
 
   const void* q;
   void* k_pages;
-  void* v_pages;              // latent: k_pages
+  void* v_pages;              // latent: k_pages; else of the first row of V
   const int32_t* page_table;  // [max_seqs, pages_per_seq]
   const int32_t* seq_lens;    // [max_seqs]
   const int32_t* cu_q_lens;   // [max_seqs + 1]
@@ -200,11 +201,13 @@ class AttentionReader {
     if (!Take(ReadLayout(kOp, name.data(), name.size(), &layout))) return false;
     const int64_t bytes = ByteWidth(call_.kv_dtype);
     PoolShape &k_pool = call_.k_pool, &v_pool = call_.v_pool;
-    return Take(ReadPoolShape(kOp, "k_pages", k, layout, Pool::kKeys, bytes, &k_pool)) &&
-           Take(ReadPoolShape(kOp, "v_pages", v, layout, Pool::kValues, bytes, &v_pool)) &&
-           Take(CheckSamePool(kOp, k_pool, v_pool, v)) &&
-           Take(CheckHeadDim(kOp, "k_pages", k_pool.head_dim)) &&
-           Take(CheckHeadDim(kOp, "v_pages", v_pool.head_dim));
+    const bool ok = Take(ReadPoolShape(kOp, "k_pages", k, layout, Pool::kKeys, bytes, &k_pool)) &&
+                    Take(ReadPoolShape(kOp, "v_pages", v, layout, Pool::kValues, bytes, &v_pool)) &&
+                    Take(CheckSamePool(kOp, k_pool, v_pool, v)) &&
+                    Take(CheckHeadDim(kOp, "k_pages", k_pool.head_dim)) &&
+                    Take(CheckHeadDim(kOp, "v_pages", v_pool.head_dim));
+    if (ok) call_.v_pages = static_cast<char*>(call_.v_pages) + v_pool.first_byte();
+    return ok;
   }
 
   bool ReadLatentPool(ShapeView pages, int64_t v_head_dim) {

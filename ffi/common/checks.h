@@ -177,9 +177,13 @@ inline std::string ReadPoolShape(const char* op, const char* argument, ShapeView
             element_bytes,
             layout,
             pool};
-  if (layout == Layout::kNhd) {
+  if (layout == Layout::kRpa && dims[2] % 2 != 0) {
+    return Mismatch(op, argument, "2 * num_kv_heads rows in each slot",
+                    ShapeText(pages.dims, pages.rank));
+  }
+  if (layout == Layout::kNhd || layout == Layout::kRpa) {
     shape->page_size = dims[1];
-    shape->num_kv_heads = dims[2];
+    shape->num_kv_heads = dims[2] / shape->rows_per_head();
   } else if (layout == Layout::kVllm5d) {
     shape->page_size = dims[3];
     shape->head_dim = is_atoms ? dims[2] * dims[4] : dims[2];
@@ -216,8 +220,10 @@ inline std::string ReadLayout(const char* op, const char* text, size_t length, L
     *layout = Layout::kNhd;
   } else if (name == "vllm5d") {
     *layout = Layout::kVllm5d;
+  } else if (name == "rpa") {
+    *layout = Layout::kRpa;
   } else {
-    return Mismatch(op, "layout", "\"HND\", \"NHD\" or \"vllm5d\"", "\"" + name + "\"");
+    return Mismatch(op, "layout", "\"HND\", \"NHD\", \"vllm5d\" or \"rpa\"", "\"" + name + "\"");
   }
   return "";
 }

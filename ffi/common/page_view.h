@@ -7,9 +7,11 @@
 //   NHD     K, V [num_layers, num_pages, page_size, num_kv_heads, head_dim]
 //   vllm5d  K [num_layers, num_pages, num_kv_heads, head_dim/x, page_size, x], x elements in 16
 //           bytes; V [num_layers, num_pages, num_kv_heads, head_dim, page_size]
+//   rpa     K and V in one pool [num_layers, num_pages, page_size, 2 * num_kv_heads, head_dim]: the
+//           rows of a head stand side by side, K's first
 //
-// A token's row of one head is cut into atoms, runs of contiguous bytes: the whole row (HND, NHD),
-// 16 bytes (K of vllm5d) or one element (V of vllm5d). Byte b of a row lies at
+// A token's row of one head is cut into atoms, runs of contiguous bytes: the whole row (HND, NHD,
+// rpa), 16 bytes (K of vllm5d) or one element (V of vllm5d). Byte b of a row lies at
 //   layer * layer_stride + page * page_stride + head * head_stride + offset * token_stride
 //     + b / atom_bytes * atom_stride + b % atom_bytes.
 
@@ -22,7 +24,7 @@
 
 namespace jax_paged {
 
-enum class Layout : int { kHnd = 0, kNhd = 1, kVllm5d = 2 };
+enum class Layout : int { kHnd = 0, kNhd = 1, kVllm5d = 2, kRpa = 3 };
 
 // Which of a cache's two pools: vllm5d orders them differently.
 enum class Pool : int { kKeys = 0, kValues = 1 };
@@ -40,9 +42,14 @@ struct PoolShape {
   Pool pool;
 
   int64_t token_bytes() const { return head_dim * element_bytes; }
-  int64_t page_bytes() const { return num_kv_heads * page_size * token_bytes(); }
+  int64_t rows_per_head() const { return layout == Layout::kRpa ? 2 : 1; }  // of a token
+  int64_t page_bytes() const { return rows_per_head() * num_kv_heads * page_size * token_bytes(); }
   int64_t layer_bytes() const { return num_pages * page_bytes(); }
   int64_t num_slots() const { return num_pages * page_size; }
+  // Of the pool's first row from the first byte of its array.
+  int64_t first_byte() const {
+    return layout == Layout::kRpa && pool == Pool::kValues ? token_bytes() : 0;
+  }
 };
 
 // Distances in bytes, for kernels that find the layer on the device.
@@ -68,9 +75,9 @@ inline PageStrides MakePageStrides(const PoolShape& shape) {
                          /*token=*/row,
                          /*atom=*/row,
                          /*atom_bytes=*/row};
-  if (shape.layout == Layout::kNhd) {
-    strides.head = row;
-    strides.token = row * shape.num_kv_heads;
+  if (shape.layout == Layout::kNhd || shape.layout == Layout::kRpa) {
+    strides.head = row * shape.rows_per_head();
+    strides.token = strides.head * shape.num_kv_heads;
   } else if (shape.layout == Layout::kVllm5d) {
     const int64_t atom_bytes = shape.pool == Pool::kKeys ? kKeyAtomBytes : shape.element_bytes;
     strides.token = strides.atom_bytes = atom_bytes;

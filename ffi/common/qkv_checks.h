@@ -52,9 +52,10 @@ inline std::string ReadQkv(const QkvArrays& in, float eps, std::string_view styl
   }
   const int64_t element_bytes = ByteWidth(p.dtype);
   if (failed(ReadLayout(kQkvOp, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(layout == Layout::kVllm5d
-                 ? Mismatch(kQkvOp, "layout", "\"HND\" or \"NHD\"", "\"vllm5d\"")
-                 : std::string()) ||
+      failed(layout == Layout::kHnd || layout == Layout::kNhd
+                 ? std::string()
+                 : Mismatch(kQkvOp, "layout", "\"HND\" or \"NHD\"",
+                            "\"" + std::string(layout_name) + "\"")) ||
       failed(ReadPoolShape(kQkvOp, "k_pages", in.k_pages.shape, layout, Pool::kKeys, element_bytes,
                            &p.k_pool)) ||
       failed(ReadPoolShape(kQkvOp, "v_pages", in.v_pages.shape, layout, Pool::kValues,

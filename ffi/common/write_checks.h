@@ -18,6 +18,7 @@ namespace jax_paged {
 
 inline constexpr char kWriteKvOp[] = "jax_paged.write_kv";
 
+// Layout rpa: k_pages hold V too, and v_pages and their result have no elements.
 struct WriteKvArrays {
   Array k_pages, v_pages, k, v, slot_mapping, layer;
   Array k_result, v_result;
@@ -29,14 +30,14 @@ struct WriteKvParams {
   const int32_t* slot_mapping;  // [num_tokens]
   const int32_t* layer;         // scalar
   void* k_pages;                // k_pool
-  void* v_pages;                // v_pool
+  void* v_pages;                // v_pool: its first row
   PoolShape k_pool;
   PoolShape v_pool;
   int64_t num_tokens;
 };
 
 // Checks all and fills `params`, whose pages are those of the results.
-inline std::string ReadWriteKv(const WriteKvArrays& in, std::string_view layout_name,
+inline std::string ReadWriteKv(WriteKvArrays in, std::string_view layout_name,
                                WriteKvParams* params) {
   constexpr auto& kOp = kWriteKvOp;
   std::string error;
@@ -55,8 +56,18 @@ inline std::string ReadWriteKv(const WriteKvArrays& in, std::string_view layout_
       failed(CheckType(kOp, "v_pages result", in.v_result.type, in.v_pages.type)) ||
       failed(CheckType(kOp, "slot_mapping", in.slot_mapping.type, TypeOf<int32_t>())) ||
       failed(CheckType(kOp, "layer", in.layer.type, TypeOf<int32_t>())) ||
-      failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(ReadPoolShape(kOp, "k_pages", in.k_pages.shape, layout, Pool::kKeys,
+      failed(ReadLayout(kOp, layout_name.data(), layout_name.size(), &layout))) {
+    return error;
+  }
+  if (layout == Layout::kRpa) {
+    if (failed(CheckShape(kOp, "v_pages", in.v_pages.shape, {0})) ||
+        failed(CheckType(kOp, "v_pages", in.v_pages.type, in.k_pages.type))) {
+      return error;
+    }
+    in.v_pages = in.k_pages;
+    in.v_result = in.k_result;
+  }
+  if (failed(ReadPoolShape(kOp, "k_pages", in.k_pages.shape, layout, Pool::kKeys,
                            ByteWidth(k_dtype), &p.k_pool)) ||
       failed(ReadPoolShape(kOp, "v_pages", in.v_pages.shape, layout, Pool::kValues,
                            ByteWidth(v_dtype), &p.v_pool)) ||
@@ -78,7 +89,7 @@ inline std::string ReadWriteKv(const WriteKvArrays& in, std::string_view layout_
   p.slot_mapping = static_cast<const int32_t*>(in.slot_mapping.data);
   p.layer = static_cast<const int32_t*>(in.layer.data);
   p.k_pages = in.k_result.data;
-  p.v_pages = in.v_result.data;
+  p.v_pages = static_cast<char*>(in.v_result.data) + p.v_pool.first_byte();
   return "";
 }
 

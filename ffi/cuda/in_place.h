@@ -14,7 +14,7 @@ namespace jax_paged::cuda {
 // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
 inline cudaError_t CopyUnlessAliased(cudaStream_t stream, const PagesOfCall (&pages)[2]) {
   for (const auto& [from, to] : pages) {
-    if (from.untyped_data() == to.untyped_data()) continue;
+    if (from.untyped_data() == to.untyped_data() || from.size_bytes() == 0) continue;
     const cudaError_t error = cudaMemcpyAsync(to.untyped_data(), from.untyped_data(),
                                               from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
     if (error != cudaSuccess) return error;

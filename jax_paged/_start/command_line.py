@@ -289,6 +289,8 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
         from jax_paged.models import make_mesh
 
         given["mesh"] = functools.partial(make_mesh, **sizes)
+    if getattr(options, "redundant_experts", None) is not None:  # of `serve` alone
+        given["redundant_experts"] = options.redundant_experts
     return given
 
 
@@ -406,6 +408,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cascade(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cascade", action="store_true",
+        help="read what at least 4 running requests share once for all of them (Engine, cascade)",
+    )  # fmt: skip
+
+
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS,
@@ -442,6 +451,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every prompt in full"
     )
+    _add_cascade(parser)
     parser.add_argument(
         "--one-by-one", action="store_true",
         help="one request at a time, for comparison: the same as --max-seqs 1 --no-prefix-cache",
@@ -490,6 +500,16 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", metavar="DIR", help="write a profile of the run there (jax.profiler)"
     )
+    _add_cascade(parser)
+    parser.add_argument(
+        "--redundant-experts", type=int, metavar="N",
+        help="over several devices: slots of a layer beyond one for each expert; experts can then "
+        "move (default: they cannot)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rebalance-seconds", type=float, metavar="S",
+        help="how often experts move, by the tokens that they had (default: never)",
+    )  # fmt: skip
 
 
 def _add_listener(parser: argparse.ArgumentParser) -> None:

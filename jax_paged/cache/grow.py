@@ -27,9 +27,10 @@ from jax_paged.cache.table import (
 )
 from jax_paged.cache.trees import read_parents, token_ends, token_owners
 from jax_paged.cache.windows import find_slides, give_window, slide
-from jax_paged.checks import INT32_MAX, as_index, check_shape, check_size
+from jax_paged.checks import INT32_MAX, as_index, check_shape, check_size, expect
 from jax_paged.checks.status import Status, code
 from jax_paged.ops.batch import StepBatch, pages_for
+from jax_paged.ops.cascade import shared_levels
 from jax_paged.ops.trees import intervals_of
 
 
@@ -103,7 +104,7 @@ def _reserve(table, rows, num_tokens, max_new):
 
 def step(
     table: T, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None,
-    tree_parents: Integers | None = None,
+    tree_parents: Integers | None = None, cascade: bool | int = False,
 ) -> tuple[T, StepBatch, jax.Array]:  # fmt: skip
     """Appends q_lens[i] tokens to row i and tells where they go; once per step, after `reserve`.
 
@@ -125,6 +126,10 @@ def step(
         or -1 for a root. A row whose parents are all NO_TREE (-2) takes plain tokens. A node's
         position is the row's length before the tree plus the number of its ancestors. The batch
         then has `tree` and `tree_sizes`, to be passed to `ragged_paged_attention`.
+      cascade: whether the batch also tells what rows share (`levels`, by `cascade_levels`), by
+        fork or because they adopted the same pages; `attend` then reads that once for all of them.
+        An int: the most levels, at least 2; True = 2. Where fewer than 4 rows share, or fewer than
+        512 tokens, each row is read for itself, which is faster.
 
     Returns:
       (table, batch, status i32[S]). ROW_FULL: the row has not reserved enough pages, or its tree
@@ -134,7 +139,8 @@ def step(
       any row fails, the batch is all padding: num_seqs 0, slots -1.
 
     Raises:
-      ValueError: a shape or dtype is wrong, or num_tokens is no integer of at least 1.
+      ValueError: a shape or dtype is wrong, num_tokens is no integer of at least 1, or cascade none
+        of at least 2.
     """
     ids = check_rows("rows", rows)
     size = ids.shape[0] if num_tokens is None else check_size("num_tokens", num_tokens)
@@ -144,6 +150,12 @@ def step(
     table, batch, status = _step(table, ids, per_row("q_lens", q_lens, ids), tree_parents, size)
     if isinstance(q_lens, int):
         batch = dataclasses.replace(batch, max_q_len=max(q_lens, 1))
+    if cascade is not False:
+        num_levels = 2 if cascade is True else cascade
+        ok = isinstance(num_levels, int) and num_levels >= 2
+        expect(ok, "cascade", "a bool or an int >= 2", repr(cascade))
+        levels = shared_levels(batch, table.page_size, num_levels)
+        batch = dataclasses.replace(batch, levels=levels)
     return table, batch, status
 
 
@@ -223,7 +235,7 @@ def _step(table, rows, q_lens, tree_parents, size):
 
 def append(
     table: T, rows: Integers, q_lens: Integers, *, num_tokens: int | None = None,
-    tree_parents: Integers | None = None,
+    tree_parents: Integers | None = None, cascade: bool | int = False,
 ) -> tuple[T, StepBatch, jax.Array]:  # fmt: skip
     """Makes room for q_lens[i] tokens of row i and appends them: `reserve` and `step` in one.
 
@@ -242,7 +254,7 @@ def append(
     reserved, status = reserve(table, rows, q_lens)
     ids = jnp.where(all_ok(status), check_rows("rows", rows), -1)
     appended, batch, of_step = step(
-        reserved, ids, q_lens, num_tokens=num_tokens, tree_parents=tree_parents
+        reserved, ids, q_lens, num_tokens=num_tokens, tree_parents=tree_parents, cascade=cascade
     )
     status = jnp.where(all_ok(status), of_step, status)
     return if_ok(all_ok(status), appended, table), batch, status

@@ -6,6 +6,7 @@ the state and the step's batch know filled in: pages, layout, scales, slots, len
 trees. Forgotten at an op, each of these gives wrong numbers and no error.
 """
 
+import dataclasses
 import inspect
 from typing import Any, Unpack
 
@@ -18,6 +19,11 @@ from jax_paged.checks import Implementation, RopeStyle, expect, kind_text
 from jax_paged.ops.attention import LayerOptions, ragged_paged_attention
 from jax_paged.ops.attention_plan import attention_plan
 from jax_paged.ops.batch import StepBatch
+from jax_paged.ops.cascade import (
+    cascade_attention,
+    mla_cascade_attention,
+    shared_levels,
+)
 from jax_paged.ops.mla import mla_paged_attention, write_mla_kv
 from jax_paged.ops.options import documented
 from jax_paged.ops.plan import AttentionPlan
@@ -61,7 +67,7 @@ def write(
     [3. 3.]
     """
     number, group, batch, layer = _look_up(state, batch, layer)
-    if group.v_pages is None:
+    if group.is_latent:
         expect(v is None, "v", "None for a layer of latent rows", kind_text(v))
         k_pages = write_mla_kv(
             group.k_pages, k, batch.slot_mapping, layer=layer, kv_scale=group.k_scale
@@ -116,8 +122,7 @@ def write_qkv(
     (1, 2, 8) 8.0
     """
     number, group, batch, layer = _look_up(state, batch, layer)
-    expect(group.v_pages is not None, "layer", "one with K and V", "one of latent rows")
-    assert group.v_pages is not None
+    expect(not group.is_latent, "layer", "one with K and V", "one of latent rows")
     q, *written = qkv_norm_rope_write(
         qkv, group.k_pages, group.v_pages, batch.positions if positions is None else positions,
         batch.slot_mapping, cos, sin, q_norm=q_norm, k_norm=k_norm, eps=eps,
@@ -140,7 +145,9 @@ def attend(
 ):
     """Attends a step's tokens to their rows in a layer: `ragged_paged_attention`.
 
-    Of an "mla" layer `mla_paged_attention`, with its options.
+    Of an "mla" layer `mla_paged_attention`, with its options. Where the batch tells what rows share
+    (`step`, cascade=True), `cascade_attention` takes its place: the result is the same, rounding
+    aside. With `rope` each row is read for itself.
 
     Args:
       q: [tokens, num_q_heads, head_dim]; of an "mla" layer absorbed, with latent + rope.
@@ -171,21 +178,36 @@ def attend(
     _, group, batch, layer = _look_up(state, batch, layer)
     rows = (batch.page_table, batch.seq_lens, batch.cu_q_lens, batch.num_seqs)
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
-    if group.v_pages is None:
-        for name in [*given, *([] if batch.tree is None else ["tree"])]:
+    of_rows = _of_rows(batch, given)
+    together: Any
+    each: Any
+    if group.is_latent:
+        for name in given:
             expect(name in _OF_LATENT, name, "None for a layer of latent rows", "a value")
         expect("sm_scale" in given, "sm_scale", "a number for a layer of latent rows", None)
         expect(v_head_dim is not None, "v_head_dim", "an int for a layer of latent rows", None)
         assert v_head_dim is not None
-        return mla_paged_attention(
-            q, group.k_pages, *rows, layer=layer, v_head_dim=v_head_dim, kv_scale=group.k_scale,
-            **given,
-        )  # fmt: skip
-    expect(v_head_dim is None, "v_head_dim", "None for a layer with K and V", v_head_dim)
-    return ragged_paged_attention(
-        q, group.k_pages, group.v_pages, *rows, layer=layer, k_scale=group.k_scale,
-        v_scale=group.v_scale, layout=group.layout, **(given | _of_rows(batch, given)),
-    )  # fmt: skip
+        del of_rows["max_q_len"]  # a hint for other kernels
+        pools: Any = (group.k_pages,)
+        of_pages = {"kv_scale": group.k_scale, "v_head_dim": v_head_dim}
+        together, each = mla_cascade_attention, mla_paged_attention
+    else:
+        expect(v_head_dim is None, "v_head_dim", "None for a layer with K and V", v_head_dim)
+        pools = group.k_pages, group.v_pages
+        of_pages = {
+            "k_scale": group.k_scale, "v_scale": group.v_scale, "layout": group.layout
+        }  # fmt: skip
+        together, each = cascade_attention, ragged_paged_attention
+    of_pages["layer"] = layer
+    if batch.levels is None or "rope" in given:
+        return each(q, *pools, *rows, **of_pages, **(given | of_rows))
+
+    levels, window = batch.levels, given.pop("sliding_window", None)
+    if window is not None:
+        of_layer = dataclasses.replace(batch, levels=None)
+        levels = shared_levels(of_layer, group.table.page_size, max(len(levels), 2), window)
+    given.pop("plan", None)  # of calls for each row
+    return together(q, *pools, levels, *rows[2:], **of_pages, **given)
 
 
 @documented
@@ -239,7 +261,7 @@ def attend_plan(
     }  # fmt: skip
     given = {name: x for name, x in given.items() if x is not None}
     _, group, batch, _ = _look_up(state, batch, layer)
-    if group.v_pages is None:
+    if group.is_latent:
         return None
     return attention_plan(
         q, group.k_pages, group.v_pages, batch.page_table, batch.seq_lens, batch.cu_q_lens,

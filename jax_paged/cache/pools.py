@@ -25,10 +25,12 @@ from jax_paged.layout import (
     Layout,
     PagesShape,
     Pool,
+    is_one_pool,
     kv_heads_axis,
     make_shape,
     pages_rank,
     pages_shape,
+    pool_of_v,
 )
 from jax_paged.ops.mla import check_latent_scale
 from jax_paged.ops.move import copy_in_pools, copy_pages, move_slots
@@ -43,7 +45,8 @@ class KVGroup:
     # [num_layers, num_pages, num_kv_heads, page_size, head_dim] for "HND"; of latent rows
     # [num_layers, num_pages, page_size, latent + rope]
     k_pages: jax.Array
-    v_pages: jax.Array | None  # the same with v_head_dim; None: latent rows, which begin with V
+    # The same with v_head_dim; None: latent rows, which begin with V, or k_pages of layout "rpa".
+    v_pages: jax.Array | None
     table: PageTable
     layout: Layout = field(metadata={"static": True})
     # Of 8-bit pages, for the ops' arguments of these names: f32[num_layers, num_pages,
@@ -71,7 +74,7 @@ class KVGroup:
 
     @property
     def is_latent(self) -> bool:
-        return self.v_pages is None
+        return self.v_pages is None and not is_one_pool(self.layout)
 
     @property
     def num_layers(self) -> int:
@@ -105,13 +108,19 @@ class KVGroup:
         expect((k_scale is None) == (v_scale is None), "v_scale", "given as k_scale is", v_scale)
         k_pages = zero_pool(make_shape(shape, layout, "k", dtype=dtype), jnp.dtype(dtype))
         v_shape = shape._replace(head_dim=v_head_dim)
-        v_pages = zero_pool(make_shape(v_shape, layout, "v"), jnp.dtype(dtype))
+        if is_one_pool(layout):
+            text = f"head_dim={shape.head_dim} for layout {layout!r}"
+            expect(v_head_dim == shape.head_dim, "v_head_dim", text, v_head_dim)
+            v_pages = None
+        else:
+            v_pages = zero_pool(make_shape(v_shape, layout, "v"), jnp.dtype(dtype))
         if is_eight_bit and k_scale is None:
             scale_shape = make_shape(shape, "HND")[:-1]
             k_scale, v_scale = (zero_pool(scale_shape, jnp.dtype("float32")) for _ in "kv")
         else:
             k_scale = _own(check_kv_scale("k_scale", k_scale, k_pages, shape))
-            v_scale = _own(check_kv_scale("v_scale", v_scale, v_pages, shape))
+            v_pool = pool_of_v(k_pages, v_pages, layout)
+            v_scale = _own(check_kv_scale("v_scale", v_scale, v_pool, shape))
         return KVGroup(k_pages, v_pages, table, layout, k_scale, v_scale)
 
     @staticmethod
@@ -155,7 +164,7 @@ class KVGroup:
 
     def with_copies(self, table: PageTable, copies: PageCopies) -> "KVGroup":
         """With another table, and pages copied as its verb says; donates the pages."""
-        if self.v_pages is None:
+        if self.is_latent:
             (k_pages,) = copy_in_pools(2, (self.k_pages,), *copies)
             return dataclasses.replace(self, k_pages=k_pages, table=table)
         k_pages, v_pages = copy_pages(self.k_pages, self.v_pages, *copies)
@@ -166,7 +175,7 @@ class KVGroup:
 
     def with_moves(self, table: PageTable, moves: SlotMoves) -> "KVGroup":
         """With another table, and tokens moved as its verb says; donates the pages."""
-        if self.v_pages is None:
+        if self.is_latent:
             (k_pages,) = copy_in_pools(3, (self.k_pages,), *moves)
             return dataclasses.replace(self, k_pages=k_pages, table=table)
         per_token = is_per_token(self.k_scale)

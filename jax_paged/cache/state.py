@@ -148,9 +148,9 @@ class KVState:
           layer_kinds: for each layer its kind: "full", "mla" or the size of its window.
           num_kv_heads, head_dim, v_head_dim: of the layers with K and V; v_head_dim None: head_dim.
           latent_dim: of "mla" layers, the width of a row, latent + rope.
-          layout: "HND", "NHD" or "vllm5d", see `layout`.
-          windows: whether rows of "full" layers can have a sliding window of their own, see
-            `set_window`.
+          layout: "HND", "NHD", "vllm5d" or "rpa", see `layout`.
+          windows: whether rows can have a sliding window of their own, see `set_window`. Layers
+            that have one keep theirs.
           k_scale, v_scale: of 8-bit pages: a scalar, [num_layers] or [num_layers, num_kv_heads] of
             a group. None for both: pools of scales, one per token and head, which the writes
             compute; they add 8 bytes per token, head and layer to the 2 · head_dim of K and V.
@@ -203,7 +203,7 @@ class KVState:
             is_window = isinstance(kind, int)
             table = PageTable.create(
                 **sizes, max_seqs=max_seqs, page_size=page_size, max_tree=max_tree,
-                windows=windows and kind == "full", row_window=kind if is_window else None,
+                windows=windows and not is_window, row_window=kind if is_window else None,
             )  # fmt: skip
             same: dict[str, Any] = {"num_layers": kinds.count(kind), "dtype": dtype}
             if kind == "mla":
@@ -274,7 +274,7 @@ class KVState:
 
     @property
     def v_pages(self) -> jax.Array:
-        """V of all layers."""
+        """V of all layers; None where k_pages of layout "rpa" hold it."""
         return cast("jax.Array", self._group.v_pages)
 
     @property
@@ -299,6 +299,10 @@ class KVState:
         """With other fields of its group, e.g. k_pages and v_pages after an op wrote them."""
         return dataclasses.replace(self, groups=(dataclasses.replace(self._group, **changes),))
 
+    def with_copies(self, table: Any, copies: PageCopies) -> "KVState":
+        """Of a single group: with another table, and pages copied; donates the pages."""
+        return dataclasses.replace(self, groups=(self._group.with_copies(table, copies),))
+
     def with_pages(self, group: int, *pools: Any) -> "KVState":
         """With other pages of a group: k_pages, v_pages, and their scales where given."""
         names = ("k_pages", "v_pages", "k_scale", "v_scale")[: len(pools)]
@@ -315,6 +319,20 @@ class KVState:
                 "of which has this for itself: see state.groups"
             )
         return self.groups[0]
+
+    @property
+    def bare(self) -> "KVState":
+        """Without pages: for verbs in loops and branches, through which XLA would copy the pools.
+
+        Only `reserve`, `step`, `append` and `release` need none. See `with_tables`.
+        """
+        none: dict[str, Any] = dict.fromkeys(("k_pages", "v_pages", "k_scale", "v_scale"))
+        groups = tuple(dataclasses.replace(group, **none) for group in self.groups)
+        return dataclasses.replace(self, groups=groups)
+
+    def with_tables(self, other: "KVState") -> "KVState":
+        """With the page tables of another state, e.g. of its own `bare` after verbs."""
+        return self._with([(group.table, None) for group in other.groups])
 
     # What is the same in all groups.
 
@@ -381,11 +399,6 @@ class KVState:
             for table in tables:
                 status = jnp.where(status == code(Status.OK), of_table(table, **given)[-1], status)
             given = given | {ids: jnp.where(all_ok(status), rows, -1)}
-        if given.get("tree_parents") is not None and "mla" in self.kinds:
-            raise NotImplementedError(
-                "tree_parents: expected None for a state with 'mla' layers, whose attention takes "
-                "no trees, got parents"
-            )
         done = [of_table(table, **given) for table in tables]
         if len(tables) == 1:
             status = done[0][-1]

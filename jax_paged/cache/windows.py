@@ -29,9 +29,10 @@ from jax_paged.cache.table import (
     push,
     replace,
 )
+from jax_paged.cache.trees import token_owners
 from jax_paged.checks import expect
 from jax_paged.checks.status import Status
-from jax_paged.ops.batch import pages_for
+from jax_paged.ops.batch import StepBatch, pages_for
 
 
 def set_window(
@@ -100,6 +101,78 @@ def _set_window(table, windows, rows, window, num_pinned):
         num_pinned=windows.num_pinned.at[index].set(all_pinned, mode="drop"),
     )
     return replace(table, num_free=table.num_free, windows=windows), status
+
+
+class PinnedApart(NamedTuple):
+    """A step as two: what its queries see of windows, and of pinned tokens."""
+
+    window: StepBatch  # as the step's, without pinned tokens
+    pinned: StepBatch  # a row per token of the step: the pinned ones that its window leaves out
+    positions: jax.Array  # i32[T], where the query stands among its pinned tokens and its window
+
+
+def pinned_apart(batch: StepBatch) -> PinnedApart:
+    """Splits a step so that rows with windows may grow for ever: positions within the cache.
+
+    A model knows no distances beyond its context, but pinned tokens get as far away as the row is
+    long. StreamingLLM (Xiao et al. 2023) counts positions within the cache instead: with a window W
+    and n pinned tokens, these stand at 0 … n − 1, the query at min(p, W − 1), and the window's
+    tokens right before it. RoPE depends on distances alone, so in the window nothing changes. Only
+    the query that meets pinned tokens has to stand at min(p, W − 1). Hence two calls:
+
+      attend(q at p, the window) merged with attend(q at min(p, W − 1), the pinned tokens)
+
+    K stays as it was written, at p: nothing is turned again when pages slide, and what a token
+    gives depends neither on page_size nor on when pages slid.
+
+    Args:
+      batch: of `step`, of a state with windows=True.
+
+    Returns:
+      window: for `attend` of q as `write_qkv` with `batch` gives it.
+      pinned: for `write_qkv` with `positions`, which writes nothing then, and for `attend` of the q
+        that this gives. Both with return_lse; `merge_attention_states` makes one of them.
+
+    Raises:
+      ValueError: the batch has no windows.
+
+    >>> import jax.numpy as jnp
+    >>> from jax_paged import PageTable
+    >>> table = PageTable.create(8, 1, pages_per_seq=8, page_size=2, windows=True)
+    >>> table, _ = table.reserve([0], 7)
+    >>> table, _ = table.set_window([0], 4, 1)
+    >>> table, batch, _ = table.step([0], 7, num_tokens=7)
+    >>> window, pinned, positions = pinned_apart(batch)
+    >>> print(window.sliding_window, pinned.seq_lens, positions)
+    [3] [0 0 0 1 1 1 1] [0 1 2 3 3 3 3]
+    """
+    expect(batch.sliding_window is not None, "batch", "one of rows with windows", "one without")
+    assert batch.sliding_window is not None
+    assert batch.num_pinned is not None
+    size = batch.positions.shape[0]
+    has_window = batch.sliding_window > 0
+    shown = jnp.where(has_window, batch.sliding_window - batch.num_pinned, 0)
+    window = dataclasses.replace(
+        batch, sliding_window=shown, num_pinned=jnp.zeros_like(shown), levels=None
+    )
+    owner, _ = token_owners(batch.cu_q_lens[1:], size)
+    left_out = jnp.clip(batch.positions - shown[owner] + 1, 0, batch.num_pinned[owner])
+    takes_part = has_window[owner] & (batch.slot_mapping >= 0)
+    zeros = jnp.zeros(size, jnp.int32)
+    pinned = StepBatch(
+        page_table=batch.page_table[owner],
+        seq_lens=jnp.where(takes_part, left_out, 0),
+        cu_q_lens=jnp.arange(size + 1, dtype=jnp.int32),
+        num_seqs=jnp.full(1, size, jnp.int32),
+        slot_mapping=zeros - 1,
+        positions=zeros,
+        sliding_window=zeros,
+        num_pinned=zeros,
+        slot_offset=zeros,
+        max_q_len=1,
+    )
+    last = jnp.where(takes_part, batch.sliding_window[owner] - 1, batch.positions)
+    return PinnedApart(window, pinned, jnp.minimum(batch.positions, last))
 
 
 def give_window(table: T, index: jax.Array) -> T:

@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import LAYOUTS, Layout, PagesShape, check_axes, is_stacked, pages_shape
+from jax_paged.layout import (
+    LAYOUTS,
+    Layout,
+    PagesShape,
+    check_axes,
+    check_pools,
+    is_stacked,
+    pages_shape,
+    pool_of_v,
+)
 
 Implementation = Literal["native", "reference"] | None
 RopeStyle = Literal["half", "interleaved"]
@@ -83,7 +92,7 @@ def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None
 
 def check_weight(
     name: str,
-    weight: jax.Array,
+    weight: Any,  # an array, or a packed one
     scale: jax.Array | None,
     dtype: jnp.dtype,
     axes: str,
@@ -226,13 +235,15 @@ def check_implementation(value: Any) -> None:
 
 
 def check_pages(
-    k_pages: jax.Array, v_pages: jax.Array, layout: Layout, layer: Any
+    k_pages: jax.Array, v_pages: jax.Array | None, layout: Layout, layer: Any
 ) -> tuple[PagesShape, PagesShape]:
-    """Checks a K and a V pool against each other; returns their named shapes."""
-    check_array("k_pages", k_pages)
-    check_array("v_pages", v_pages)
+    """Checks a K and a V pool, or one of both, against each other; returns their named shapes."""
     check_choice("layout", layout, LAYOUTS)
-    k, v = (_ArrayType(tuple(x.shape), x.dtype) for x in (k_pages, v_pages))
+    check_pools(k_pages, v_pages, layout)
+    of_v = pool_of_v(k_pages, v_pages, layout)
+    check_array("k_pages", k_pages)
+    check_array("v_pages", of_v)
+    k, v = (_ArrayType(tuple(x.shape), x.dtype) for x in (k_pages, of_v))
     return _checked_pages(k, v, layout, layer is not None)
 
 

@@ -113,6 +113,12 @@ def cpu_module() -> ModuleType:
     return module
 
 
+def cpu_isa() -> str | None:
+    """The instruction set of the native CPU module; None where there is no such module."""
+    module = _modules["_cpu"]
+    return None if isinstance(module, str) else module.isa()
+
+
 def _cuda_why_not() -> str:
     """Why the build made no CUDA kernels; empty where it made them."""
     return getattr(_modules["_cpu"], "cuda_why_not", "")

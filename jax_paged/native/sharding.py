@@ -247,6 +247,13 @@ def _sharding_rule(split: Split, operands: Sequence[Any], results: Sequence[Any]
     leaders, names = split.leaders(), list(split.operands)
     kept_whole: list[str] = []
     group_sizes: dict[str, Any] = {}
+    counts: dict[str, int] = {}  # of groups on the axes of a name: 2 rows of a pool may be a head's
+    for axes, x in zip((*split.operands.values(), *split.results), (*operands, *results),
+                       strict=True):  # fmt: skip
+        for name, size in zip(axes.split(), x.shape, strict=True):
+            counts[name] = math.gcd(counts.get(name, 0), size)
+    compound: dict[str, int] = {}
+    plain: set[str] = set()
 
     def mapping(label: str, axes: str, shape: Sequence[int], passes: Callable[[str], bool]):
         dims: list[Any] = []
@@ -255,17 +262,15 @@ def _sharding_rule(split: Split, operands: Sequence[Any], results: Sequence[Any]
             if name == WHOLE:
                 kept_whole.append(factor)
             elif passes(name):
-                operand, of_leader = leaders[name]
-                common, leader_size = (
-                    f"axis_{[*leaders].index(name)}",
-                    operands[operand].shape[of_leader],
-                )
-                if size == leader_size:
+                common, count = f"axis_{[*leaders].index(name)}", counts[name]
+                if size == count:
                     factor = common
+                    plain.add(common)
                 else:
                     kept_whole.append(factor)
-                    group_sizes[factor] = size // leader_size
+                    group_sizes[factor] = size // count
                     factor = CompoundFactor(common, factor)
+                    compound[common] = count
             dims.append(factor)
         return ArrayMapping(*dims)
 
@@ -279,9 +284,12 @@ def _sharding_rule(split: Split, operands: Sequence[Any], results: Sequence[Any]
     def of_result(i: int, x: Any):
         return mapping(f"result{i}", split.results[i], x.shape, lambda axis: True)
 
+    of_operands = tuple(of_operand(i, x) for i, x in enumerate(operands))
+    of_results = tuple(of_result(i, x) for i, x in enumerate(results))
+    group_sizes |= {common: count for common, count in compound.items() if common not in plain}
     return SdyShardingRule(
-        tuple(of_operand(i, x) for i, x in enumerate(operands)),
-        tuple(of_result(i, x) for i, x in enumerate(results)),
+        of_operands,
+        of_results,
         need_replication_factors=tuple(kept_whole),
         **group_sizes,
     )

@@ -32,11 +32,11 @@ from jax_paged.checks import (
     is_per_token,
     other_layout,
 )
-from jax_paged.layout import Layout, PagesShape, is_stacked, pages_shape
+from jax_paged.layout import Layout, PagesShape, is_stacked, pages_shape, pool_of_v
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import KV_HEADS, PAGES, Split, at_heads, pools_at_heads
 from jax_paged.ops import options, reference
-from jax_paged.ops.options import Arrays, Call, Static, documented
+from jax_paged.ops.options import Arrays, Call, Static, check_out_dtype, documented
 from jax_paged.ops.plan import AttentionPlan, facts_of, plan_words, words_of
 from jax_paged.ops.reference import head_scale, layer_scale
 from jax_paged.ops.rope import Rope
@@ -69,7 +69,7 @@ class LayerOptions(TypedDict, total=False):
 def paged_attention(
     q: Float[Array, "num_seqs num_q_heads head_dim"],
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     page_table: Int[Array, "num_seqs pages_per_seq"],
     seq_lens: Int[Array, "num_seqs"],
     *,
@@ -83,6 +83,8 @@ def paged_attention(
     sinks: Float[Array, "num_q_heads"] | None = None,
     k_scale: Float[Array, "..."] | float | None = None,
     v_scale: Float[Array, "..."] | float | None = None,
+    tree: Int[Array, "num_seqs max_tree 2"] | None = None,
+    tree_sizes: Int[Array, "num_seqs"] | None = None,
     out_dtype: DTypeLike | None = None,
     out_scale: Float[Array, ""] | float | None = None,
     rope: Rope | tuple[Any, ...] | None = None,
@@ -101,14 +103,16 @@ def paged_attention(
       logit[i, j, h] = cap(sm_scale · q[i, h] · k[i, j, h // group]) + alibi_slopes[h] · (j − p)
       cap(x) = soft_cap · tanh(x / soft_cap)
 
-    where p is the query's position, seq_lens[i] − 1. Tokens that a mask hides take no part.
+    where p is the query's position, seq_lens[i] − 1, or in a tree that of its node. Tokens that a
+    mask hides take no part.
 
     Args:
       q: [num_seqs, num_q_heads, head_dim], bf16, f16 or f32; sums are f32.
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
-        [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
-        `jax_paged.layout`), optionally with a leading num_layers axis (then give `layer`). Same
-        dtype as q, or f8e4m3fn, f8e5m2 or int8; v may have another head_dim.
+        [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d", or the
+        one pool of "rpa" and None (see `jax_paged.layout`), optionally with a leading num_layers
+        axis (then give `layer`). Same dtype as q, or f8e4m3fn, f8e5m2 or int8; v may have another
+        head_dim.
       page_table: page ids in token order. An id outside [0, num_pages), e.g. −1, is never read: its
         tokens are left out.
       seq_lens: KV length of each row, this step's token included. 0: the row's output is exactly 0
@@ -148,7 +152,7 @@ def paged_attention(
 def ragged_paged_attention(
     q: Float[Array, "tokens num_q_heads head_dim"],
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     page_table: Int[Array, "num_seqs pages_per_seq"],
     seq_lens: Int[Array, "num_seqs"],
     cu_q_lens: Int[Array, "num_seqs+1"],
@@ -225,10 +229,18 @@ def ragged_attention(
     *,
     max_kv_len: int | None = None,
     sm_scale: Float[Array, ""] | float | None = None,
-    sliding_window: Int[Array, ""] | int | None = None,
+    sliding_window: Int[Array, "..."] | int | None = None,
+    num_pinned: Int[Array, "..."] | int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, "num_q_heads"] | None = None,
     sinks: Float[Array, "num_q_heads"] | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
+    tree: Int[Array, "num_seqs max_tree 2"] | None = None,
+    tree_sizes: Int[Array, "num_seqs"] | None = None,
+    out_dtype: DTypeLike | None = None,
+    out_scale: Float[Array, ""] | float | None = None,
+    rope: Rope | tuple[Any, ...] | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -244,23 +256,25 @@ def ragged_attention(
 
     Args:
       q: [tokens, num_q_heads, head_dim], bf16, f16 or f32, the rows in order, padding at the end.
-      k, v: [kv_tokens, num_kv_heads, head_dim] of q's dtype, the rows in order, padding at the end;
-        v may have another head_dim. They are read where they lie, none is copied.
+      k, v: [kv_tokens, num_kv_heads, head_dim] of q's dtype or 8-bit, the rows in order, padding at
+        the end; v may have another head_dim. They are read where they lie, none is copied.
       cu_q_lens, cu_kv_lens: where each row starts; clamped to be monotone and within the arrays.
       num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
       max_kv_len: no row has more keys; longer ones are cut there. None: kv_tokens. Static.
         The call makes an i32[num_seqs, max_kv_len] table of places: a tight value keeps it small.
       {options}
+      k_scale: what 8-bit k is multiplied with; None: 1. A scalar, [num_kv_heads], or [kv_tokens,
+        num_kv_heads, 1].
       return_lse: as for `paged_attention`.
 
     Returns:
-      [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
-      Padding, and queries that see no key, are exactly 0 with lse −inf (with sinks: the sink, where
-      the row is live). NaN in padding never reaches an output.
+      [tokens, num_q_heads, v_head_dim] in q's dtype or out_dtype; with return_lse also f32[tokens,
+      num_q_heads]. Padding, and queries that see no key, are exactly 0 with lse −inf (with sinks:
+      the sink, where the row is live). NaN in padding never reaches an output.
 
-    Raises and derivatives: as `paged_attention`, with k and v in place of the pages.
+    Raises and derivatives: as `ragged_paged_attention`, with k and v in place of the pages.
 
-    TVM's paged cache calls this its self-attention part.
+    TVM's paged cache calls this its self-attention part, with the new tokens' tree if they are one.
 
     >>> import jax.numpy as jnp
     >>> q, k = jnp.ones((3, 2, 8)), jnp.ones((5, 1, 8))
@@ -280,7 +294,7 @@ def ragged_attention(
         ("k", k, (None, None, q.shape[2])),
         ("v", v, (*k.shape[:2], None)),
     ):
-        check_float(name, x, q.dtype)
+        check_kv_dtype(name, x, q.dtype)
         check_shape(name, x, "kv_tokens num_kv_heads head_dim", sizes)
         check_native(name, x.shape[2], implementation)
     ok = isinstance(max_kv_len, int) and max_kv_len is not True and max_kv_len >= 0
@@ -297,11 +311,20 @@ def ragged_attention(
         "num_seqs": None if num_seqs is None else as_index("num_seqs", num_seqs),
         "sm_scale": check_scale("sm_scale", q.shape[2] ** -0.5 if sm_scale is None else sm_scale),
         "sliding_window": sliding_window,
+        "num_pinned": num_pinned,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "k_scale": np.float32(k_scale) if isinstance(k_scale, float) else k_scale,
+        "v_scale": np.float32(v_scale) if isinstance(v_scale, float) else v_scale,
+        "tree": tree,
+        "tree_sizes": tree_sizes,
+        "out_scale": np.float32(out_scale) if isinstance(out_scale, float) else out_scale,
+        "rope": rope[:2] if isinstance(rope, tuple) else rope,
     }
     static = {
         "soft_cap": soft_cap,
+        "out_dtype": None if out_dtype is None else check_out_dtype(out_dtype),
+        "rope_style": rope[2:] if isinstance(rope, tuple) else (),
         "causal": causal,
         "return_lse": return_lse,
         "num_kv_splits": num_kv_splits,
@@ -319,10 +342,13 @@ def _flat(max_kv_len, static, q, k, v, cu_q_lens, cu_kv_lens, traced):
     k_pages, v_pages = k[:, None], v[:, None]
     bounds = jax.lax.cummax(jnp.clip(cu_kv_lens, 0, k.shape[0]))
     page_table = bounds[:-1, None] + jnp.arange(max_kv_len, dtype=jnp.int32)[None]
+    options = traced | dict(static)
+    style = options.pop("rope_style")
+    if style:
+        options["rope"] += style
     return ragged_paged_attention(
-        q, k_pages, v_pages, page_table, jnp.diff(bounds), cu_q_lens, layout="NHD",
-        **traced, **dict(static),
-    )  # fmt: skip
+        q, k_pages, v_pages, page_table, jnp.diff(bounds), cu_q_lens, layout="NHD", **options
+    )
 
 
 def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
@@ -330,6 +356,7 @@ def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
     check_implementation(given["implementation"])
     q, k_pages, v_pages, layout = (given[x] for x in ("q", "k_pages", "v_pages", "layout"))
     k_shape, v_shape = check_pages(k_pages, v_pages, layout, given["layer"])
+    v_pages = pool_of_v(k_pages, v_pages, layout)  # from here on: one pool is given twice
     single = "cu_q_lens" not in given
     arrays = check_batch(given)
     rows = arrays["seq_lens"].shape[0]
@@ -408,7 +435,7 @@ def _reference(static: Static, arrays: Arrays) -> Any:
         if name in given:
             given[name] = _with_layers(given[name], _pages(known, x).num_layers)
     pages = (x["q"], x["k_pages"], x["v_pages"])
-    if known["one_query_per_row"]:
+    if known["one_query_per_row"] and "tree" not in x:
         return reference.paged_attention(*pages, x["page_table"], x["seq_lens"], **given)
     return reference.ragged_paged_attention(*pages, *(x[name] for name in ROWS), **given)
 
@@ -486,9 +513,9 @@ def _words(known: Mapping[str, Any], arrays: Arrays) -> int:
 
 def _call(static: Static, arrays: Arrays):
     known = dict(static)
-    counts_heads: dict[str, int | None] = {"q": 1}
-    if "kv_pages" not in arrays:  # latent rows and their scale have no heads
-        counts_heads |= options.heads_axes(arrays)
+    counts_heads = {"q": 1} | options.heads_axes(arrays)
+    if "kv_pages" in arrays:  # latent rows and their scale have no heads
+        counts_heads["k_scale"] = None
     axes = {name: at_heads(x, counts_heads.get(name)) for name, x in arrays.items()}
     axes |= pools_at_heads(arrays, known.get("layout"))
     return tuple(

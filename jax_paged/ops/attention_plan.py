@@ -12,7 +12,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from jax_paged.checks import Implementation, check_array, expect
-from jax_paged.layout import Layout, is_stacked, pages_shape
+from jax_paged.layout import LAYOUTS, Layout, is_stacked, pages_shape
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import PAGES, Split, at_heads, pools_at_heads
 from jax_paged.ops import options
@@ -37,7 +37,7 @@ _HEADS = {"q": 1, "out": 1, "lse": 1, "alibi_slopes": 0}  # axes of query heads
 def attention_plan(
     q: Float[Array, "tokens num_q_heads head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     page_table: Int[Array, "num_seqs pages_per_seq"],
     seq_lens: Int[Array, "num_seqs"],
     cu_q_lens: Int[Array, "num_seqs+1"] | None = None,
@@ -99,7 +99,7 @@ def attention_plan(
     """
     given = {name: x for name, x in locals().items() if name != "cu_q_lens" or x is not None}
     check_array("k_pages", k_pages)
-    stacked = is_stacked(k_pages, layout, "k") if layout in ("HND", "NHD", "vllm5d") else False
+    stacked = is_stacked(k_pages, layout, "k") if layout in LAYOUTS else False
     static, arrays = check_call(given | {"layer": np.int32(0) if stacked else None})
     known = dict(static)
     capacity = arrays["page_table"].shape[1] * pages_shape(k_pages, layout).page_size

@@ -3,13 +3,43 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_paged.checks import check_size, expect
+
+# The options of attention that windows and trees of rows are.
+OF_ROWS = ("sliding_window", "num_pinned", "slot_offset", "tree", "tree_sizes")
+
+
+class CascadeLevel(NamedTuple):
+    """One part of the history of each row of a batch; a plain tuple will do as well.
+
+    page_table: i32[groups, pages_per_seq]; seq_lens: i32[groups]: the pages of each shared part,
+      and how many tokens of them count.
+    row_groups: i32[num_seqs]: which of the groups each row of the batch attends, all tokens of it;
+      outside [0, groups): none. None: the groups are the rows of the batch themselves, and the last
+      tokens of each are its queries, as in `ragged_paged_attention`.
+    sliding_window, num_pinned, slot_offset, tree, tree_sizes: of a level without row_groups, as for
+      `ragged_paged_attention`, its tokens being those of this level; else None.
+    """
+
+    page_table: Any
+    seq_lens: Any
+    row_groups: Any = None
+    sliding_window: Any = None
+    num_pinned: Any = None
+    slot_offset: Any = None
+    tree: Any = None
+    tree_sizes: Any = None
+
+    @property
+    def of_rows(self) -> dict[str, Any]:
+        """The options that a call for this level has of its own."""
+        return {name: x for name in OF_ROWS if (x := getattr(self, name)) is not None}
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +63,8 @@ class StepBatch:
     sliding_window: jax.Array | None = None  # i32[S], 0 for a row without a window
     num_pinned: jax.Array | None = None  # i32[S]
     slot_offset: jax.Array | None = None  # i32[S]
+    # None unless `step` was asked for a cascade; else what rows share (`cascade_levels`).
+    levels: tuple[CascadeLevel, ...] | None = None
     # How many tokens a row has at most, where that is known ahead: `step` was given an int.
     max_q_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     # Of a state of several groups of layers: the batches of all groups but the first. What is said

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_paged.checks import as_index, expect
-from jax_paged.layout import pages_shape
+from jax_paged.layout import pages_shape, pool_of_v
 from jax_paged.native import load
 from jax_paged.native.call import STAND_INS
 from jax_paged.ops import attention, cascade, merge, mla, page_mass, qkv, write
@@ -145,12 +145,12 @@ def _with_pages_as_rows(call: dict[str, Any]) -> dict[str, Any]:
         return page_mass.pages_as_rows(given, pages_shape(pages, call["layout"]).page_size)
 
     known = _lengths_are_known(call)
-    values = page_mass.values_shape(pages, call["layout"])
+    values = page_mass.values_like(pages, call["layout"])
     return (
         call
         | dict.fromkeys((*windows, "sinks", "num_kv_splits", "split_tokens"))
         | {"q": jax.ShapeDtypeStruct((rows * width, *q.shape[1:]), q.dtype)}
-        | {"v_pages": jax.ShapeDtypeStruct(values, pages.dtype)}
+        | {"v_pages": values}
         | (as_rows(given) if known else jax.eval_shape(as_rows, given))
     )
 
@@ -229,6 +229,7 @@ def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
     if any(not hasattr(x, "__array__") or isinstance(x, Tracer) for x in lengths):
         return {"isa": cpu.isa(), "num_threads": threads}
     k_shape = pages_shape(call["k_pages"], call["layout"])
+    v_pages = pool_of_v(call["k_pages"], call["v_pages"], call["layout"])
     capacity = call["page_table"].shape[1] * k_shape.page_size
     window, pinned, offset = (
         np.clip(np.broadcast_to(np.asarray(x), np.shape(lengths[0])), 0, 2**31 - 1).astype(np.int64)
@@ -247,7 +248,7 @@ def _cpu_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
         num_q_heads=call["q"].shape[1],
         num_kv_heads=k_shape.num_kv_heads,
         head_dim=k_shape.head_dim,
-        v_head_dim=pages_shape(call["v_pages"], call["layout"], "v").head_dim,
+        v_head_dim=pages_shape(v_pages, call["layout"], "v").head_dim,
         num_threads=threads,
         num_kv_splits=call["num_kv_splits"] or 0,
         split_tokens=call["split_tokens"] or 0,

@@ -27,6 +27,7 @@ from jax_paged.checks import (
 )
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import WHOLE, Split
+from jax_paged.ops.packing import PackedWeight, panels_of, unpack
 from jax_paged.ops.reference import QMAX, quantize
 
 TARGET = "jax_paged.linear.v1"
@@ -34,7 +35,7 @@ TARGET = "jax_paged.linear.v1"
 
 def linear(
     x: Float[Array, "tokens in"],
-    weight: Float[Array, "out in"] | Int8[Array, "out in"],
+    weight: Float[Array, "out in"] | Int8[Array, "out in"] | PackedWeight,
     *,
     weight_scale: Float[Array, "out"] | Float[Array, "out_blocks in_blocks"] | None = None,
     out_dtype: DTypeLike | None = None,
@@ -44,7 +45,8 @@ def linear(
 
     Args:
       x: [tokens, in], bf16, f16 or f32.
-      weight: [out, in] as published; dtype of x, or int8 or f8e4m3fn (see `quantize_weight`).
+      weight: [out, in] as published; dtype of x, or int8 or f8e4m3fn (see `quantize_weight`). Or
+        such a one after `pack_weight`, which is faster on CPU.
       weight_scale: f32[out], of such 8-bit weights and of no others. Or one for each block of 128 ×
         128, f32[⌈out / 128⌉, ⌈in / 128⌉], as DeepSeek-V3 and Qwen publish fp8 weights: then
         out[t, n] = Σ_b weight_scale[n // 128, b] · Σ_d x[t, d] · weight[n, d], d in block b.
@@ -88,7 +90,7 @@ def linear(
             f"x: expected a positive multiple of 8 columns, got {x.shape[1]}; "
             "implementation='reference' takes any"
         )
-    return _linear(dtype, implementation, x, weight, weight_scale)
+    return _linear(dtype, implementation, x, panels_of(weight), weight_scale)
 
 
 def quantize_weight(
@@ -156,7 +158,8 @@ def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
 def contract(
     out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array | None, parts: int = 1
 ) -> jax.Array:
-    """The same, where weights may be 8-bit, which every float dtype holds exactly."""
+    """The same, where weights may be packed, or 8-bit, which every float dtype holds exactly."""
+    weight = unpack(weight) if weight.ndim == 3 else weight
     if weight.dtype not in WEIGHT_DTYPES or scale is None:
         return contract_last(x, weight, out_dtype)
     weight = weight.astype(x.dtype)
@@ -190,12 +193,14 @@ def _contract_blocks(x: jax.Array, weight: jax.Array, scale: jax.Array, parts: i
     return jax.lax.map(of_row, x, batch_size=at_once)
 
 
-def _split(scale: jax.Array) -> Split:
+def _split(weight: jax.Array, scale: jax.Array) -> Split:
+    more = f" {WHOLE}" * (weight.ndim - 2)  # packed
     if scale.ndim == 2:
         whole = f"{WHOLE} {WHOLE}"
-        axes = {"x": f"tokens {WHOLE}", "weight": whole, "weight_scale": whole}
+        axes = {"x": f"tokens {WHOLE}", "weight": whole + more, "weight_scale": whole}
         return Split(axes, results=(f"tokens {WHOLE}",), fixed=("weight",))
-    axes = {"x": "tokens in", "weight": "out in", "weight_scale": "out" if scale.size else WHOLE}
+    of_scale = "out" if scale.size else WHOLE
+    axes = {"x": "tokens in", "weight": f"out in{more}", "weight_scale": of_scale}
     return Split(axes, results=("tokens out",), fixed=("weight",), summed=("in",))
 
 
@@ -207,7 +212,7 @@ def _batched(dtype: jnp.dtype, implementation: Implementation):
             TARGET,
             (x, weight, scale),
             {},
-            split=_split(scale),
+            split=_split(weight, scale),
             implementation=implementation,
             reference=lambda *operands, out_dtype=dtype: (contract(out_dtype, *operands),),
         )

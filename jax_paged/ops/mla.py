@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_paged.checks import (
@@ -23,7 +24,7 @@ from jax_paged.checks import (
 )
 from jax_paged.layout import PagesShape
 from jax_paged.ops.attention import attend_checked, check_batch
-from jax_paged.ops.options import Arrays, Call, Static, read_options
+from jax_paged.ops.options import Arrays, Call, Static, documented, read_options
 from jax_paged.ops.reference import QMAX, last_of_equal, layer_scale, quantize
 from jax_paged.ops.scatter_rows import scatter_rows
 
@@ -31,6 +32,7 @@ MAX_LATENT_DIM = 576  # of the native kernels: 512 latent + 64 rope
 _PAGES = "[num_pages, page_size, latent + rope]"
 
 
+@documented
 def mla_paged_attention(
     q: Float[Array, "tokens num_q_heads latent_rope"],
     kv_pages: Float[Array, "..."],
@@ -42,7 +44,17 @@ def mla_paged_attention(
     sm_scale: Float[Array, ""] | float,
     v_head_dim: int,
     layer: Int[Array, ""] | int | None = None,
+    sliding_window: Int[Array, "..."] | int | None = None,
+    num_pinned: Int[Array, "..."] | int | None = None,
+    slot_offset: Int[Array, "..."] | int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
     kv_scale: Float[Array, "..."] | float | None = None,
+    tree: Int[Array, "num_seqs max_tree 2"] | None = None,
+    tree_sizes: Int[Array, "num_seqs"] | None = None,
+    out_dtype: DTypeLike | None = None,
+    out_scale: Float[Array, ""] | float | None = None,
     causal: bool = True,
     return_lse: bool = False,
     num_kv_splits: int | None = None,
@@ -65,28 +77,28 @@ def mla_paged_attention(
         the end. Any number of heads (128 in DeepSeek-V3).
       kv_pages: [num_pages, page_size, latent + rope] of q's dtype, or f8e4m3fn, f8e5m2 or int8;
         optionally with a leading num_layers axis (then give `layer`).
-      page_table, seq_lens, cu_q_lens, num_seqs, layer, causal, return_lse, num_kv_splits,
-        split_tokens, implementation: as for `ragged_paged_attention`.
+      page_table, seq_lens, cu_q_lens, num_seqs, return_lse: as for `ragged_paged_attention`.
       sm_scale: required: it goes by the head_dim before the absorption, e.g. (128 + 64) ** −0.5.
         May be traced.
       kv_scale: what 8-bit rows are multiplied with; None: 1. A scalar, or [num_layers] for stacked
         pages.
       v_head_dim: the latent size, at most latent + rope; the first entries of a row. Static.
+      {options}
 
     Returns:
-      [tokens, num_q_heads, v_head_dim] in q's dtype; with return_lse also f32[tokens, num_q_heads].
-      Padding is exactly 0 with lse −inf; NaN in unused pages or slots never reaches it.
+      [tokens, num_q_heads, v_head_dim] in q's dtype or out_dtype; with return_lse also f32[tokens,
+      num_q_heads]. Padding is exactly 0 with lse −inf; NaN in unused slots never reaches it.
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
       NotImplementedError: the native kernels take rows and v_head_dim of multiples of 8 up to 576.
 
-    Differentiable in q, kv_pages and sm_scale by reverse mode (the backward pass is the reference).
+    Differentiable as `ragged_paged_attention` is (the backward pass is the reference).
     vmap runs one call after another. Over devices q may be split by heads; the pool stays whole.
 
     After DeepSeek-V2 (2024), section 2.1; the absorbed form is that of its inference code. On CUDA
-    bf16 and f16 run on tensor cores; f32, v_head_dim above 512 and 8-bit rows whose length is no
-    multiple of 16 run on the SIMT kernel: right rather than fast.
+    bf16 and f16 run on tensor cores, with windows; docs/support.md lists what runs on the SIMT
+    kernel: right rather than fast.
 
     >>> import jax.numpy as jnp
     >>> kv_pages = jnp.arange(4.0)[None, :, None] * jnp.ones((1, 4, 16))
@@ -191,7 +203,8 @@ def write_mla_kv(
     Raises:
       ValueError: an argument's shape or dtype is wrong.
 
-    An XLA scatter on every platform: differentiable, and mapped by vmap (which copies the pages).
+    Differentiable. vmap over pages, [batch, …], runs once for all elements, in place; where
+    elements share a pool, each gets a copy.
 
     >>> import jax.numpy as jnp
     >>> kv_pages = write_mla_kv(jnp.zeros((2, 4, 8)), jnp.ones((2, 8)), jnp.array([5, -1]))

@@ -6,13 +6,14 @@ These ops donate the pages they are given, as the writes do (`jax_paged.ops.writ
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged import checks
-from jax_paged.layout import LAYOUTS, POOLS, Layout, is_stacked, pages_shape
+from jax_paged.layout import LAYOUTS, POOLS, Layout, is_stacked, pages_shape, pool_of_v
 from jax_paged.ops import reference
 from jax_paged.ops.scatter_rows import copy_rows, in_each_layer
 from jax_paged.ops.write import native_write, reference_write
@@ -20,15 +21,15 @@ from jax_paged.ops.write import native_write, reference_write
 
 def copy_pages(
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     src_pages: Int[Array, "n"],
     dst_pages: Int[Array, "n"],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Copies whole pages, dst_pages[i] ← src_pages[i], in every layer; returns the updated pages.
 
     Args:
-      k_pages, v_pages: pages in any layout, optionally with a leading num_layers axis. Donated:
-        updated in place.
+      k_pages, v_pages: pages in any layout, optionally with a leading num_layers axis; v_pages
+        None: of layout "rpa". Donated: updated in place.
       src_pages, dst_pages: page ids. A pair with an id outside [0, num_pages) is skipped. No page
         may be named twice in dst_pages; a page that is both read and written is read as it was.
 
@@ -42,6 +43,11 @@ def copy_pages(
     [2. 1. 2.]
     """
     checks.check_array("k_pages", k_pages)
+    if v_pages is None:
+        stacked = is_stacked(k_pages, "rpa")
+        checks.check_pages(k_pages, None, "rpa", 0 if stacked else None)
+        src_pages, dst_pages = checks.as_pairs(src_pages=src_pages, dst_pages=dst_pages)
+        return *copy_in_pools(1 + stacked, (k_pages,), src_pages, dst_pages), None
     checks.check_array("v_pages", v_pages)
     # A page is a page in every layout: HND stands for NHD too, and only K of "vllm5d" has its rank.
     layout = "vllm5d" if len(k_pages.shape) == len(v_pages.shape) + 1 else "HND"
@@ -71,7 +77,7 @@ def copy_in_pools(leading, pools, src, dst):
 
 def move_slots(
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     src_slots: Int[Array, "n"],
     dst_slots: Int[Array, "n"],
     *,
@@ -79,7 +85,7 @@ def move_slots(
     v_scale: Float[Array, "..."] | None = None,
     layout: Layout = "HND",
     implementation: checks.Implementation = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Copies tokens, slot dst_slots[i] ← slot src_slots[i], in every layer; returns the pages.
 
     Args:
@@ -108,7 +114,11 @@ def move_slots(
     scales = tuple(
         checks.check_kv_scale(name, scale, pages, shape)
         for name, scale, pages, shape in zip(
-            ("k_scale", "v_scale"), (k_scale, v_scale), (k_pages, v_pages), shapes, strict=True
+            ("k_scale", "v_scale"),
+            (k_scale, v_scale),
+            (k_pages, pool_of_v(k_pages, v_pages, layout)),
+            shapes,
+            strict=True,
         )
     )
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
@@ -138,7 +148,9 @@ def _move_slots(layout, implementation, k_pages, v_pages, scales, src_slots, dst
     def move_in(write, k_pages, v_pages, layer, layout):
         k, v = (
             reference.read_tokens(pages, source, layer, layout, pool)
-            for pages, pool in zip((k_pages, v_pages), POOLS, strict=True)
+            for pages, pool in zip(
+                (k_pages, pool_of_v(k_pages, v_pages, layout)), POOLS, strict=True
+            )
         )
         return tuple(write(k_pages, v_pages, k, v, target, layer))
 

@@ -164,7 +164,8 @@ def _tree_sizes(value: Any, call: Call) -> Any:
     return value
 
 
-def _out_dtype(value: Any, call: Call) -> Any:
+def check_out_dtype(value: Any, call: Call | None = None) -> Any:
+    """An output dtype as a numpy dtype."""
     with contextlib.suppress(TypeError):  # the message names what is no dtype
         value = jnp.dtype(value)
     check_choice("out_dtype", value, (None, *OUT_DTYPES))
@@ -319,7 +320,7 @@ OPTIONS = (
         "out_dtype",
         "float8_e4m3fn or float8_e5m2: the output as fp8, out / out_scale from f32 to the nearest, "
         "clamped to ±448 or ±57344; NaN stays NaN. None: q's dtype.",
-        _out_dtype,
+        check_out_dtype,
         static=True,
         attribute=None,
     ),
@@ -380,7 +381,7 @@ OPTIONS = (
     ),
     Option(
         "layout",
-        'how the pages lie in memory: "HND", "NHD" or "vllm5d" (`jax_paged.layout`).',
+        'how the pages lie in memory: "HND", "NHD", "vllm5d" or "rpa" (`jax_paged.layout`).',
         _as_it_is,  # `check_pages` has looked at it
         static=True,
     ),

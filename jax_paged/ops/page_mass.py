@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged.checks import Implementation, check_choice
-from jax_paged.layout import LAYOUTS, Layout, check_axes, is_stacked, make_shape, pages_shape
+from jax_paged.layout import (
+    LAYOUTS,
+    Layout,
+    check_axes,
+    is_one_pool,
+    is_stacked,
+    make_shape,
+    pages_shape,
+)
 from jax_paged.ops.attention import check_call, paged_attention
 from jax_paged.ops.options import Arrays, Static, documented
 
@@ -70,14 +78,17 @@ def page_attention_mass(
     given = locals()
     check_choice("layout", layout, LAYOUTS)
     check_axes("k_pages", k_pages, layout, "k")
-    values = jax.ShapeDtypeStruct(values_shape(k_pages, layout), k_pages.dtype)
+    values = values_like(k_pages, layout)
     static, arrays = check_call(given | {"v_pages": values})
     return _mass(static, {name: x for name, x in arrays.items() if name != "v_pages"})
 
 
-def values_shape(k_pages: jax.Array, layout: Layout) -> tuple[int, ...]:
-    """Of V that has K's head_dim."""
-    return make_shape(pages_shape(k_pages, layout), layout, "v")
+def values_like(k_pages: jax.Array, layout: Layout) -> jax.ShapeDtypeStruct | None:
+    """V pages that have K's head_dim; None where k_pages hold V."""
+    if is_one_pool(layout):
+        return None
+    shape = make_shape(pages_shape(k_pages, layout), layout, "v")
+    return jax.ShapeDtypeStruct(shape, k_pages.dtype)
 
 
 def pages_as_rows(arrays: Arrays, page_size: int) -> Arrays:
@@ -121,7 +132,9 @@ def _shares(static: Static, arrays: Arrays) -> jax.Array:
     options |= {name: arrays.get(name) for name in ("sm_scale", "k_scale")}
     if is_stacked(k_pages, layout):
         options["layer"] = arrays["layer"]
-    values = k_pages.reshape(values_shape(k_pages, layout))  # nobody looks at them
+    values = values_like(k_pages, layout)
+    if values is not None:
+        values = k_pages.reshape(values.shape)  # nobody looks at them
     _, lse = paged_attention(
         jnp.repeat(q, width, axis=0), k_pages, values, return_lse=True,
         **pages_as_rows(arrays, pages_shape(k_pages, layout).page_size), **options,

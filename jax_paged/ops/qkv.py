@@ -30,18 +30,23 @@ from jax_paged.checks import (
     is_eight_bit,
     is_per_token,
 )
-from jax_paged.layout import POOLS, Layout, is_stacked, pages_shape
+from jax_paged.layout import POOLS, Layout, is_one_pool, is_stacked, pages_shape, pool_of_v
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import KV_HEADS, PAGES, Split, at_heads, pools_at_heads
 from jax_paged.ops import reference
+from jax_paged.ops.fold import write_of_each
 from jax_paged.ops.write import (
     check_written_scales,
     cuda_workspace_words,
-    refusing_transforms,
+    refusing_gradients,
     write_checked,
 )
 
 TARGET = "jax_paged.qkv_norm_rope_write.v1"
+_OPERANDS = (
+    "qkv", "k_pages", "v_pages", "positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm",
+    "layer",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +63,7 @@ class QkvSpec:
 def qkv_norm_rope_write(
     qkv: Float[Array, "tokens width"],
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     positions: Int[Array, "tokens"],
     slot_mapping: Int[Array, "tokens"],
     cos: Float[Array, "max_positions half"],
@@ -75,7 +80,7 @@ def qkv_norm_rope_write(
     v_scale: Float[Array, "..."] | float | None = None,
     layout: Layout = "HND",
     implementation: Implementation = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """What stands between the q, k, v projection and attention, in one pass over `qkv`.
 
     Splits each token's row into heads of q, k and v; normalises those of q and k,
@@ -110,11 +115,12 @@ def qkv_norm_rope_write(
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
-      NotImplementedError: under vmap and differentiation, or for a head_dim or rotary_dim that the
-        native kernels lack (implementation="reference" offers all).
+      NotImplementedError: under differentiation, under vmap where elements share a pool, or for a
+        head_dim or rotary_dim that the native kernels lack (implementation="reference" offers all).
+        Other vmap is that of `write_kv`.
 
-    With 8-bit pages, and pages of layout "vllm5d", the write is native, as in `write_kv`, and what
-    comes before it is XLA's.
+    With 8-bit pages, and pages of layout "vllm5d" or "rpa", the write is native, as in `write_kv`,
+    and what comes before it is XLA's.
 
     >>> import jax.numpy as jnp
     >>> k_pages, v_pages = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 4, 8))
@@ -133,7 +139,8 @@ def qkv_norm_rope_write(
         layer, k_scale, v_scale, spec,
     )  # fmt: skip
     operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, index)
-    if is_eight_bit(k_pages) or (layout == "vllm5d" and implementation != "reference"):
+    by_parts = layout == "vllm5d" and implementation != "reference"
+    if is_eight_bit(k_pages) or by_parts or is_one_pool(layout):
         scales, pools = given, None
         if is_per_token(given[0]):
             scales, pools = None, given
@@ -235,7 +242,8 @@ def _qkv_native(spec: QkvSpec):
             )
         )
 
-    return refusing_transforms("qkv_norm_rope_write", call)
+    op = "qkv_norm_rope_write"
+    return refusing_gradients(op, write_of_each(op, call, spec.layout, _OPERANDS))
 
 
 def check_qkv(
@@ -292,5 +300,6 @@ def check_qkv(
             f"got {rotary_dim}; implementation='reference' takes any even number"
         )
     layer = check_layer(layer, k_shape.num_layers)
+    v_pages = pool_of_v(k_pages, v_pages, spec.layout)
     scales = check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
     return positions, slot_mapping, layer, *scales

@@ -20,17 +20,27 @@ from jax_paged.checks import (
     expect,
     is_eight_bit,
     is_per_token,
+    kind_text,
 )
-from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_shape
+from jax_paged.layout import (
+    SLOT_AXIS,
+    Layout,
+    Pool,
+    is_one_pool,
+    of_slots,
+    pages_shape,
+    pool_of_v,
+)
 from jax_paged.ops import reference
 from jax_paged.ops.batch import pages_for
+from jax_paged.ops.mla import check_latent_pages, check_latent_scale, write_mla_kv
 from jax_paged.ops.options import check_slid
 from jax_paged.ops.write import write_kv
 
 
 def gather_kv(
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     page_table: Int[Array, "num_seqs pages_per_seq"],
     rows: Int[Array, "n"],
     begins: Int[Array, "n"],
@@ -45,11 +55,12 @@ def gather_kv(
     dtype: Any = None,
     return_exists: bool = False,
     layout: Layout = "HND",
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Reads tokens begins[i] ≤ t < ends[i] of row rows[i] back from the pages.
 
     Args:
-      k_pages, v_pages, layout: as for `paged_attention`, any KV dtype.
+      k_pages, v_pages, layout: as for `paged_attention`, any KV dtype. Or latent rows, as kv_pages
+        of `mla_paged_attention`, and None.
       page_table: of all rows, e.g. that of the page state (`state.table.page_table`).
       rows, begins, ends: which row of the table, and which of its tokens; a row may come often.
         Lengths of rows are not known here: what the pages hold beyond them is returned as it is.
@@ -58,15 +69,17 @@ def gather_kv(
         `paged_attention`; a table with windows has them (`state.table.windows`). A row that slid
         needs them: without, its slots are taken for its tokens.
       layer: which layer of stacked pages; may be traced.
-      k_scale, v_scale: of 8-bit pages, as for `paged_attention`; None: 1.
+      k_scale, v_scale: of 8-bit pages, as for `paged_attention`; None: 1. Of latent rows k_scale is
+        their kv_scale.
       dtype: of the results, bf16, f16 or f32; None: that of the pages, for 8-bit pages f32.
       return_exists: also tell which tokens are there.
 
     Returns:
-      (k [n, max_tokens, num_kv_heads, head_dim], v the same with its head_dim): token begins[i] + j
-      at [i, j]. 0 where there is no such token: past ends[i], before 0, past the table, slid out of
-      the window, on a page outside [0, num_pages) (never dereferenced), of a row or a layer out of
-      range. With return_exists also bool[n, max_tokens]: False there.
+      (k [n, max_tokens, num_kv_heads, head_dim], v the same with its head_dim), or (latent rows
+      [n, max_tokens, latent + rope], None): token begins[i] + j at [i, j]. 0 where there is no such
+      token: past ends[i], before 0, past the table, slid out of the window, on a page outside
+      [0, num_pages) (never dereferenced), of a row or a layer out of range. With return_exists also
+      bool[n, max_tokens]: False there.
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
@@ -82,8 +95,14 @@ def gather_kv(
     >>> print(k[0, :, 0, 0])
     [10. 11.  0.  0.]
     """
-    index = _check_pages(k_pages, v_pages, layout, layer)
-    scales = _check_scales(k_pages, v_pages, layout, k_scale, v_scale)
+    is_latent = _is_latent(k_pages, v_pages, layout, layer)
+    if is_latent:
+        index, k_scale = _check_latent(k_pages, layer, k_scale, v_scale)
+        k_pages, scales = jnp.expand_dims(k_pages, -3), (k_scale, None)  # of one head
+    else:
+        index = _check_pages(k_pages, v_pages, layout, layer)
+        v_pages = pool_of_v(k_pages, v_pages, layout)
+        scales = _check_scales(k_pages, v_pages, layout, k_scale, v_scale)
     ranges = _check_ranges(page_table, rows, begins, ends, num_pinned, slot_offset)
     whole = isinstance(max_tokens, int) and max_tokens is not True and max_tokens >= 0
     expect(whole, "max_tokens", "an int >= 0", max_tokens)
@@ -94,14 +113,16 @@ def gather_kv(
     elif is_eight_bit(k_pages):
         dtype = jnp.dtype(jnp.float32)
     k, v, exists = _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, ranges, index)
+    if is_latent:
+        k = k[..., 0, :]
     return (k, v, exists) if return_exists else (k, v)
 
 
 def scatter_kv(
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
-    k: Float[Array, "n max_tokens num_kv_heads head_dim"],
-    v: Float[Array, "n max_tokens num_kv_heads v_head_dim"],
+    v_pages: Float[Array, "..."] | None,
+    k: Float[Array, "n max_tokens ..."],
+    v: Float[Array, "n max_tokens num_kv_heads v_head_dim"] | None,
     page_table: Int[Array, "num_seqs pages_per_seq"],
     rows: Int[Array, "n"],
     begins: Int[Array, "n"],
@@ -114,20 +135,23 @@ def scatter_kv(
     v_scale: Float[Array, "..."] | float | None = None,
     layout: Layout = "HND",
     implementation: Implementation = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Sets tokens begins[i] ≤ t < ends[i] of row rows[i] in the pages, the inverse of `gather_kv`.
 
     Args:
       k_pages, v_pages, k_scale, v_scale, layer, layout, implementation: as for `write_kv`: pages
-        (and scales per token) are donated and updated in place, 8-bit pages are quantized.
+        (and scales per token) are donated and updated in place, 8-bit pages are quantized. Or
+        latent rows and None, with their kv_scale as k_scale.
       k, v: [n, max_tokens, num_kv_heads, head_dim], bf16, f16 or f32; [i, j]: token begins[i] + j.
+        Latent rows: [n, max_tokens, latent + rope] and None.
       page_table, rows, begins, ends, num_pinned, slot_offset: as for `gather_kv`. Tokens that have
         no page or slid out of the window are skipped, and
         so is what lies past ends[i]: it is not read either, it may be NaN. Where ranges overlap the
         last one wins. A page that several rows share changes for all of them.
 
     Returns:
-      (k_pages, v_pages), and with scales per token also (k_scale, v_scale), as `write_kv`.
+      (k_pages, v_pages), and with scales per token also (k_scale, v_scale), as `write_kv`; or
+      (latent rows, None).
 
     Raises:
       As `write_kv`.
@@ -142,9 +166,18 @@ def scatter_kv(
      [0. 0. 0. 0.]
      [0. 0. 1. 1.]]
     """
-    _check_pages(k_pages, v_pages, layout, layer)
     ranges = _check_ranges(page_table, rows, begins, ends, num_pinned, slot_offset)
+    if _is_latent(k_pages, v_pages, layout, layer):
+        _check_latent(k_pages, layer, k_scale, v_scale)
+        check_shape("k", k, "n max_tokens latent+rope", (ranges[1].shape[0], None, None))
+        expect(v is None, "v", "None for latent rows", kind_text(v))
+        slots = slots_of_ranges(*k_pages.shape[-3:-1], k.shape[1], *ranges).reshape(-1)
+        k = k.reshape(-1, k.shape[-1])
+        return write_mla_kv(k_pages, k, slots, layer=layer, kv_scale=k_scale), None
+    _check_pages(k_pages, v_pages, layout, layer)
     shape = pages_shape(k_pages, layout)
+    expect(v is not None, "v", "an array for pages of K and V", "None")
+    assert v is not None
     for name, x in (("k", k), ("v", v)):
         heads = (ranges[1].shape[0], None, shape.num_kv_heads, None)
         check_shape(name, x, "n max_tokens num_kv_heads head_dim", heads)
@@ -155,6 +188,20 @@ def scatter_kv(
         k_pages, v_pages, k, v, slots.reshape(-1), layer=layer, k_scale=k_scale, v_scale=v_scale,
         layout=layout, implementation=implementation,
     )  # fmt: skip
+
+
+def _is_latent(k_pages, v_pages, layout: Layout, layer) -> bool:
+    """Whether pages are latent rows; else there are V pages, or one pool holds both."""
+    if v_pages is not None or is_one_pool(layout):
+        return False
+    ok = len(getattr(k_pages, "shape", ())) == 3 + (layer is not None)
+    expect(ok, "v_pages", "an array, or None beside latent rows in k_pages", "None")
+    return True
+
+
+def _check_latent(kv_pages, layer, kv_scale, v_scale) -> tuple[jax.Array, Any]:
+    expect(v_scale is None, "v_scale", "None for latent rows", kind_text(v_scale))
+    return check_latent_pages(kv_pages, layer), check_latent_scale(kv_scale, kv_pages)
 
 
 def _check_pages(k_pages, v_pages, layout: Layout, layer) -> jax.Array:
@@ -224,8 +271,9 @@ def _gather(layout, max_tokens, dtype, k_pages, v_pages, scales, ranges, layer):
     )  # fmt: skip
     k, v = (
         _tokens(pages, layout, pool, scale, slots, exists, layer, dtype)
+        if pages is not None else None
         for pages, pool, scale in pools
-    )
+    )  # fmt: skip
     return k, v, exists
 
 
@@ -243,7 +291,7 @@ def _tokens(pages, layout: Layout, pool: Pool, scale, slots, exists, layer, dtyp
             index = (jnp.broadcast_to(jnp.clip(layer, 0, shape.num_layers - 1), page.shape), *index)
         return array[index]
 
-    tokens = at(pages, layout).reshape(*slots.shape, shape.num_kv_heads, shape.head_dim)
+    tokens = of_slots(at(pages, layout), shape, layout, pool)
     if is_eight_bit(pages):
         tokens = tokens.astype(jnp.float32)
     if scale is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float64, Int
 
 from jax_paged.checks import RopeStyle
 
@@ -94,13 +94,17 @@ def yarn_attention_factor(
     factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
     """What YaRN multiplies cos and sin by, to sharpen attention over the stretched context."""
-
-    def sharpen(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if mscale and mscale_all_dim:
-        return sharpen(mscale) / sharpen(mscale_all_dim)
-    return sharpen(1.0)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """How much YaRN sharpens a context that is stretched so: 0.1 · weight · ln(factor) + 1.
+
+    DeepSeek multiplies the scale of logits by the square of it, with weight = mscale_all_dim.
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def dynamic_frequencies(
@@ -171,19 +175,59 @@ def rope_tables(
     positions: Int[Array, "tokens"],
     frequencies: np.ndarray | Float[Array, "... half"],
     scale: float = 1.0,
+    *,
+    context: int | None = None,
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
     """(cos, sin) of position · frequency, times scale: f32[tokens, rotary_dim / 2] each.
 
-    frequencies: [rotary_dim / 2] for all tokens, or [tokens, rotary_dim / 2]. Models whose layers
-    differ in theta make a pair of tables for each theta.
+    Args:
+      frequencies: [rotary_dim / 2] for all tokens, or [tokens, rotary_dim / 2]. Models whose layers
+        differ in theta make a pair of tables for each theta.
+      context: angles of positions up to this one are f32 products, as models have been trained
+        with. They are wrong by up to 2⁻²⁴ of themselves, so by whole turns in the end. Positions
+        beyond, any int32, are turned by whole contexts more, which is exact to 1e-6. Needs numpy
+        frequencies [rotary_dim / 2]. None: all angles are products.
 
     >>> cos, sin = rope_tables(jnp.array([0, 1]), inverse_frequencies(4, 1e4))
     >>> print(cos.shape, cos[0], sin[0])
     (2, 2) [1. 1.] [0. 0.]
     """
+    near = positions if context is None else positions % context
     per_position = jnp.atleast_2d(jnp.asarray(frequencies, jnp.float32))
-    angles = positions.astype(jnp.float32)[:, None] * per_position
-    return jnp.cos(angles) * jnp.float32(scale), jnp.sin(angles) * jnp.float32(scale)
+    angles = near.astype(jnp.float32)[:, None] * per_position
+    cos, sin = jnp.cos(angles) * jnp.float32(scale), jnp.sin(angles) * jnp.float32(scale)
+    if context is None:
+        return cos, sin
+    angles = _exact_angles(positions // context, context * np.asarray(frequencies, np.float64))
+    more_cos, more_sin = jnp.cos(angles), jnp.sin(angles)
+    return cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
+
+
+def _exact_angles(
+    times: Int[Array, "tokens"], angles: Float64[np.ndarray, "half"]
+) -> Float[Array, "tokens half"]:
+    """times · angles modulo 2π, within [−π, π]: f32[tokens, half].
+
+    Turns are integers of 64 bits, of which 2⁶⁴ are a whole one; the product's upper half is enough.
+    """
+    whole = 2**32
+    turns = np.mod(angles / (2 * math.pi), 1.0) * whole
+    high = np.floor(turns)
+    low = np.floor((turns - high) * whole)
+    high, low = (jnp.asarray((x % whole).astype(np.uint32))[None] for x in (high, low))
+    factor = times.astype(jnp.uint32)[:, None]
+    turned = factor * high + _upper_half(factor, low)
+    signed = jax.lax.bitcast_convert_type(turned, jnp.int32).astype(jnp.float32)
+    return signed * jnp.float32(2 * math.pi / whole)
+
+
+def _upper_half(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The upper 32 bits of a · b, both uint32."""
+    half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+    a_high, a_low, b_high, b_low = a >> half, a & mask, b >> half, b & mask
+    middle = a_high * b_low + (a_low * b_low >> half)
+    other = a_low * b_high + (middle & mask)
+    return a_high * b_high + (middle >> half) + (other >> half)
 
 
 def apply_rope(

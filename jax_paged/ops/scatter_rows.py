@@ -6,7 +6,6 @@ and back, whatever the number of rows. There a native op copies bytes.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -16,6 +15,7 @@ from jax.custom_batching import custom_vmap
 from jax_paged.native import load
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import WHOLE, Split
+from jax_paged.ops.fold import every, flat_rows, fold_rows
 
 TARGET = "jax_paged.scatter_rows.v1"
 COPY_TARGET = "jax_paged.copy_rows.v1"
@@ -43,7 +43,11 @@ def _native_scatter(num_of_row: int):
         of_pool, of_row = _axes(pool.ndim, pool.ndim - num_of_row)
         return {"pool": of_pool, "rows": WHOLE, "values": f"{WHOLE} {of_row}".strip()}
 
-    return _in_place(TARGET, _scatter, axes)
+    def fold(pool, rows, values):
+        (rows,) = fold_rows(pool, pool.ndim - 1 - num_of_row, (rows,))
+        return _native_scatter(num_of_row)(pool, rows, flat_rows(values, 2))
+
+    return _in_place(TARGET, _scatter, axes, fold)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -68,13 +72,18 @@ def _native_copy(leading: int):
     def axes(pool):
         return {"pool": _axes(pool.ndim, leading)[0], "target": WHOLE, "source": WHOLE}
 
-    return _in_place(COPY_TARGET, functools.partial(_copy, leading), axes, leading=leading)
+    def fold(pool, *rows):
+        return _native_copy(leading + 1)(pool, *fold_rows(pool, leading, rows))
+
+    return _in_place(COPY_TARGET, functools.partial(_copy, leading), axes, fold, leading=leading)
 
 
 def _copy(leading, pool, target, source):
     flat = flat_rows(pool, leading)
     valid = (source >= 0) & (source < flat.shape[0])
-    return _scatter(pool, jnp.where(valid, target, -1), flat[jnp.where(valid, source, 0)])
+    # XLA:GPU would read rows inside of the scatter, which cannot be in place then.
+    rows = jax.lax.optimization_barrier(flat[jnp.where(valid, source, 0)])
+    return _scatter(pool, jnp.where(valid, target, -1), rows)
 
 
 def _axes(ndim: int, leading: int) -> tuple[str, str]:
@@ -85,9 +94,12 @@ def _axes(ndim: int, leading: int) -> tuple[str, str]:
 
 def _in_place(
     target: str, reference: Callable[..., jax.Array],
-    axes: Callable[[jax.Array], dict[str, str]], **attributes: int,
+    axes: Callable[[jax.Array], dict[str, str]], fold: Callable[..., jax.Array], **attributes: int,
 ):  # fmt: skip
-    """`reference`, which changes rows of its first operand, by the native op where there is one."""
+    """`reference`, which changes rows of its first operand, by the native op where there is one.
+
+    fold: the same of operands with a batch axis in front. A pool that elements share is repeated.
+    """
 
     @custom_vmap
     def update(pool, first, second):
@@ -104,16 +116,11 @@ def _in_place(
         return out
 
     @update.def_vmap
-    def _(axis_size, in_batched, *operands):
-        along = tuple(0 if is_batched else None for is_batched in in_batched)
-        return jax.vmap(reference, along, axis_size=axis_size)(*operands), True
+    def _(batch, in_batched, *operands):
+        pairs = zip(operands, in_batched, strict=True)
+        return fold(*(every(x, is_batched, batch) for x, is_batched in pairs)), True
 
     return update
-
-
-def flat_rows(pool: jax.Array, leading: int) -> jax.Array:
-    """The pool with so many leading axes as one."""
-    return pool.reshape(math.prod(pool.shape[:leading]), *pool.shape[leading:])
 
 
 def in_each_layer(num_layers: int, num_rows: int, index: jax.Array) -> jax.Array:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
 from jax_paged.checks import (
@@ -30,10 +29,11 @@ from jax_paged.checks import (
     other_layout,
     shape_text,
 )
-from jax_paged.layout import Layout, is_stacked
+from jax_paged.layout import Layout, is_one_pool, is_stacked, pool_of_v
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import PAGES, Split, at_heads, pools_at_heads
+from jax_paged.native.sharding import PAGES, WHOLE, Split, at_heads, pools_at_heads
 from jax_paged.ops import reference
+from jax_paged.ops.fold import write_of_each
 
 TARGET = "jax_paged.write_kv.v1"
 _KV_DTYPES = {
@@ -57,7 +57,7 @@ _KV_DTYPES = {
 
 def write_kv(
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     k: Float[Array, "tokens num_kv_heads head_dim"],
     v: Float[Array, "tokens num_kv_heads v_head_dim"],
     slot_mapping: Int[Array, "tokens"],
@@ -67,13 +67,13 @@ def write_kv(
     v_scale: Float[Array, "..."] | float | None = None,
     layout: Layout = "HND",
     implementation: Implementation = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Writes each token's K and V into its page slot; returns the updated pages.
 
     Args:
       k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim] ("HND") or [num_pages,
-        page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d" (see
-        `jax_paged.layout`), optionally with a leading num_layers axis; bf16,
+        page_size, num_kv_heads, head_dim] ("NHD") or the K and V of "vllm5d", or the one pool of
+        "rpa" and None (see `jax_paged.layout`), optionally with a leading num_layers axis; bf16,
         f16, f32, f8e4m3fn, f8e5m2 or int8. Donated: updated in place.
       k, v: [tokens, num_kv_heads, head_dim], bf16, f16 or f32; cast to the pages' dtype, round to
         nearest even. Into 8-bit pages goes k / k_scale, clamped to ±448 (e4m3), ±57344 (e5m2) or
@@ -90,12 +90,16 @@ def write_kv(
       implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
 
     Returns:
-      (k_pages, v_pages), and with scales per token also (k_scale, v_scale). Every later reader must
-      use these, not the arrays passed in.
+      (k_pages, v_pages), of layout "rpa" (k_pages, None), and with scales per token also (k_scale,
+      v_scale). Every later reader must use these, not the arrays passed in.
 
     Raises:
       ValueError: an argument's shape, dtype or static value is wrong.
-      NotImplementedError: under vmap and differentiation (implementation="reference" offers both).
+      NotImplementedError: under differentiation, and under vmap where elements share a pool
+        (implementation="reference" offers both).
+
+    vmap over pages, [batch, …], runs one call after another, in place; layer-stacked pages are
+    copied.
 
     The contract is that of vLLM's reshape_and_cache (slot −1 skips).
 
@@ -122,7 +126,8 @@ def write_checked(
 ):
     """Quantizes k and v where the pages are 8-bit, and writes them and their scales."""
     k_scale, v_scale = scales if scale_pools is None else scale_pools
-    k, v, k_tokens, v_tokens = reference.quantized(k_pages, v_pages, k, v, layer, k_scale, v_scale)
+    v_pool = pool_of_v(k_pages, v_pages, layout)
+    k, v, k_tokens, v_tokens = reference.quantized(k_pages, v_pool, k, v, layer, k_scale, v_scale)
     operands = (k_pages, v_pages, k, v, slot_mapping, layer)
     if implementation == "reference":
         written = reference_write(layout, *operands)
@@ -130,7 +135,7 @@ def write_checked(
         written = native_write(layout, implementation)(*operands)
     if scale_pools is None:
         return written
-    layer = layer if is_stacked(v_pages, layout, "v") else None
+    layer = layer if is_stacked(v_pool, layout, "v") else None
     scales = reference.write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer)
     return (*written, *scales)
 
@@ -164,7 +169,10 @@ def kv_dtype(name: str, model_dtype: Any = None) -> jnp.dtype:
 
 
 def _split(layout: Layout, k_pages, v_pages, k, v, *_) -> Split:
-    pools = pools_at_heads({"k_pages": k_pages, "v_pages": v_pages}, layout)
+    if is_one_pool(layout):
+        pools = pools_at_heads({"k_pages": k_pages}, layout) | {"v_pages": WHOLE}
+    else:
+        pools = pools_at_heads({"k_pages": k_pages, "v_pages": v_pages}, layout)
     axes = pools | {"k": at_heads(k, 1), "v": at_heads(v, 1), "slot_mapping": "-", "layer": ""}
     return Split(axes, results=tuple(pools.values()), fixed=PAGES)
 
@@ -173,21 +181,31 @@ def _split(layout: Layout, k_pages, v_pages, k, v, *_) -> Split:
 def native_write(layout: Layout, implementation: Implementation):
     """The native write for one layout."""
 
-    def call(*operands):
-        return tuple(
-            ffi_call(
-                TARGET,
-                operands,
-                {"layout": layout},
-                split=_split(layout, *operands),
-                aliases={0: 0, 1: 1},
-                cuda_workspace_words=cuda_workspace_words(operands[4].shape[0]),
-                implementation=implementation,
-                reference=functools.partial(reference_write, layout),
-            )
+    def call(k_pages, v_pages, *rest) -> tuple[Any, ...]:
+        if is_one_pool(layout):
+            # Nothing, which varies over the mesh axes that the pool varies over. XLA would copy a
+            # pool that is read beside its new value.
+            v_pages = rest[0][:0].max((1, 2), initial=0).astype(k_pages.dtype)
+        operands = (k_pages, v_pages, *rest)
+        k_pages, v_pages = ffi_call(
+            TARGET,
+            operands,
+            {"layout": layout},
+            split=_split(layout, *operands),
+            aliases={0: 0, 1: 1},
+            cuda_workspace_words=cuda_workspace_words(operands[4].shape[0]),
+            implementation=implementation,
+            reference=in_place_of_native,
         )
+        return k_pages, None if is_one_pool(layout) else v_pages
 
-    return refusing_transforms("write_kv", call)
+    def in_place_of_native(k_pages, v_pages, *rest):
+        if not is_one_pool(layout):
+            return reference_write(layout, k_pages, v_pages, *rest)
+        return reference_write(layout, k_pages, None, *rest)[0], v_pages
+
+    names = ("k_pages", "v_pages", "k", "v", "slot_mapping", "layer")
+    return refusing_gradients("write_kv", write_of_each("write_kv", call, layout, names))
 
 
 def cuda_workspace_words(tokens: int) -> int:
@@ -198,16 +216,8 @@ def cuda_workspace_words(tokens: int) -> int:
     return 1 << (max(2 * tokens, 2) - 1).bit_length()
 
 
-def refusing_transforms(op: str, native: Callable[..., tuple[jax.Array, ...]]):
-    """A native write that refuses the transforms that would copy the pool."""
-    call = custom_vmap(native)
-
-    @call.def_vmap
-    def refuse_vmap(axis_size, in_batched, *operands):
-        raise NotImplementedError(
-            f"{op}: vmap would copy the pages for each batch element; put the tokens of all "
-            "elements into one call, or use implementation='reference'"
-        )
+def refusing_gradients(op: str, call: Callable[..., tuple[jax.Array, ...]]):
+    """A native write that says who can differentiate it."""
 
     @jax.custom_jvp
     def write(*operands):
@@ -234,6 +244,7 @@ def check_write(
         other = other_layout(k_pages, layout, lambda heads, x=x: x.shape[1:2] == (heads,))
         check_shape(name, x, "tokens num_kv_heads head_dim", sizes, hint=other)
     layer = check_layer(layer, k_shape.num_layers)
+    v_pages = pool_of_v(k_pages, v_pages, layout)
     scales = check_written_scales(k_scale, v_scale, k_pages, v_pages, k_shape, v_shape)
     return slot_mapping, layer, *scales
 

@@ -9,11 +9,10 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import Layout, PagesShape, Pool, from_slots_first, make_shape
+from jax_paged.layout import Layout, PagesShape, is_one_pool, make_shape, of_slots_first, pool_of_v
 
 WILD_PAGE = 2_147_480_000
 MAX_DRAWN = 16_777_213  # random numbers of an array, a prime: a longer one repeats them, shifted
@@ -28,7 +27,7 @@ class Case:
     num_kv_heads: int
     head_dim: int
     page_size: int = 16
-    v_head_dim: int | None = None
+    v_head_dim: int | None = None  # None, or layout "rpa": head_dim
     layout: Layout = "HND"
     num_layers: int | None = None
     causal: bool = True
@@ -55,7 +54,7 @@ class Batch:
     case: Case
     q: np.ndarray  # [T, Hq, D]
     k_pages: np.ndarray
-    v_pages: np.ndarray
+    v_pages: np.ndarray  # of layout "rpa": k_pages
     page_table: np.ndarray  # i32[S, pages_per_seq]
     seq_lens: np.ndarray  # i32[S]
     cu_q_lens: np.ndarray  # i32[S + 1]
@@ -63,10 +62,12 @@ class Batch:
     layer: int | None
     sm_scale: float
 
-    def operands(self) -> tuple[jax.Array, ...]:
-        """q, k_pages, v_pages, page_table, seq_lens as device arrays."""
-        arrays = (self.q, self.k_pages, self.v_pages, self.page_table, self.seq_lens)
-        return tuple(jnp.asarray(x) for x in arrays)
+    def operands(self) -> tuple[Any, ...]:
+        """q, k_pages, v_pages, page_table, seq_lens as device arrays, v_pages as the op has it."""
+        v_pages = None if is_one_pool(self.case.layout) else jnp.asarray(self.v_pages)
+        arrays = (self.q, self.k_pages, self.page_table, self.seq_lens)
+        q, k_pages, *rows = (jnp.asarray(x) for x in arrays)
+        return (q, k_pages, v_pages, *rows)
 
     def alone(self, row: int) -> "Batch":
         """One of its rows as a batch of its own."""
@@ -80,7 +81,7 @@ class Batch:
             num_seqs=1,
         )
 
-    def ragged(self) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    def ragged(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments for `ragged_paged_attention`."""
         arguments = (*self.operands(), jnp.asarray(self.cu_q_lens), jnp.int32(self.num_seqs))
         options = {
@@ -136,11 +137,11 @@ def make_batch(
     shape = PagesShape(case.num_layers, num_pages, case.num_kv_heads, page, case.head_dim)
     layer = None if case.num_layers is None else int(rng.integers(case.num_layers))
 
-    def pages(head_dim: int, pool: Pool) -> np.ndarray:
+    def tokens(head_dim: int) -> np.ndarray:
         array = np.full(make_shape(shape._replace(head_dim=head_dim), "NHD"), np.nan, dtype)
         view = array if layer is None else array[layer]  # [page, slot, head, dim]
         view[owned] = draw((owned.sum(), case.num_kv_heads, head_dim))
-        return np.ascontiguousarray(from_slots_first(array, case.layout, pool))
+        return array
 
     ends = np.cumsum(q_lens[:num_seqs], dtype=np.int32)
     used_tokens = int(ends[-1]) if num_seqs else 0
@@ -150,9 +151,14 @@ def make_batch(
     cu_q_lens = np.concatenate([[0], ends, rng.choice(wild, rows - num_seqs)])
     q = draw((num_tokens, case.num_q_heads, case.head_dim))
     q[used_tokens:] = np.nan
-    v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
+    v_head_dim = case.v_head_dim
+    if v_head_dim is None or is_one_pool(case.layout):
+        v_head_dim = case.head_dim
+    k_pages, v_pages = of_slots_first(tokens(case.head_dim), tokens(v_head_dim), case.layout)
+    k_pages = np.ascontiguousarray(k_pages)
+    v_pages = np.ascontiguousarray(pool_of_v(k_pages, v_pages, case.layout))
     return Batch(
-        case=case, q=q, k_pages=pages(case.head_dim, "k"), v_pages=pages(v_head_dim, "v"),
+        case=case, q=q, k_pages=k_pages, v_pages=v_pages,
         page_table=table, seq_lens=seq_lens.astype(np.int32), cu_q_lens=cu_q_lens.astype(np.int32),
         num_seqs=num_seqs, layer=layer, sm_scale=float(case.head_dim**-0.5),
     )  # fmt: skip

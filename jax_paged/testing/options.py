@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import LAYOUTS, POOLS, from_slots_first, slots_first
+from jax_paged.layout import LAYOUTS, POOLS, of_slots_first, pool_of_v, slots_first
 from jax_paged.ops.attention import paged_attention, ragged_paged_attention
 from jax_paged.ops.trees import tree_intervals
 
@@ -168,11 +168,17 @@ def eight_bit(batch: Batch, kv: str, kind: str | None, rng: np.random.Generator)
         codes = codes.astype(jnp.dtype(kv))
         exact = np.where(np.isnan(pages), np.nan, codes.astype(np.float64) * wide)
         for made, x in ((stored, codes), (real, exact)):
-            made[f"{name}_pages"] = from_slots_first(x, case.layout, name)
+            made[name] = x
         scales[f"{name}_scale"] = scale
     if kind is None:
         scales = {}
-    return dataclasses.replace(batch, **stored), dataclasses.replace(batch, **real), scales
+
+    def as_pages(made: dict[str, Any]) -> Batch:
+        k_pages, v_pages = of_slots_first(made["k"], made["v"], case.layout)
+        v_pages = pool_of_v(k_pages, v_pages, case.layout)
+        return dataclasses.replace(batch, k_pages=k_pages, v_pages=v_pages)
+
+    return as_pages(stored), as_pages(real), scales
 
 
 def with_holes(batch: Batch, rng: np.random.Generator) -> Batch:
@@ -199,6 +205,8 @@ def attention_case(
     rng = np.random.default_rng([seed, 9])
     num_kv_heads = 1 if row["group"] == 24 else 2
     head_dim, v_head_dim = row["head_dim"]
+    if row["kv"] is not None and row["layout"] == "vllm5d":  # 16 bytes are so many dimensions
+        head_dim = -(-head_dim // 16) * 16
     num_q_heads = num_kv_heads * row["group"]
     case = Case(
         "pairwise", num_q_heads, num_kv_heads, head_dim, row["page_size"], v_head_dim,
@@ -245,8 +253,7 @@ def attention_case(
     if row["sinks"]:
         options["sinks"] = draw_sinks(row["sinks"], num_q_heads, rng)
     split = dict([row["split"]]) if row["split"] else {}
-    # A token's 16 bytes of K in vllm5d are 16 dimensions of 8 bits.
-    if row["kv"] is None or (row["layout"] == "vllm5d" and head_dim % 16):
+    if row["kv"] is None:
         return batch, batch, options, split
     stored, real, scales = eight_bit(batch, row["kv"], row["scale"], rng)
     return stored, real, options, split | scales
@@ -260,7 +267,6 @@ def attend(batch: Batch, options: dict[str, Any], **more):
     }
     call: dict[str, Any] = defaults | given | more | {"return_lse": True}
     one_each = (np.diff(batch.cu_q_lens) == 1).all() and len(batch.q) == len(batch.seq_lens)
-    one_each &= "tree" not in call
     if one_each and batch.num_seqs == len(batch.seq_lens) and call.pop("causal"):
         return paged_attention(*arguments[:5], **call)
     return ragged_paged_attention(*arguments, **call)

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_paged.layout import (
@@ -11,7 +12,9 @@ from jax_paged.layout import (
     PagesShape,
     Pool,
     from_slots_first,
+    is_one_pool,
     make_shape,
+    side_by_side,
     slots_first,
 )
 from jax_paged.ops.write import cuda_workspace_words
@@ -25,10 +28,15 @@ def bits(x):
 def make_pools(
     page_size=5, *, layout: Layout = "HND", num_layers=None, dtype: Any = "float32", num_pages=7
 ):
-    """Numpy K and V pools, full of random numbers and NaN, with different head dims."""
+    """Numpy K and V pools, full of random numbers and NaN, with different head dims.
+
+    Layout "rpa": one pool, and None.
+    """
     rng = np.random.default_rng(page_size)
-    pools = []
-    for pool, head_dim in zip(POOLS, (16, 24), strict=True):
+    pools: list[Any] = []
+    for pool, head_dim in zip(POOLS, head_dims(layout), strict=True):
+        if pool == "v" and is_one_pool(layout):
+            return [*pools, None]
         sizes = PagesShape(num_layers, num_pages, 2, page_size, head_dim)
         shape = make_shape(sizes, layout, pool, dtype=dtype)
         values = rng.standard_normal(shape, "f4")
@@ -36,10 +44,21 @@ def make_pools(
     return pools
 
 
-def make_tokens(count, dtype: Any = "float32"):
+def head_dims(layout: Layout) -> tuple[int, int]:
+    """Of K and V in `make_pools`."""
+    return (16, 16) if is_one_pool(layout) else (16, 24)
+
+
+def make_tokens(count, dtype: Any = "float32", layout: Layout = "HND"):
     """Random k and v for `make_pools`."""
     rng = np.random.default_rng(count)
-    return [rng.standard_normal((count, 2, dim), "f4").astype(dtype) for dim in (16, 24)]
+    dims = head_dims(layout)
+    return [rng.standard_normal((count, 2, dim), "f4").astype(dtype) for dim in dims]
+
+
+def on_device(pools) -> tuple[Any, ...]:
+    """Copies of pools as the ops take them."""
+    return tuple(None if x is None else jnp.array(x) for x in pools)
 
 
 # Of `repeated_slots`.
@@ -63,6 +82,16 @@ def repeated_slots(kind: str, count: int, num_slots: int) -> np.ndarray:
         entry = (slots.astype(np.uint32) * np.uint32(2654435769)).astype(np.uint64) * words >> 32
         slots = slots[entry >= words - 64]
     return rng.choice(slots, count).astype(np.int32)
+
+
+def expected_writes(pools, tokens, slots, layer=None, layout: Layout = "HND"):
+    """The contract of write_kv for K and V: what becomes of the pools."""
+    if is_one_pool(layout):  # rows of twice as many heads
+        return [expected_write(pools[0], side_by_side(*tokens), slots, layer, "NHD"), None]
+    return [
+        expected_write(pages, new, slots, layer, layout, pool)
+        for pool, pages, new in zip(POOLS, pools, tokens, strict=True)
+    ]
 
 
 def expected_write(pages, tokens, slots, layer=None, layout: Layout = "HND", pool: Pool = "k"):

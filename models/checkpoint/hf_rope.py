@@ -4,11 +4,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jax_paged.checks.fields import FLAG, TEXT, Domain, integer, list_of, number, short
+from jax_paged.checks.fields import FLAG, OBJECT, TEXT, Domain, integer, list_of, number, short
 from jax_paged.ops import rope
 
 from ..decoder.config import ROPE_DOMAINS, RopeConfig
-from .hf_keys import CONTEXT, HONOURED
+from .hf_keys import CONTEXT, FAMILIES, HONOURED
 from .outside import check_keys
 
 _DIVISORS = list_of(number(1e-6, 1e6))
@@ -50,25 +50,81 @@ _NEEDED = {
 _OF_PHI3 = {"su": "longrope", "yarn": "longrope"}  # what Phi-3 called it before
 
 
-def read_rope(
+def read_ropes(
     raw: Mapping[str, Any],
     model_type: str,
     head_dim: int,
     context_length: int | None,
     where: str,
-) -> tuple[RopeConfig, int]:
-    """The rotary embedding, and the context it is for.
+) -> tuple[RopeConfig, RopeConfig | None, int]:
+    """The rotary embedding, that of layers with a window, and the context they are for.
 
     Args:
       raw: the content of config.json, whose `HONOURED` keys have been checked.
       context_length: as for `config_from_hf`.
 
+    Returns:
+      (rope, None where it is that of all layers, most tokens of a row).
+
     Raises:
       ValueError: a key or value is not supported, missing, or contradicts another.
     """
+    family = FAMILIES[model_type]
+    same: Any = (model_type, head_dim, context_length, where)
+    if family.local_rope_theta is None:
+        rope, context = _read_rope(raw, family.rope_theta, *same)
+        return rope, None, context
+    kinds = ("full_attention", "sliding_attention")
+    of_kinds = raw.get("rope_parameters") or {}
+    check_keys(where, of_kinds, dict.fromkeys(kinds, OBJECT))
+    for key, value in of_kinds.items():
+        if key not in kinds:
+            raise ValueError(
+                f"{where}: key 'rope_parameters' must hold {' or '.join(map(repr, kinds))} for "
+                f"model_type {model_type!r}, got {short(key)} = {short(value)}"
+            )
+    of_full, of_local = (dict(raw) | {"rope_parameters": of_kinds.get(kind)} for kind in kinds)
+    rope, context = _read_rope(of_full, family.rope_theta, *same)
+    of_local |= {
+        "rope_theta": raw.get("rope_local_base_freq"), "rope_scaling": None,
+        "original_max_position_embeddings": None,
+    }  # fmt: skip
+    local, _ = _read_rope(of_local, family.local_rope_theta, *same)
+    return rope, local, context
+
+
+def logit_factor(raw: Mapping[str, Any], model_type: str, where: str) -> float:
+    """What DeepSeek multiplies the scale of logits by: YaRN's mscale, squared.
+
+    Args:
+      raw: as `read_ropes` has checked it.
+
+    Raises:
+      ValueError: mscale is given without mscale_all_dim, or the other way round. DeepSeek's own
+        code and transformers differ then.
+    """
+    _, given = _parameters(raw, model_type, where)
+    mscale, of_all = (given.get(key) or 0 for key in ("mscale", "mscale_all_dim"))
+    if (mscale > 0) != (of_all > 0):
+        raise ValueError(
+            f"{where}: rope keys 'mscale' and 'mscale_all_dim' must be given both or not at all, "
+            f"got {mscale} and {of_all}"
+        )
+    return rope.yarn_mscale(given["factor"], of_all) ** 2 if of_all else 1.0
+
+
+def _read_rope(
+    raw: Mapping[str, Any],
+    default_theta: float,
+    model_type: str,
+    head_dim: int,
+    context_length: int | None,
+    where: str,
+) -> tuple[RopeConfig, int]:
+    """The rotary embedding, and the context it is for."""
     kind, given = _parameters(raw, model_type, where)
     theta, rotary_dim = (
-        _theta(raw, given, where),
+        _theta(raw, given, default_theta, where),
         _rotary_dim(raw, given, model_type, head_dim, where),
     )
     outer_context = raw.get("original_max_position_embeddings")
@@ -120,6 +176,8 @@ def _parameters(raw: Mapping[str, Any], model_type: str, where: str) -> tuple[st
             f"{where}: 'rope_parameters' = {short(new)} contradicts 'rope_scaling' = {short(old)}"
         )
     given = dict(new or old or {})
+    if not given and FAMILIES[model_type].needs_rope:
+        raise ValueError(f"{where}: key 'rope_scaling' is missing for model_type {model_type!r}")
     check_keys(where, given, {"rope_type": TEXT, "type": TEXT})
     names = _OF_PHI3 if model_type == "phi3" else {}
     kinds = [given.pop(key, None) for key in ("rope_type", "type")]
@@ -137,12 +195,12 @@ def _parameters(raw: Mapping[str, Any], model_type: str, where: str) -> tuple[st
     return kind, given
 
 
-def _theta(raw: Mapping[str, Any], given: dict[str, Any], where: str) -> float:
+def _theta(raw: Mapping[str, Any], given: dict[str, Any], default: float, where: str) -> float:
     inner, outer = given.pop("rope_theta", None), raw.get("rope_theta")
     check_keys(where, {"rope_theta": inner}, HONOURED)
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(f"{where}: rope_theta is {outer!r}, but {inner!r} in the rope parameters")
-    return float(next(v for v in (inner, outer, 10000.0) if v is not None))
+    return float(next(v for v in (inner, outer, default) if v is not None))
 
 
 def _rotary_dim(

@@ -25,10 +25,14 @@ class Shards:
     """The tensors of safetensors files, by name; `stack` closes the files.
 
     fp8_blocks: whether tensors beside which there is one of `scale_name` may be fp8.
+    mxfp4: whether those of experts that are called `…_blocks` or `…_scales` may be bytes.
     """
 
-    def __init__(self, paths: Iterable[Path], stack: ExitStack, *, fp8_blocks: bool = False):
-        self._fp8_blocks = fp8_blocks
+    def __init__(
+        self, paths: Iterable[Path], stack: ExitStack, *, fp8_blocks: bool = False,
+        mxfp4: bool = False,
+    ):  # fmt: skip
+        self._fp8_blocks, self._mxfp4 = fp8_blocks, mxfp4
         self.shapes: dict[str, Shape] = {}
         self._of: dict[str, tuple[Path, Any, str]] = {}  # its file, and its dtype there
         self._headers: dict[Path, tuple[int, dict]] = {}  # and where they end
@@ -45,9 +49,13 @@ class Shards:
                 self._of[name] = path, file, view.get_dtype()
                 self.shapes[name] = tuple(view.get_shape())
 
+    def where(self, name: str) -> str:
+        """What messages call a tensor."""
+        return f"{self._of[name][0]}: tensor {name!r}"
+
     def check_dtype(self, name: str) -> None:
         path, _, dtype = self._of[name]
-        if dtype not in _DTYPES and not self.is_fp8(name):
+        if dtype not in _DTYPES and not self.is_fp8(name) and not self._is_mxfp4(name):
             raise ValueError(
                 f"{path}: tensor {short(name)} must be of dtype {', '.join(sorted(_DTYPES))}, got "
                 f"{dtype}"
@@ -59,6 +67,14 @@ class Shards:
             return False
         return scale_name(name) in self._of and self._of[name][2] == _FP8
 
+    def _is_mxfp4(self, name: str) -> bool:
+        """Whether a tensor is 4-bit codes of experts, or their scales."""
+        ends = (".experts.gate_up_proj", ".experts.down_proj")
+        is_part = self._mxfp4 and name.removesuffix("_blocks").removesuffix("_scales").endswith(
+            ends
+        )
+        return is_part and self._of[name][2] == "U8"
+
     def get(self, name: str, part: Part | None = None) -> np.ndarray:
         """A tensor, or a part of it: no more than that is read."""
         self.check_dtype(name)
@@ -68,7 +84,7 @@ class Shards:
                 values = self._fp8(path, name, part)
             else:
                 values = file.get_tensor(name) if part is None else file.get_slice(name)[part]
-            if not is_finite(values):
+            if not self._is_mxfp4(name) and not is_finite(values):
                 raise ValueError("expected finite weights, got NaN or infinity")
         return values
 

@@ -15,7 +15,7 @@ another, as their weights do; so do gate and up (`jax_paged.lora` calls them par
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from jax_paged.checks import Implementation, check_size, expect, kind_text, shap
 from jax_paged.checks.fields import integer
 
 from .config import DecoderConfig
-from .partition import TP, Partition, put
+from .partition import PP, TP, Partition, put
 
 MAX_RANK = 64
 # The modules, by their published names, that each projection of a layer consists of.
@@ -72,7 +72,13 @@ class Adapter:
 
 
 def module_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """(out, in) of each module of a layer that an adapter may have."""
+    """(out, in) of each module of a layer that an adapter may have.
+
+    Raises:
+      ValueError: the model has latent attention, whose projections have no place for one.
+    """
+    text = "a model without latent attention, where adapters are used"
+    expect(config.latent is None, "model", text, f"one of type {config.model_type!r}")
     hidden, inner = config.hidden_size, config.intermediate_size
     q_out, kv_out = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {
@@ -124,9 +130,9 @@ def check_adapter(adapter: Any, config: Any, name: str = "adapter") -> None:
 class Stack:
     """One projection of one layer, of all slots; or, without the first axis, of one adapter."""
 
-    a: Any  # [slots, parts · rank, in]
-    b: Any  # [slots, out, rank]
-    is_used: Any  # bool[slots]: whether the adapter adds something here
+    a: Any  # [slots, parts · rank, in]; those of several stages are rows behind each other
+    b: Any  # [slots, out, rank], the same
+    is_used: Any  # bool[slots, stages]: whether the adapter adds something here
     part_sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
@@ -153,8 +159,9 @@ class Adapters:
         expect(domain.has(max_rank), "max_rank", domain.text, repr(max_rank))
         ok = isinstance(config, DecoderConfig)
         expect(ok, "model", "a Decoder, which alone takes adapters", kind_text(config))
-        stages = 1 if partition is None else partition.pp
-        expect(stages == 1, "adapter", "none for a model in pipeline stages", f"pp={stages}")
+        stages, own = 1, config
+        if partition is not None:
+            stages, own = partition.pp, partition
         rank = -(-max_rank // 8) * 8
 
         def stack(name: str, shapes: list[tuple[int, int]]) -> Stack:
@@ -164,14 +171,14 @@ class Adapters:
                 sizes = partition.own_sizes(name, sizes)
                 rows = sum(sizes) * (partition.tp if name in _BY_OUTPUTS else 1)
             return Stack(
-                a=jnp.zeros((max_adapters, len(sizes) * rank, inner), dtype),
-                b=jnp.zeros((max_adapters, rows, rank), dtype),
-                is_used=jnp.zeros(max_adapters, jnp.bool_),
+                a=jnp.zeros((max_adapters, stages * len(sizes) * rank, inner), dtype),
+                b=jnp.zeros((max_adapters, stages * rows, rank), dtype),
+                is_used=jnp.zeros((max_adapters, stages), jnp.bool_),
                 part_sizes=sizes,
             )
 
         layers = []
-        for number in range(config.num_layers):
+        for number in range(own.num_layers):
             shapes = module_shapes(config, number)
             of_layer = {
                 name: stack(name, [shapes[module] for module in modules])
@@ -188,13 +195,20 @@ class Adapters:
 
     def specs(self) -> "Adapters":
         """The splits of the leaves: `b` as the outputs of a weight, or `a` as its inputs."""
+        stages = (PP,) if self._num_stages > 1 else ()
 
         def of_stack(name: str, stack: Stack) -> Stack:
-            a, b = (P(), P(None, TP)) if name in _BY_OUTPUTS else (P(None, None, TP), P())
-            return Stack(a, b, P(), stack.part_sizes)
+            is_by_outputs = name in _BY_OUTPUTS
+            a = P(None, stages) if is_by_outputs else P(None, stages, TP)
+            b = P(None, (*stages, TP)) if is_by_outputs else P(None, stages)
+            return Stack(a, b, P(None, stages), stack.part_sizes)
 
         layers = ({name: of_stack(name, s) for name, s in layer.items()} for layer in self.layers)
         return Adapters(tuple(layers), self.partition)
+
+    @property
+    def _num_stages(self) -> int:
+        return 1 if self.partition is None else self.partition.pp
 
     @property
     def max_adapters(self) -> int:
@@ -214,22 +228,33 @@ class Adapters:
         """
         most = f"a rank of at most max_rank={self.max_rank}"
         expect(adapter.rank <= self.max_rank, "adapter", most, adapter.rank)
+        nothing = len(self.layers) * self._num_stages - len(adapter.layers)
+        every = [*adapter.layers, *[{}] * nothing]
         layers = []
-        for stacks, modules in zip(self.layers, adapter.layers, strict=True):
-            packed = {name: _pack(name, s, modules, self.partition) for name, s in stacks.items()}
+        for number, stacks in enumerate(self.layers):
+            of_stages = every[number :: len(self.layers)]
+            packed = {
+                name: _behind([_pack(name, stack, own, self.partition) for own in of_stages])
+                for name, stack in stacks.items()
+            }
             layers.append(packed)
         return Adapters(tuple(layers), self.partition)
+
+
+def _behind(stages: Sequence[Stack]) -> Stack:
+    """The same projection of one layer of each stage."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *stages)
 
 
 def _pack(
     name: str, stack: Stack, modules: Mapping[str, LowRank], partition: Partition | None
 ) -> Stack:
-    """The modules of a projection in the place of their parts."""
+    """The modules of a projection of one layer in the place of their parts."""
     rank, sizes, order = stack.b.shape[2], stack.part_sizes, None
     if partition is not None:
         sizes = partition.all_sizes(name, sizes)
         order = partition.order(name, sizes)
-    a = np.zeros(stack.a.shape[1:], stack.a.dtype)
+    a = np.zeros((len(sizes) * rank, stack.a.shape[2]), stack.a.dtype)
     b = np.zeros((sum(sizes), rank), stack.b.dtype)
     begin, is_used = 0, False
     for part, (module, size) in enumerate(zip(PROJECTIONS[name], sizes, strict=True)):
@@ -240,7 +265,7 @@ def _pack(
             b[begin : begin + size, :count] = np.asarray(own.b)
         begin += size
     b = b if order is None else b[order]
-    return Stack(a, b, np.bool_(is_used), stack.part_sizes)
+    return Stack(a, b, np.array([is_used]), stack.part_sizes)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -262,7 +287,7 @@ class LayerAdapters:
     ) -> jax.Array:
         """A projection's outputs of x, with what the tokens' adapters add to them."""
         stack = self.stacks[name]
-        is_used = (self.tokens >= 0) & stack.is_used[jnp.maximum(self.tokens, 0)]
+        is_used = (self.tokens >= 0) & stack.is_used[jnp.maximum(self.tokens, 0), 0]
         added = functools.partial(
             lora,
             x,
@@ -288,6 +313,11 @@ class TokenAdapters:
     def layer(self, number: int) -> LayerAdapters:
         """Those of one layer."""
         return LayerAdapters(self.adapters.layers[number], self.tokens)
+
+    def part(self, first: jax.Array, size: int) -> "TokenAdapters":
+        """Of tokens first … first + size − 1."""
+        own = jax.lax.dynamic_slice_in_dim(self.tokens, first, size)
+        return TokenAdapters(self.adapters, own)
 
 
 def token_slots(batch: StepBatch, slots: jax.Array) -> jax.Array:
@@ -323,6 +353,11 @@ class AdaptedModel:
         return self.model.dtype
 
     @property
+    def endless(self) -> bool:
+        """That of the decoder."""
+        return self.model.endless
+
+    @property
     def partition(self) -> Partition | None:
         """That of the decoder."""
         return self.model.partition
@@ -341,10 +376,35 @@ class AdaptedModel:
         loads: jax.Array | None = None,
     ) -> tuple[Any, ...]:
         """As `Decoder.__call__`, each row with its adapter."""
-        slots = token_slots(batch.groups[0], jnp.asarray(self.slots))
-        own = TokenAdapters(self.adapters, slots)
         options = {"logit_rows": logit_rows, "loads": loads}
-        return self.model(tokens, batch, state, adapters=own, **options)
+        return self.model(tokens, batch, state, adapters=self._of_tokens(batch), **options)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """As `Decoder.embed`."""
+        return self.model.embed(tokens)
+
+    def run_layers(
+        self, x: jax.Array, batch: StepBatch, state: KVState
+    ) -> tuple[jax.Array, KVState]:
+        """As `Decoder.run_layers`, each row with its adapter."""
+        return self.model.run_layers(x, batch, state, adapters=self._of_tokens(batch))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """As `Decoder.logits`."""
+        return self.model.logits(x)
+
+    def _of_tokens(self, batch: StepBatch) -> TokenAdapters:
+        slots = token_slots(batch.groups[0], jnp.asarray(self.slots))
+        return TokenAdapters(self.adapters, slots)
+
+
+def param_specs(partition: Partition, params: Any, slots: P | None = None) -> Any:
+    """The splits of a model's params; slots: of those of the rows, where it has adapters."""
+    if isinstance(params, AdaptedModel):
+        own = partition.specs(params.model)
+        of_rows = slots if slots is not None and params.slots.ndim else P()
+        return AdaptedModel(own, params.adapters.specs(), of_rows)
+    return partition.specs(params)
 
 
 def with_adapter(model: Any, adapter: Adapter) -> AdaptedModel:

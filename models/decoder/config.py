@@ -5,10 +5,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from jax_paged.cache.state import LayerKind
+from jax_paged.checks import RopeStyle
 from jax_paged.checks.fields import (
     FLAG,
     NOTHING,
@@ -18,11 +20,14 @@ from jax_paged.checks.fields import (
     integer,
     list_of,
     number,
+    one_of,
     short,
 )
 from jax_paged.ops import rope
+from jax_paged.ops.activations import ACTIVATIONS, Activation
 
 _SIZE, _ID = integer(1), integer(0)
+CAP = either(NOTHING, number(1e-3, 1e6))
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # The type and range of each field of `RopeConfig` and `DecoderConfig`. The readers' tables give the
 # keys of their formats these domains, so that a message can name the key.
@@ -58,15 +63,44 @@ DOMAINS: dict[str, Domain] = {
     "mlp_bias": FLAG,
     "fused_projections": FLAG,
     "fp8_blocks": FLAG,
+    "mxfp4_experts": FLAG,
+    "norm_offset": one_of(0, 1),
+    "wide_norms": FLAG,
+    "post_norms": FLAG,
+    "embedding_scale": number(1e-6, 1e6),
+    "logit_soft_cap": CAP,
+    "attention_scale": either(NOTHING, number(1e-6, 1e6)),
+    "attention_soft_cap": CAP,
+    "sinks": FLAG,
+    "activation": one_of(*ACTIVATIONS),
+    "activation_limit": CAP,
     "num_experts": integer(0),
     "experts_per_token": integer(0),
     "moe_intermediate_size": integer(0),
     "norm_topk_prob": FLAG,
+    "router_bias": FLAG,
+    "router_scores": one_of("softmax", "sigmoid"),
+    "choice_bias": FLAG,
+    "expert_groups": _SIZE,
+    "groups_per_token": _SIZE,
+    "expert_scale": number(1e-6, 1e6),
+    "shared_intermediate_size": integer(0),
+    "expert_bias": FLAG,
     "moe_layers": list_of(FLAG),
     "layer_windows": list_of(integer(0)),
+    "nextn_layers": integer(0),
     "bos_token_id": either(NOTHING, _ID),
     "eos_token_ids": list_of(_ID),
 }
+LATENT_DOMAINS: dict[str, Domain] = {
+    "kv_rank": _SIZE,
+    "q_rank": either(NOTHING, _SIZE),
+    "nope_dim": integer(1, 2**16),
+    "rope_dim": integer(2, 2**16),
+    "v_dim": integer(1, 2**16),
+    "style": one_of("half", "interleaved"),
+}
+Scores = Literal["softmax", "sigmoid"]
 TOKEN_IDS = either(_ID, list_of(_ID))  # for `token_ids`
 
 
@@ -145,6 +179,35 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024): sizes of its projections.
+
+    kv_rank, rope_dim: what a page holds of a token: the latent vector that K and V of all heads are
+      made of, and a key part that is rotated and shared.
+    q_rank: of the vector that queries are made of; None = they are made of the hidden state.
+    nope_dim, v_dim: of a head, the part of a key that is not rotated, and its value.
+    style: how the rotated parts turn.
+    """
+
+    kv_rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    style: RopeStyle = "interleaved"
+
+    def __post_init__(self):
+        _check_domains(self, LATENT_DOMAINS)
+        if self.rope_dim % 2:
+            raise ValueError(f"config: qk_rope_head_dim must be even, got {self.rope_dim}")
+
+    @property
+    def row_dim(self) -> int:
+        """What a page holds of a token."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """What the decoder is. Hashable, so it can be a static argument of jit.
 
@@ -155,6 +218,25 @@ class DecoderConfig:
     fused_projections: the checkpoint has q, k and v as one tensor, `qkv_proj`, and gate and up as
     one, `gate_up_proj`.
     fp8_blocks: weights in the checkpoint may be fp8, with a scale for each block of 128 x 128.
+    mxfp4_experts: experts in the checkpoint may have 4 bits, with a scale for each 32.
+    norm_offset: what is added to the weights of norms.
+    wide_norms: the weights of norms are f32, and what they multiply is rounded after that, not
+    before.
+    post_norms: what attention and MLP give is normalised before it is added.
+    embedding_scale: what embeddings are multiplied by, rounded to their dtype.
+    logit_soft_cap: the logits are cap · tanh(logits / cap); None = as they are.
+    attention_scale, attention_soft_cap: `sm_scale` and `soft_cap` of `attend`.
+    sinks: whether each head has a logit without a value, as `sinks` of `attend`.
+    activation, activation_limit: of the MLPs, as for `moe_experts`.
+    router_bias, expert_bias: whether routers and experts have biases.
+    router_scores, choice_bias, expert_groups, groups_per_token, expert_scale: as for `route`, where
+    they have the names scores, choice_bias (here, whether there is one), groups, groups_per_token
+    and scale.
+    shared_intermediate_size: of an MLP beside the experts that all tokens pass; 0 = none.
+    latent: attention is over latent rows; num_kv_heads is num_q_heads then, head_dim that of q.
+    nextn_layers: layers of the checkpoint behind the last one, which predict more than the next
+    token; they are skipped.
+    local_rope: the rotary embedding of the layers that have a window; None = that of all.
     context_length: the positions the checkpoint was trained for; nothing enforces it. The
     frequencies of a LongRoPE model are those of rows of up to so many tokens.
     """
@@ -177,12 +259,34 @@ class DecoderConfig:
     mlp_bias: bool = False
     fused_projections: bool = False
     fp8_blocks: bool = False
+    mxfp4_experts: bool = False
+    norm_offset: int = 0
+    wide_norms: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    sinks: bool = False
+    activation: Activation = "silu"
+    activation_limit: float | None = None
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    router_bias: bool = False
+    router_scores: Scores = "softmax"
+    choice_bias: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    expert_scale: float = 1.0
+    shared_intermediate_size: int = 0
+    expert_bias: bool = False
     moe_layers: tuple[bool, ...] = ()
     layer_windows: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
+    latent: LatentConfig | None = None
+    nextn_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -201,17 +305,9 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"config: head_dim must be even for RoPE, got {self.head_dim}")
-        if (self.rope.rotary_dim or 0) > self.head_dim:
-            raise ValueError(
-                f"config: rotary_dim must be at most head_dim={self.head_dim}, got "
-                f"{self.rope.rotary_dim}"
-            )
-        half, divisors = (self.rope.rotary_dim or self.head_dim) // 2, self.rope.frequency_divisors
-        if divisors is not None and len(divisors) != half:
-            raise ValueError(
-                f"config: frequency_divisors must have {half} entries, one per frequency, got "
-                f"{len(divisors)}"
-            )
+        self._check_rope(self.rope)
+        if self.local_rope is not None:
+            self._check_rope(self.local_rope)
         if len(self.moe_layers) != self.num_layers:
             raise ValueError(
                 f"config: moe_layers must have num_layers={self.num_layers} entries, got "
@@ -228,9 +324,48 @@ class DecoderConfig:
                 f"{self.experts_per_token}"
             )
 
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.expert_groups, self.groups_per_token
+        each, rest = divmod(self.num_experts, groups)
+        if rest or chosen > groups:
+            raise ValueError(
+                f"config: n_group must divide num_experts={self.num_experts} and be at least "
+                f"topk_group={chosen}, got {groups}"
+            )
+        if self.experts_per_token > chosen * each:
+            raise ValueError(
+                f"config: num_experts_per_tok must be at most the {chosen * each} experts of "
+                f"{chosen} groups, got {self.experts_per_token}"
+            )
+        if groups > 1 and self.router_scores == "sigmoid" and each < 2:
+            raise ValueError(f"config: groups must have 2 experts or more, got {each}")
+
+    def _check_rope(self, rope: RopeConfig) -> None:
+        if (rope.rotary_dim or 0) > self.head_dim:
+            raise ValueError(
+                f"config: rotary_dim must be at most head_dim={self.head_dim}, got "
+                f"{rope.rotary_dim}"
+            )
+        half, divisors = (rope.rotary_dim or self.head_dim) // 2, rope.frequency_divisors
+        if divisors is not None and len(divisors) != half:
+            raise ValueError(
+                f"config: frequency_divisors must have {half} entries, one per frequency, got "
+                f"{len(divisors)}"
+            )
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """The rotary embedding of a layer."""
+        return (self.window(layer) and self.local_rope) or self.rope
+
     def window(self, layer: int) -> int:
         """How many tokens a query of this layer sees, 0 = all."""
         return self.layer_windows[layer] if self.layer_windows else 0
+
+    def kind(self, layer: int) -> LayerKind:
+        """The kind of this layer in a state with groups."""
+        return "mla" if self.latent is not None else self.window(layer) or "full"
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:

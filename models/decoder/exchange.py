@@ -110,7 +110,7 @@ def exchanged(
     bits = jax.lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)
     names = sent(jnp.concatenate([experts, bits], axis=1), -1)
     ids, weights = names[:, :k], jax.lax.bitcast_convert_type(names[:, k:], jnp.float32)
-    is_row = jnp.arange(size, dtype=jnp.int32) < jnp.sum(route.recv_sizes)
+    is_row = jnp.arange(size, dtype=jnp.int32) < jnp.sum(route.recv_sizes, dtype=jnp.int32)
     ids = jnp.where(is_row[:, None] & (ids >= 0), ids - first, jnp.int32(-1))
     out = run(sent(x, 0), ids, jnp.where(is_row[:, None], weights, jnp.float32(0)))
     parts = ragged(out, jnp.zeros_like(out), route.reversed(), axis)

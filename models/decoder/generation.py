@@ -13,8 +13,9 @@ import numpy as np
 
 from jax_paged import kv_dtype as page_dtype
 from jax_paged._start.interrupt import uninterrupted
-from jax_paged.cache.state import KVState
+from jax_paged.cache.state import KVState, LayerKind
 from jax_paged.checks import EIGHT_BIT_DTYPES, expect
+from jax_paged.layout import Layout
 from jax_paged.ops.batch import pages_for
 
 from .adapters import Adapter, with_adapter
@@ -24,7 +25,17 @@ from .protocol import Graph, Model, ModelConfig, check_model, is_shapes, split_m
 from .ring import decode as decode_around
 from .ring import fewest_steps
 from .sample import Sampler
-from .steps import Chunk, Progress, Reason, admit, chunk_size, plan_chunks, prefill, release
+from .steps import (
+    Chunk,
+    Progress,
+    Reason,
+    admit,
+    chunk_size,
+    plan_chunks,
+    prefill,
+    prefill_within,
+    release,
+)
 from .steps import decode as decode_steps
 from .stream import Decode, TextStream, as_searches
 
@@ -108,7 +119,8 @@ def generate(
       adapter: a LoRA that all prompts run with (`load_adapter`); the model is then a `Decoder`,
         whose weights stay as they are. None = none.
       state: pages to use; donated, so go on with `Generation.state`. Only free rows and pages are
-        taken; live rows are left alone. None = a pool that is just large enough.
+        taken; live rows are left alone. None = a pool that is just large enough. One made with
+        `create_state(…, groups=True)` frees the pages that layers with windows no longer see.
       kv_dtype: of that pool: "auto" (the model's dtype), "bfloat16" (attention then computes in
         it), or 8-bit with a scale per token and head: "fp8" or "fp8_e4m3", "fp8_e5m2", "int8". Half
         or a quarter of the memory, at some loss.
@@ -298,22 +310,50 @@ def create_state(model: Model, **sizes: Any) -> KVState:
 
 
 def state_creator(
-    model: Model, *, num_pages: int, max_seqs: int, pages_per_seq: int,
+    model: Model, *, num_pages: int | Mapping[LayerKind, int], max_seqs: int,
+    pages_per_seq: int | Mapping[LayerKind, int],
     page_size: int = PAGE_SIZE, kv_dtype: str = "auto", max_tree: int = 256,
-    windows: bool = False,
+    windows: bool = False, groups: bool = False, layout: Layout = "HND",
 ) -> Callable[[], KVState]:  # fmt: skip
-    """What creates an empty state with the layers and KV heads that one device has."""
+    """What creates an empty state with the layers and KV heads that one device has.
+
+    Args:
+      num_pages, pages_per_seq: one number, or with groups a mapping of each kind of layer to one.
+      groups: layers with windows have pools of their own, which free what they no longer see; their
+        kinds are "full" and the sizes of the windows. So `generate` takes it; a row of a layer with
+        a window holds up to pages_for(window + 512, page_size) + 1 pages of a long prompt.
+        False = the pages of all layers keep all tokens.
+      others: as for `KVState.create`; kv_dtype as for `generate`.
+    """
     check_model(model)
     config = model.config
     dtype = page_dtype(kv_dtype, model.dtype)
     ok = dtype == model.dtype or _is_smaller(dtype)
     expect(ok, "kv_dtype", "'auto', 'bfloat16' or the name of an 8-bit dtype", repr(kv_dtype))
     own = getattr(model, "partition", None) or config
+    layers: dict[str, Any] = {"num_layers": own.num_layers}
+    latent = getattr(config, "latent", None)
+    if latent is not None:
+        text = "'auto' or 'bfloat16' for a model of latent rows"
+        expect(dtype not in EIGHT_BIT_DTYPES, "kv_dtype", text, repr(kv_dtype))
+        layers = {"layer_kinds": model_kinds(config), "latent_dim": latent.row_dim}
+    elif groups:
+        ok = getattr(own, "pp", 1) == 1
+        expect(ok, "groups", "False for a model in pipeline stages", groups)
+        layers = {"layer_kinds": model_kinds(config)}
     return functools.partial(
-        KVState.create, num_layers=own.num_layers, num_pages=num_pages, page_size=page_size,
+        KVState.create, num_pages=num_pages, page_size=page_size,
         num_kv_heads=own.num_kv_heads, head_dim=config.head_dim, max_seqs=max_seqs,
         pages_per_seq=pages_per_seq, dtype=dtype, max_tree=max_tree, windows=windows,
+        layout=layout,
+        **layers,
     )  # fmt: skip
+
+
+def model_kinds(config: Any) -> tuple[LayerKind, ...]:
+    """The kind of each layer: its window, "mla" or "full". A foreign model's are all "full"."""
+    kind = getattr(config, "kind", lambda layer: "full")
+    return tuple(kind(layer) for layer in range(config.num_layers))
 
 
 def _is_smaller(dtype: np.dtype) -> bool:
@@ -324,24 +364,38 @@ def _is_smaller(dtype: np.dtype) -> bool:
 def check_state(model: Model, state: KVState) -> None:
     """Checks that the state's pages are the model's, in its dtype, bfloat16 or 8-bit."""
     expect(isinstance(state, KVState), "state", "a KVState", type(state).__name__)
-    expect(state.kinds == ("full",), "state", "one whose layers are all 'full'", state.kinds)
-    dtype = state.k_pages.dtype
+    own = model_kinds(model.config)
+    one = "mla" if "mla" in own else "full"
+    text = f"one whose layers are all {one!r}"
+    if set(own) != {one}:
+        text += f", or of the kinds {tuple(dict.fromkeys(own))} as the model has them"
+    by_window = state.layer_kinds == own and state.kinds != (one,)
+    expect(by_window or state.kinds == (one,), "state", text, state.kinds)
+    tables = dict(zip(state.kinds, (group.table for group in state.groups), strict=True))
+    dtype = state.groups[0].k_pages.dtype
     expected = jax.eval_shape(
         lambda: create_state(
-            model, num_pages=state.table.num_pages, max_seqs=1, pages_per_seq=1,
-            page_size=state.table.page_size,
+            model, num_pages={kind: table.num_pages for kind, table in tables.items()}, max_seqs=1,
+            pages_per_seq=1, page_size=state.groups[0].table.page_size, groups=by_window,
+            layout=state.groups[0].layout,
             kv_dtype=dtype.name if _is_smaller(dtype) else "auto",
         )
     )  # fmt: skip
-    for name in ("k_pages", "v_pages"):
-        want, have = getattr(expected, name), getattr(state, name)
-        text = f"{want.dtype.name}{list(want.shape)}, as the model has them"
-        ok = (want.shape, want.dtype, state.layout) == (have.shape, have.dtype, expected.layout)
-        expect(ok, f"state.{name}", text, f"{have.dtype.name}{list(have.shape)} in {state.layout}")
+    for number, (wanted, group) in enumerate(zip(expected.groups, state.groups, strict=True)):
+        where = "state" if len(tables) == 1 else f"state.groups[{number}]"
+        for name in ("k_pages",) if wanted.is_latent else ("k_pages", "v_pages"):
+            want, have = getattr(wanted, name), getattr(group, name)
+            if want is None or have is None:  # k_pages hold both
+                expect(want is have, f"{where}.{name}", "as the model has them", have)
+                continue
+            text = f"{want.dtype.name}{list(want.shape)}, as the model has them"
+            ok = (want.shape, want.dtype) == (have.shape, have.dtype)
+            got = f"{have.dtype.name}{list(have.shape)} in {group.layout}"
+            expect(ok and group.layout == wanted.layout, f"{where}.{name}", text, got)
 
 
 def _free_rows(state: KVState, count: int) -> np.ndarray:
-    if is_shapes(state.table.seq_lens):
+    if is_shapes(state.groups[0].table.seq_lens):
         return np.arange(count, dtype=np.int32)
     free = np.flatnonzero(np.asarray(state.free_rows)).astype(np.int32)
     expect(len(free) >= count, "state", f"at least {count} free rows, one per prompt", len(free))
@@ -387,6 +441,9 @@ class Run:
         self.state = state
         self.texts, self.rows, self.limits = texts, rows, limits
         self.sampler = sampler
+        # Layers with windows reserve chunk by chunk: in between they free what they no longer see.
+        self._reserves_ahead = not any(isinstance(kind, int) for kind in state.kinds)
+        self._prefill = prefill if self._reserves_ahead else prefill_within
         self._fixed = [jnp.asarray(x) for x in (rows, limits, stop_tokens)]
         self.reasons = np.where(limits > 0, Reason.RUNNING, Reason.LENGTH).astype(np.int32)
         self.tokens: list[list[int]] = [[] for _ in texts]
@@ -396,9 +453,9 @@ class Run:
 
     def compile(self) -> None:
         """Compiles what the run calls if all prompts fit; weights and state may be shapes."""
-        compile_ahead(self.seconds, admit, self.state.table, *self._admitted())
+        compile_ahead(self.seconds, admit, self.state.bare, *self._admitted())
         for part in {part.tokens.size: part for part in self._chunks()}.values():
-            compile_ahead(self.seconds, prefill, self.graph, *self._prefill_call(part))
+            compile_ahead(self.seconds, self._prefill, self.graph, *self._prefill_call(part))
         if (self.reasons == Reason.RUNNING).any():
             call = self._decode_call(self._progress(), 1)
             compile_ahead(self.seconds, self._program, self.graph, *call, **self.options)
@@ -406,7 +463,8 @@ class Run:
     def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows that want pages, and for how many tokens."""
         wanted = np.where(self.reasons == Reason.RUNNING, self.rows, -1)
-        return wanted, np.array([len(text) - self.held for text in self.texts], np.int32)
+        new = np.array([len(text) - self.held for text in self.texts], np.int32)
+        return wanted, new if self._reserves_ahead else np.zeros_like(new)
 
     def _chunks(self) -> list[Chunk]:
         """The prompts of the rows that run, all but the last token of each."""
@@ -416,7 +474,7 @@ class Run:
         return list(plan_chunks(parts, self._prefill_chunk, self.chunk_size))
 
     def _prefill_call(self, part: Chunk) -> tuple:
-        rows = np.where(part.counts > 0, self.rows, -1)
+        rows = np.where((part.counts > 0) & (self.reasons == Reason.RUNNING), self.rows, -1)
         return self.params, self.state, rows, part.counts, part.tokens
 
     def _progress(self) -> Progress:
@@ -433,19 +491,24 @@ class Run:
     def prefill(self) -> None:
         """Reserves the prompts' pages and fills them, in chunks; prompts that do not fit stop."""
         with uninterrupted():
-            call = self.state.table, *self._admitted()
-            table, reasons = compile_ahead(self.seconds, admit, *call)(*call)
-            self.state = self.state.replace(table=table)
+            call = self.state.bare, *self._admitted()
+            bare, reasons = compile_ahead(self.seconds, admit, *call)(*call)
+            self.state = self.state.with_tables(bare)
             self.reasons = np.maximum(self.reasons, np.asarray(reasons))
         programs = {}
         for part in self._chunks():
             call, size = self._prefill_call(part), part.tokens.size
             if size not in programs:
-                programs[size] = compile_ahead(self.seconds, prefill, self.graph, *call)
+                programs[size] = compile_ahead(self.seconds, self._prefill, self.graph, *call)
             start = time.perf_counter()
             with uninterrupted():
-                self.state = programs[size](*call)
-                jax.block_until_ready(self.state.table)
+                result = programs[size](*call)
+                if self._reserves_ahead:
+                    self.state = result
+                else:
+                    self.state, reasons = result
+                    self.reasons = np.maximum(self.reasons, np.asarray(reasons))
+                jax.block_until_ready(self.state.bare)
             self.seconds["prefill"] += time.perf_counter() - start
             self.prefill_tokens += part.num_tokens
 
@@ -499,8 +562,8 @@ class Run:
     def _stop(self, which: np.ndarray, reason: Reason) -> None:
         """Stops rows for a reason and gives back what they have."""
         live = ~np.asarray(self.state.free_rows)[self.rows]
-        table, _ = release(self.state.table, np.where(which & live, self.rows, -1))
-        self.state = self.state.replace(table=table)
+        bare, _ = release(self.state.bare, np.where(which & live, self.rows, -1))
+        self.state = self.state.with_tables(bare)
         self.reasons = np.where(which, np.int32(reason), self.reasons)
 
     def interrupt(self) -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_paged import PackedWeight, pack_weight
 from jax_paged.checks import WEIGHT_DTYPES, expect, kind_text
 
 from .adapters import (
@@ -20,6 +21,7 @@ from .adapters import (
 from .config import DecoderConfig
 from .model import Decoder
 from .parameters import Fill, Part
+from .parts import param_value
 from .protocol import merge_model, split_model
 
 
@@ -47,7 +49,8 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> Decoder:
             if not any(part in modules for part in parts):
                 continue
             holder = layer.attention if name in ("qkv", "out") else layer.mlp
-            weight = getattr(holder, name)[...]
+            own = param_value(getattr(holder, name))
+            weight = own.unpack() if isinstance(own, PackedWeight) else own
             expected = "weights that are not quantized"
             expect(weight.dtype not in WEIGHT_DTYPES, "model", expected, weight.dtype.name)
             begin, value = 0, weight.astype(jnp.float32)
@@ -56,7 +59,10 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> Decoder:
                 if part in modules:
                     value = value.at[begin:end].add(_product(modules[part]))
                 begin = end
-            setattr(holder, name, nnx.Param(value.astype(weight.dtype)))
+            value = value.astype(weight.dtype)
+            if isinstance(own, PackedWeight):
+                value = pack_weight(value, platform="cpu")
+            setattr(holder, name, nnx.Param(value))
     return merged
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder: by configuration Qwen3-MoE, Qwen3, Qwen2, Llama, Mistral or Phi-3, on paged KV.
+"""The decoder on paged KV: Qwen3-MoE, Qwen3, Qwen2, Llama, Mistral, Phi-3, Gemma 3, gpt-oss,
+DeepSeek-V2 or DeepSeek-V3.
 
     model = Decoder(config, source)                      # a TensorSource: checkpoint or random
     logits, state = model(tokens, batch, state)          # f32[tokens, vocab_size]
@@ -30,12 +31,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jax_paged import AttentionPlan, KVState, StepBatch, attend_plan
+from jax_paged import AttentionPlan, KVState, StepBatch, attend_plan, pinned_apart
 from jax_paged.checks import Implementation, check_choice, expect, is_eight_bit
 from jax_paged.ops.rope import rope_tables
 
 from .adapters import LayerAdapters, TokenAdapters
 from .config import DecoderConfig
+from .latent import LatentAttention
 from .parameters import TensorSource
 from .partition import Partition
 from .parts import (
@@ -43,6 +45,7 @@ from .parts import (
     Attention,
     DenseMLP,
     ExpertsMLP,
+    PinnedTokens,
     Projections,
     WeightDtype,
     own_window,
@@ -62,14 +65,20 @@ class _Step:
     cos: jax.Array  # a row per token
     sin: jax.Array
     live: jax.Array
+    pinned: PinnedTokens | None
     implementation: Implementation = dataclasses.field(metadata={"static": True})
 
 
 class Layer(Projections):
-    """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With post-norms what attention and MLP give is normalised, too, before it is added.
+    """
 
     attention_norm: nnx.Param
     mlp_norm: nnx.Param
+    post_attention_norm: nnx.Param  # this one and the next only where the model has them
+    post_mlp_norm: nnx.Param
 
     def __init__(
         self, config: DecoderConfig, layer: int, source: TensorSource, weight_dtype: WeightDtype,
@@ -77,22 +86,48 @@ class Layer(Projections):
     ):  # fmt: skip
         self.eps, self.partition = config.rms_norm_eps, partition
         prefix = f"model.layers.{layer}."
-        self._set("attention_norm", source, prefix + "input_layernorm.weight")
-        self.attention = Attention(
-            source,
-            prefix + "self_attn.",
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm=config.qk_norm,
-            eps=config.rms_norm_eps,
-            fused=config.fused_projections,
-            window=config.window(layer) or None,
-            weight_dtype=weight_dtype,
-            partition=partition,
-        )
-        self._set("mlp_norm", source, prefix + "post_attention_layernorm.weight")
+        of_norms: Any = {"wide": config.wide_norms, "offset": config.norm_offset}
+        self._set_norm("attention_norm", source, prefix + "input_layernorm.weight", **of_norms)
+        self.attention: Attention | LatentAttention
+        if config.latent is not None:
+            self.attention = LatentAttention(
+                source,
+                prefix + "self_attn.",
+                num_q_heads=config.num_q_heads,
+                sizes=config.latent,
+                eps=config.rms_norm_eps,
+                sm_scale=config.attention_scale,
+                weight_dtype=weight_dtype,
+            )
+        else:
+            self.attention = Attention(
+                source,
+                prefix + "self_attn.",
+                num_q_heads=config.num_q_heads,
+                num_kv_heads=config.num_kv_heads,
+                qkv_bias=config.qkv_bias,
+                out_bias=config.out_bias,
+                qk_norm=config.qk_norm,
+                eps=config.rms_norm_eps,
+                wide_norms=config.wide_norms,
+                norm_offset=config.norm_offset,
+                sinks=config.sinks,
+                sm_scale=config.attention_scale,
+                soft_cap=config.attention_soft_cap,
+                fused=config.fused_projections,
+                window=config.window(layer) or None,
+                weight_dtype=weight_dtype,
+                partition=partition,
+            )
+        norm = prefix + "post_attention_layernorm.weight"
+        if config.post_norms:
+            self._set_norm("post_attention_norm", source, norm, **of_norms)
+            norm = prefix + "pre_feedforward_layernorm.weight"
+        self._set_norm("mlp_norm", source, norm, **of_norms)
+        same: Any = {
+            "activation": config.activation, "limit": config.activation_limit,
+            "weight_dtype": weight_dtype, "partition": partition,
+        }  # fmt: skip
         self.is_mixture = config.moe_layers[layer]
         if self.is_mixture:
             self.mlp = ExpertsMLP(
@@ -100,8 +135,15 @@ class Layer(Projections):
                 prefix + "mlp.",
                 experts_per_token=config.experts_per_token,
                 renormalize=config.norm_topk_prob,
-                weight_dtype=weight_dtype,
-                partition=partition,
+                router_bias=config.router_bias,
+                scores=config.router_scores,
+                choice_bias=config.choice_bias,
+                groups=config.expert_groups,
+                groups_per_token=config.groups_per_token,
+                scale=config.expert_scale,
+                shared=config.shared_intermediate_size > 0,
+                bias=config.expert_bias,
+                **same,
             )
         else:
             self.mlp = DenseMLP(
@@ -109,9 +151,11 @@ class Layer(Projections):
                 prefix + "mlp.",
                 bias=config.mlp_bias,
                 fused=config.fused_projections,
-                weight_dtype=weight_dtype,
-                partition=partition,
+                **same,
             )
+        if config.post_norms:
+            norm = prefix + "post_feedforward_layernorm.weight"
+            self._set_norm("post_mlp_norm", source, norm, **of_norms)
 
     def __call__(
         self, x, step: _Step, state: KVState, index: jax.Array, adapters: LayerAdapters | None
@@ -126,10 +170,13 @@ class Layer(Projections):
                 step.sin,
                 layer=index,
                 positions=jnp.arange(x.shape[0], dtype=jnp.int32),
+                pinned=step.pinned,
                 plan=step.plan,
                 adapters=adapters,
                 implementation=step.implementation,
             )
+            if hasattr(self, "post_attention_norm"):
+                out = rms_norm(out, self.post_attention_norm[...], self.eps)
             x = x + out
         loads = None
         with jax.named_scope("mlp"):
@@ -139,7 +186,15 @@ class Layer(Projections):
                 out, loads = self.mlp.with_loads(normed, live=step.live, **options)
             else:
                 out = self.mlp(normed, adapters=adapters, **options)
+            if hasattr(self, "post_mlp_norm"):
+                out = rms_norm(out, self.post_mlp_norm[...], self.eps)
         return x + out, state, loads
+
+
+def _packed_layer(layer: Layer) -> Layer:
+    layer.attention.pack()
+    layer.mlp.pack()
+    return layer
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -172,6 +227,9 @@ class Decoder(Projections):
       redundant_experts: slots of a layer beyond one for each expert, together a multiple of the
         devices: experts may move then, and busy ones be in several slots (`Engine.rebalance`). 0 =
         they may move. None = they stay where they are.
+      pack: whether projections, experts and head are in the order in which the CPU's kernels
+        multiply them fastest (`jax_paged.pack_weight`), where they lie on a CPU; results have the
+        same bits. A head that is the embedding becomes a copy. Not over a mesh.
 
     Raises:
       ValueError: the model cannot be split over the mesh.
@@ -179,6 +237,7 @@ class Decoder(Projections):
 
     embedding: nnx.Param
     norm: nnx.Param
+    endless = True  # see `row_limit`
 
     def __init__(
         self,
@@ -189,24 +248,43 @@ class Decoder(Projections):
         implementation: Implementation = None,
         mesh: Mesh | None = None,
         redundant_experts: int | None = None,
+        pack: bool = False,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
         can = redundant_experts is None or (mesh is not None and any(config.moe_layers))
         what = "None for a model without a mesh or without experts"
         expect(can, "redundant_experts", what, redundant_experts)
+        expect(not pack or mesh is None, "pack", "False for a model with a mesh", pack)
         partition = None if mesh is None else Partition.create(config, mesh, redundant_experts)
         self.config, self.partition = config, partition
         self.implementation: Implementation = implementation
         self._set("embedding", source, "model.embed_tokens.weight")
-        self.layers = nnx.List(
-            Layer(config, i, source, weight_dtype, partition)
-            for i in range((partition or config).num_layers)
-        )
-        self._set("norm", source, "model.norm.weight")
+        count = (partition or config).num_layers
+        layers = (Layer(config, i, source, weight_dtype, partition) for i in range(count))
+        self.layers = nnx.List(_packed_layer(layer) if pack else layer for layer in layers)
+        of_norms: Any = {"wide": config.wide_norms, "offset": config.norm_offset}
+        self._set_norm("norm", source, "model.norm.weight", **of_norms)
         if not config.tie_embeddings:
             self._load("head", weight_dtype, source, "lm_head.weight")
         elif weight_dtype is not None:
             self._quantize("head", weight_dtype, self.embedding)
+        if pack:
+            self.pack()
+
+    def packed(self) -> "Decoder":
+        """A model with the same weights, of which those that can be are packed."""
+        own = nnx.merge(*nnx.split(self))
+        expect(own.partition is None, "model", "one without a mesh", "one with a mesh")
+        for layer in own.layers:
+            _packed_layer(layer)
+        own.pack()
+        return own
+
+    def pack(self) -> None:
+        """Packs the head, and makes it where it is the embedding, which stays as it is."""
+        if not hasattr(self, "head"):
+            self.head = nnx.Param(param_value(self.embedding))
+        super().pack()
 
     @property
     def dtype(self) -> DTypeLike:
@@ -292,7 +370,7 @@ class Decoder(Projections):
 
     def _all_layers(self, state, adapters, tokens, batch, logit_rows, loads):
         if self.partition is not None and self.partition.pp > 1:
-            x, state = in_stages(self, tokens, batch, state, logit_rows)
+            x, state = in_stages(self, tokens, batch, state, logit_rows, adapters)
             return self.logits(x), state, loads
         x = self.embed(tokens)
         x, state, loads = self._run_layers(x, batch, state, adapters, loads)
@@ -305,7 +383,10 @@ class Decoder(Projections):
         """[T, hidden_size], what the first layer takes."""
         # The barrier keeps XLA from widening a whole table of bf16 ahead of a loop of steps (CPU).
         table, tokens = jax.lax.optimization_barrier((self.embedding[...], tokens))
-        return table[tokens] if self.partition is None else self.partition.embedded(table, tokens)
+        own = self.partition
+        x = table[tokens] if own is None else own.embedded(table, tokens)
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def run_layers(
         self,
@@ -322,9 +403,6 @@ class Decoder(Projections):
     def _run_layers(self, x, batch: StepBatch, state: KVState, adapters, loads):
         config, batches = self.config, batch.groups
         _check_kinds(config, state, batches)
-        cos, sin = rope_tables(
-            batch.positions, config.rope.frequencies(config.head_dim), config.rope.attention_factor
-        )
         live = batch.slot_mapping >= 0
         steps: dict[tuple[int, int | None], _Step] = {}  # by group and window
         groups = [state.only(number) for number in range(len(state.groups))]
@@ -332,9 +410,7 @@ class Decoder(Projections):
             group, index = state.find(number)
             kind = group, config.window(number)
             if kind not in steps:
-                of_group = batches[group]
-                plan = self._plan(x, groups[group], of_group, kind[1])
-                steps[kind] = _Step(of_group, plan, cos, sin, live, self.implementation)
+                steps[kind] = self._step(number, x, batches[group], groups[group], live)
             layer = nnx.split(self.layers[number])
             own = None if adapters is None else adapters.layer(number)
             with jax.named_scope(f"layer_{number}"):
@@ -345,6 +421,27 @@ class Decoder(Projections):
                 loads = loads.at[number].add(more)
         parts = tuple(part.groups[0] for part in groups)
         return x, dataclasses.replace(state, groups=parts), loads
+
+    def _step(self, number: int, x, batch: StepBatch, state: KVState, live: jax.Array) -> _Step:
+        """What layer `number` and those like it need. XLA joins the tables that are equal."""
+        config, pinned = self.config, None
+        rope, window = config.rope_of(number), config.window(number)
+        slides = batch.sliding_window is not None and not window  # by rows: they may do so for ever
+
+        def tables(positions):
+            return rope_tables(
+                positions,
+                rope.frequencies(config.head_dim),
+                rope.attention_factor,
+                context=config.context_length if slides else None,
+            )
+
+        of_tokens = tables(batch.positions)
+        if slides:
+            batch, of_pinned, positions = pinned_apart(batch)
+            pinned = PinnedTokens(of_pinned, *tables(positions))
+        plan = self._plan(x, state, batch, window)
+        return _Step(batch, plan, *of_tokens, live, pinned, self.implementation)
 
     @jax.named_scope("plan")
     def _plan(
@@ -369,6 +466,8 @@ class Decoder(Projections):
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = "head" if hasattr(self, "head") else "embedding"
         out = self._project(head, x, out_dtype=jnp.float32, implementation=self.implementation)
+        if (cap := self.config.logit_soft_cap) is not None:
+            out = jnp.tanh(out / jnp.float32(cap)) * jnp.float32(cap)
         return out if self.partition is None else self.partition.whole_logits(out)
 
 
@@ -385,8 +484,10 @@ def _check_kinds(config: DecoderConfig, state: KVState, batches: tuple[StepBatch
     )  # fmt: skip
     for number, kind in zip(state.layers, state.layer_kinds, strict=True):
         window = config.window(number)
-        wanted = f"layer {number} of kind 'full'" + (f" or {window}" if window else "")
-        expect(kind in ("full", window), "state", wanted, repr(kind))
+        own = config.kind(number)
+        kinds = dict.fromkeys(["mla"] if own == "mla" else ["full", own])
+        wanted = f"layer {number} of kind {' or '.join(map(repr, kinds))}"
+        expect(kind in kinds, "state", wanted, repr(kind))
         slides = batches[state.find(number)[0]].sliding_window is not None
         ok = kind == window or not (window and slides)
         expect(ok, "state", "windows=False for a model with windows", "windows=True")

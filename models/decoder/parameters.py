@@ -34,6 +34,7 @@ class Fill(Protocol):
     def __call__(self, name: str, out: np.ndarray, part: Part | None = None) -> None: ...
 
 
+CHOICE_BIAS = "e_score_correction_bias"  # as DeepSeek-V3 calls it
 _ALIGNMENT = 64  # bytes: an array that starts there becomes a CPU device's memory as it is
 
 
@@ -61,40 +62,79 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
 def each_expected_tensor(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
     """The items of `expected_tensors`, one after another."""
     hidden = config.hidden_size
-    q_out, kv_out = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
         yield layer + "input_layernorm.weight", (hidden,)
-        qkv = (("q_proj", q_out), ("k_proj", kv_out), ("v_proj", kv_out))
-        if config.fused_projections:
-            qkv = (("qkv_proj", q_out + 2 * kv_out),)
-        for name, rows in qkv:
-            yield f"{layer}self_attn.{name}.weight", (rows, hidden)
-            if config.qkv_bias:
-                yield f"{layer}self_attn.{name}.bias", (rows,)
-        yield layer + "self_attn.o_proj.weight", (hidden, q_out)
-        if config.out_bias:
-            yield layer + "self_attn.o_proj.bias", (hidden,)
-        if config.qk_norm:
-            yield layer + "self_attn.q_norm.weight", (config.head_dim,)
-            yield layer + "self_attn.k_norm.weight", (config.head_dim,)
+        yield from _attention_tensors(config, layer + "self_attn.")
         yield layer + "post_attention_layernorm.weight", (hidden,)
+        if config.post_norms:
+            yield layer + "pre_feedforward_layernorm.weight", (hidden,)
         experts, inner, mlp, bias = (), config.intermediate_size, layer + "mlp.", config.mlp_bias
         if config.moe_layers[i]:
             yield layer + "mlp.gate.weight", (config.num_experts, hidden)
-            experts, inner, bias = (config.num_experts,), config.moe_intermediate_size, False
+            if config.router_bias:
+                yield layer + "mlp.gate.bias", (config.num_experts,)
+            if config.choice_bias:
+                yield f"{layer}mlp.gate.{CHOICE_BIAS}", (config.num_experts,)
+            experts, inner = (config.num_experts,), config.moe_intermediate_size
+            bias = config.expert_bias
             mlp += "experts."
-        gate_up = (("gate_proj", inner, hidden), ("up_proj", inner, hidden))
-        if config.fused_projections and not experts:
-            gate_up = (("gate_up_proj", 2 * inner, hidden),)
-        for name, rows, columns in (*gate_up, ("down_proj", hidden, inner)):
+        is_fused = config.fused_projections and not experts
+        for name, rows, columns in _gated(hidden, inner, is_fused=is_fused):
             yield f"{mlp}{name}.weight", (*experts, rows, columns)
             if bias:
-                yield f"{mlp}{name}.bias", (rows,)
+                yield f"{mlp}{name}.bias", (*experts, rows)
+        if experts and (inner := config.shared_intermediate_size):
+            shared = layer + "mlp.shared_experts."
+            for name, rows, columns in _gated(hidden, inner):
+                yield f"{shared}{name}.weight", (rows, columns)
+        if config.post_norms:
+            yield layer + "post_feedforward_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
     if not config.tie_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, Shape]]:
+    hidden, heads, sizes = config.hidden_size, config.num_q_heads, config.latent
+    q_out, kv_out = heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if sizes is not None:
+        if sizes.q_rank is None:
+            yield prefix + "q_proj.weight", (q_out, hidden)
+        else:
+            yield prefix + "q_a_proj.weight", (sizes.q_rank, hidden)
+            yield prefix + "q_a_layernorm.weight", (sizes.q_rank,)
+            yield prefix + "q_b_proj.weight", (q_out, sizes.q_rank)
+        yield prefix + "kv_a_proj_with_mqa.weight", (sizes.row_dim, hidden)
+        yield prefix + "kv_a_layernorm.weight", (sizes.kv_rank,)
+        rows = heads * (sizes.nope_dim + sizes.v_dim)
+        yield prefix + "kv_b_proj.weight", (rows, sizes.kv_rank)
+        yield prefix + "o_proj.weight", (hidden, heads * sizes.v_dim)
+        return
+    qkv = (("q_proj", q_out), ("k_proj", kv_out), ("v_proj", kv_out))
+    if config.fused_projections:
+        qkv = (("qkv_proj", q_out + 2 * kv_out),)
+    for name, rows in qkv:
+        yield f"{prefix}{name}.weight", (rows, hidden)
+        if config.qkv_bias:
+            yield f"{prefix}{name}.bias", (rows,)
+    yield prefix + "o_proj.weight", (hidden, q_out)
+    if config.out_bias:
+        yield prefix + "o_proj.bias", (hidden,)
+    if config.qk_norm:
+        yield prefix + "q_norm.weight", (config.head_dim,)
+        yield prefix + "k_norm.weight", (config.head_dim,)
+    if config.sinks:
+        yield prefix + "sinks", (heads,)
+
+
+def _gated(hidden: int, inner: int, *, is_fused: bool = False) -> tuple[tuple[str, int, int], ...]:
+    """(name, rows, columns) of the projections of a gated MLP."""
+    gate_up = (("gate_proj", inner, hidden), ("up_proj", inner, hidden))
+    if is_fused:
+        gate_up = (("gate_up_proj", 2 * inner, hidden),)
+    return (*gate_up, ("down_proj", hidden, inner))
 
 
 def scale_name(name: str) -> str:
@@ -314,7 +354,7 @@ def random_source(
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         values = rng.standard_normal(shapes[name], np.float32)[part or ...]
         if name.endswith("norm.weight"):
-            out[...] = 1 + 0.1 * values
+            out[...] = 1 - config.norm_offset + 0.1 * values
         else:
             fan_in = 1 if "embed" in name else shapes[name][-1]
             out[...] = values * np.float32((scale / fan_in) ** 0.5)

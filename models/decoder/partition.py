@@ -47,7 +47,9 @@ PP = "pp"
 
 # The axis of each weight that is split over "tp"; experts are split along their first axis. Biases
 # and scales follow an axis 0, and are whole beside an axis 1; those of blocks are split as weights.
-_SPLIT_AXES = {"embedding": 0, "head": 0, "qkv": 0, "out": 1, "gate_up": 0, "down": 1}
+_SPLIT_AXES = {
+    "embedding": 0, "head": 0, "qkv": 0, "sinks": 0, "out": 1, "gate_up": 0, "down": 1,
+}  # fmt: skip
 # What all stages have; all other leaves are those of layers.
 _OF_ALL_STAGES = ("embedding", "norm", "head")
 # For so many of its tokens an expert is read once on CUDA: halves that have as many read no more.
@@ -151,6 +153,9 @@ class Partition:
         """
         ok = mesh.axis_names in (AXES, (PP, *AXES))
         expect(ok, "mesh", f"axes {AXES}", mesh.axis_names)
+        ok = config.latent is None and config.shared_intermediate_size == 0
+        text = "None for a model with latent attention or shared experts"
+        expect(ok, "mesh", text, f"one for a model of type {config.model_type!r}")
         tp, num_layers = mesh.shape[TP], _layers_of_a_stage(config, mesh.shape.get(PP, 1))
         q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
         ok = kv_heads % tp == 0 or tp % kv_heads == 0
@@ -357,6 +362,10 @@ class Partition:
         return put(places, self.sharding(PLACES, 2))
 
     # What devices tell each other, inside of `jax.shard_map`
+
+    def most_of_replicas(self, count: jax.Array) -> jax.Array:
+        """How often all call the model where each wants to so often: they wait for each other."""
+        return jax.lax.pmax(count, DP) if self.shares_tokens or self.pp > 1 else count
 
     def add_up(self, x: jax.Array, dtype: Any) -> jax.Array:
         """The sum over the devices of a replica, rounded to a dtype once."""

@@ -7,7 +7,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_paged import (
     AttentionPlan,
     KVState,
+    PackedWeight,
     StepBatch,
     attend,
     kv_dtype,
     linear,
+    merge_attention_states,
     moe_experts,
+    pack_weight,
     quantize_weight,
     write_qkv,
 )
@@ -37,24 +40,33 @@ from jax_paged.checks import (
     is_eight_bit,
 )
 from jax_paged.ops.activations import Activation, check_activation
+from jax_paged.ops.packing import PANEL
 
 from .adapters import LayerAdapters
+from .config import Scores
 from .moe import gated_mlp, route
-from .parameters import TensorSource, are_scaled, block_order, scale_name
+from .parameters import CHOICE_BIAS, TensorSource, are_scaled, block_order, scale_name
 from .partition import Partition, put
 from .placement import chosen_slots
 
 WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
+PROJECTED = ("qkv", "q_up", "out", "gate_up", "down", "head")  # leaves that may be packed
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
 
 
 @jax.named_scope("norm")
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean(x²) + eps) · weight over the last axis; the mean and root are f32."""
+    """x / √(mean(x²) + eps) · weight over the last axis; the mean and root are f32.
+
+    What the weight multiplies is rounded to x's dtype; beside a wider weight the product is.
+    """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + jnp.float32(eps))
-    return normed.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    if weight.dtype == x.dtype:
+        return normed.astype(x.dtype) * weight
+    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 class Projections(nnx.Module):
@@ -75,6 +87,15 @@ class Projections(nnx.Module):
         else:
             value = self.partition.read(name, source, tensors, axis, order, slots, **dtype)
         setattr(self, name, nnx.Param(value))
+
+    def _set_norm(
+        self, name: str, source: TensorSource, tensor: str, *, wide: bool = False, offset: int = 0
+    ) -> None:
+        """Sets the weight of a norm, as f32 where it is wide, plus `offset`."""
+        self._set(name, source, tensor, **({"dtype": jnp.float32} if wide else {}))
+        value = param_value(getattr(self, name))
+        if offset and not isinstance(value, jax.ShapeDtypeStruct):
+            setattr(self, name, nnx.Param(value + offset))
 
     def _load(
         self, name: str, weight_dtype: WeightDtype, *tensors: Any, sizes: Sequence[int] = (),
@@ -124,6 +145,20 @@ class Projections(nnx.Module):
                 x = put(x, self.partition.sharding(leaf, x.ndim))
             setattr(self, leaf, nnx.Param(x))
 
+    def pack(self) -> None:
+        """Puts the projections into the order in which the CPU's kernels multiply them."""
+        for name in PROJECTED:
+            if not hasattr(self, name):
+                continue
+            value = param_value(getattr(self, name))
+            # The rows of experts' gate and up are two parts, each of which is whole panels.
+            parts = 2 if name == "gate_up" and value.ndim == 3 else 1
+            if value.shape[-2] % (parts * PANEL) == 0:
+                setattr(self, name, nnx.Param(_packed(value)))
+
+    def _weight(self, name: str) -> jax.Array | PackedWeight:
+        return param_value(getattr(self, name))
+
     def _scale(self, name: str) -> jax.Array | None:
         leaves = (name + "_scale", name + "_block_scale")
         return next((getattr(self, leaf)[...] for leaf in leaves if hasattr(self, leaf)), None)
@@ -137,7 +172,7 @@ class Projections(nnx.Module):
         self, name: str, x: jax.Array, adapters: LayerAdapters | None = None, **options
     ) -> jax.Array:
         with jax.named_scope(name):
-            out = linear(x, getattr(self, name)[...], weight_scale=self._scale(name), **options)
+            out = linear(x, self._weight(name), weight_scale=self._scale(name), **options)
             if adapters is not None:
                 out = adapters.add(name, x, out, options["implementation"])
         return out
@@ -150,6 +185,14 @@ class Projections(nnx.Module):
         return self.partition.add_up(out, x.dtype)
 
 
+def _packed(value: Any) -> Any:
+    """Packed weights on a CPU device, and such shapes; others as they are."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.eval_shape(pack_weight, value)
+    (device,) = value.devices()
+    return pack_weight(value, platform=device.platform)
+
+
 def param_value(param: nnx.Param) -> Any:
     """The array of a parameter, or its shape in a model of shapes, which `[...]` would not give."""
     has_getter = hasattr(type(param), "get_value")  # not in flax 0.12.0
@@ -159,6 +202,14 @@ def param_value(param: nnx.Param) -> Any:
 def own_window(window: int | None, batch: StepBatch) -> jax.Array | None:
     """The window that a layer gives to `attend`: none where pages slide away with it."""
     return jnp.int32(window) if window and batch.sliding_window is None else None
+
+
+class PinnedTokens(NamedTuple):
+    """Of rows with windows: how a step's queries meet pinned tokens, as `pinned_apart` tells."""
+
+    batch: StepBatch
+    cos: jax.Array  # f32[tokens, rotary_dim / 2], of the positions among them
+    sin: jax.Array
 
 
 class Attention(Projections):
@@ -175,6 +226,9 @@ class Attention(Projections):
       qkv_bias, out_bias: whether q, k and v have biases, and the output.
       qk_norm: whether each head of q and k is normalised before RoPE.
       eps: of these norms.
+      wide_norms, norm_offset: whether their weights stay f32, and what is added to them.
+      sinks: whether `sinks` has a logit for each head, as for `attend`.
+      sm_scale, soft_cap: as for `attend`.
       fused: `qkv_proj.weight` and `qkv_proj.bias` stand for those of q, k and v.
       window: how many tokens a query sees, itself included. None = all.
       style: of RoPE, as for `write_qkv`.
@@ -187,10 +241,11 @@ class Attention(Projections):
 
     qkv: nnx.Param
     out: nnx.Param
-    qkv_bias: nnx.Param  # this one and the next three only where the model has them
+    qkv_bias: nnx.Param  # this one and those below only where the model has them
     out_bias: nnx.Param
     q_norm: nnx.Param
     k_norm: nnx.Param
+    sinks: nnx.Param
 
     def __init__(
         self,
@@ -203,6 +258,11 @@ class Attention(Projections):
         out_bias: bool = False,
         qk_norm: bool = False,
         eps: float = 1e-6,
+        wide_norms: bool = False,
+        norm_offset: int = 0,
+        sinks: bool = False,
+        sm_scale: float | None = None,
+        soft_cap: float | None = None,
         fused: bool = False,
         window: int | None = None,
         style: RopeStyle = "half",
@@ -215,6 +275,7 @@ class Attention(Projections):
         self.window = None if window is None else check_size("window", window)
         self.eps = eps
         self.style: RopeStyle = style
+        self.sm_scale, self.soft_cap = sm_scale, soft_cap
         qkv = [prefix + "qkv_proj"] if fused else [f"{prefix}{name}_proj" for name in "qkv"]
         self._load("out", weight_dtype, source, prefix + "o_proj.weight")
         width = self._shape("out")[1]
@@ -232,8 +293,11 @@ class Attention(Projections):
         if out_bias:
             self._set("out_bias", source, prefix + "o_proj.bias")
         if qk_norm:
-            self._set("q_norm", source, prefix + "q_norm.weight")
-            self._set("k_norm", source, prefix + "k_norm.weight")
+            for name in ("q_norm", "k_norm"):
+                tensor = f"{prefix}{name}.weight"
+                self._set_norm(name, source, tensor, wide=wide_norms, offset=norm_offset)
+        if sinks:
+            self._set("sinks", source, prefix + "sinks")
 
     def _check_heads(self, prefix: str, num_kv_heads: int) -> None:
         rows, columns = self._shape("qkv")[0], self._shape("out")[1]
@@ -254,6 +318,7 @@ class Attention(Projections):
         *,
         layer: Int[Array, ""] | int,
         positions: Int[Array, "tokens"] | None = None,
+        pinned: PinnedTokens | None = None,
         plan: AttentionPlan | None = None,
         adapters: LayerAdapters | None = None,
         implementation: Implementation = None,
@@ -266,8 +331,10 @@ class Attention(Projections):
           state, batch, layer, positions: as for `write_qkv`.
           cos, sin: as for `write_qkv`, a row per position. Where their rotary_dim is below
             head_dim, the other dimensions stay. Frequencies of 0 turn nothing.
+          pinned: the queries meet pinned tokens so; `batch` is that of the windows, then.
           adapters: low-rank adapters of the layer, which a `Decoder` gets; None = none.
-          plan, implementation, options: as for `attend`, `soft_cap` or `sinks` for one.
+          plan, implementation, options: as for `attend`. The layer's own `sm_scale`, `soft_cap` and
+            `sinks` come where none are given.
 
         Returns:
           ([tokens, hidden] in x's dtype, the state with K and V).
@@ -278,34 +345,35 @@ class Attention(Projections):
             qkv = qkv + self.qkv_bias[...][None, :]
         if not is_eight_bit(pages):  # bf16 pages under f32 weights: ops take equal dtypes
             qkv = qkv.astype(pages.dtype)
+        of_queries: Any = {
+            "q_norm": self.q_norm[...] if hasattr(self, "q_norm") else None,
+            "k_norm": self.k_norm[...] if hasattr(self, "k_norm") else None,
+            "eps": self.eps, "num_q_heads": self.num_q_heads, "rotary_dim": 2 * cos.shape[1],
+            "style": self.style, "layer": layer, "implementation": implementation,
+        }  # fmt: skip
         with jax.named_scope("write_qkv"):
             q, state = write_qkv(
-                qkv,
-                state,
-                batch,
-                cos,
-                sin,
-                positions=positions,
-                q_norm=self.q_norm[...] if hasattr(self, "q_norm") else None,
-                k_norm=self.k_norm[...] if hasattr(self, "k_norm") else None,
-                eps=self.eps,
-                num_q_heads=self.num_q_heads,
-                rotary_dim=2 * cos.shape[1],
-                style=self.style,
-                layer=layer,
-                implementation=implementation,
-            )
+                qkv, state, batch, cos, sin, positions=positions, **of_queries
+            )  # fmt: skip
+        same: dict[str, Any] = {
+            "sm_scale": self.sm_scale, "soft_cap": self.soft_cap, "layer": layer,
+            "implementation": implementation,
+        } | options  # fmt: skip
+        own: dict[str, Any] = {
+            "sinks": self.sinks[...] if hasattr(self, "sinks") else None, "plan": plan,
+            "sliding_window": own_window(self.window, batch.groups[state.find(layer)[0]]),
+        } | same  # fmt: skip
         with jax.named_scope("attend"):
-            attended = attend(
-                q,
-                state,
-                batch,
-                layer=layer,
-                sliding_window=own_window(self.window, batch.groups[state.find(layer)[0]]),
-                plan=plan,
-                implementation=implementation,
-                **options,
-            )
+            if pinned is None:
+                attended = attend(q, state, batch, **own)
+            else:
+                seen = attend(q, state, batch, return_lse=True, **own)
+                each = jnp.arange(tokens, dtype=jnp.int32)
+                q, state = write_qkv(
+                    qkv, state, pinned.batch, pinned.cos, pinned.sin, positions=each, **of_queries
+                )
+                others = attend(q, state, pinned.batch, return_lse=True, **same)
+                attended, _ = merge_attention_states(*seen, *others, implementation=implementation)
         attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
         out = self._project_all("out", attended, adapters, implementation=implementation)
         if hasattr(self, "out_bias"):
@@ -393,11 +461,12 @@ class DenseMLP(_GatedMLP):
         options = self._options(implementation)
         if self.partition is not None:
             options["add_up"] = functools.partial(self.partition.add_up, dtype=x.dtype)
-        return gated_mlp(x, self.gate_up[...], self.down[...], adapters=adapters, **options)
+        weights = self._weight("gate_up"), self._weight("down")
+        return gated_mlp(x, *weights, adapters=adapters, **options)
 
 
 class ExpertsMLP(_GatedMLP):
-    """A mixture of experts: a softmax router takes the best experts of each token.
+    """A mixture of experts: a router takes the best experts of each token.
 
     Args:
       source, prefix: as for `Attention`. Asked for are the router, `gate.weight` [experts, hidden],
@@ -407,6 +476,9 @@ class ExpertsMLP(_GatedMLP):
       experts_per_token: at most as many as there are experts.
       renormalize: whether the weights of a token's experts are scaled to sum to 1.
       router_bias, bias: whether the router has one, and whether the experts have them.
+      scores, groups, groups_per_token, scale: as for `route`.
+      choice_bias: whether `gate.e_score_correction_bias`, f32[experts], is what `route` takes so.
+      shared: whether all tokens pass a `DenseMLP` of `shared_experts.`, too.
       activation, limit: of the experts, as for `DenseMLP`.
       weight_dtype: of the experts, as for `Decoder`.
       partition: as for `Attention`.
@@ -417,6 +489,7 @@ class ExpertsMLP(_GatedMLP):
 
     router: nnx.Param
     router_bias: nnx.Param  # only where the router has one
+    choice_bias: nnx.Param  # the same
     places: nnx.Param  # i32[experts, slots of one at most], -1 = none; only where experts may move
 
     def __init__(
@@ -427,6 +500,12 @@ class ExpertsMLP(_GatedMLP):
         experts_per_token: int,
         renormalize: bool = False,
         router_bias: bool = False,
+        scores: Scores = "softmax",
+        choice_bias: bool = False,
+        groups: int = 1,
+        groups_per_token: int = 1,
+        scale: float = 1.0,
+        shared: bool = False,
         bias: bool = False,
         activation: Activation = "silu",
         limit: float | None = None,
@@ -437,7 +516,9 @@ class ExpertsMLP(_GatedMLP):
         self.partition = partition
         self._set_activation(activation, limit)
         self.experts_per_token = check_size("experts_per_token", experts_per_token)
-        self.renormalize = renormalize
+        self.renormalize, self.scale = renormalize, scale
+        self.scores: Scores = scores
+        self.groups, self.groups_per_token = groups, groups_per_token
         experts = prefix + "experts."
         self._set("router", source, prefix + "gate.weight")
         names = [experts + "gate_proj", experts + "up_proj"]
@@ -452,12 +533,24 @@ class ExpertsMLP(_GatedMLP):
             self.places = nnx.Param(partition.places(slots, count, as_shape=is_shape))
         if router_bias:
             self._set("router_bias", source, prefix + "gate.bias")
+        if choice_bias:
+            self._set("choice_bias", source, f"{prefix}gate.{CHOICE_BIAS}", dtype=jnp.float32)
         if bias:
             biases = (name + ".bias" for name in names)
             self._set("gate_up_bias", source, *biases, axis=1, slots=slots)
             self._set("down_bias", source, experts + "down_proj.bias", slots=slots)
         text = f"at most the {count} experts of {prefix}gate.weight"
         expect(experts_per_token <= count, "experts_per_token", text, experts_per_token)
+        if shared:
+            self.shared = DenseMLP(
+                source, prefix + "shared_experts.", activation=activation, limit=limit,
+                weight_dtype=weight_dtype, partition=partition,
+            )  # fmt: skip
+
+    def pack(self) -> None:
+        super().pack()
+        if hasattr(self, "shared"):
+            self.shared.pack()
 
     def __call__(
         self,
@@ -487,29 +580,39 @@ class ExpertsMLP(_GatedMLP):
             logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
             if hasattr(self, "router_bias"):
                 logits = logits + self.router_bias[...].astype(jnp.float32)[None, :]
-            experts, weights = route(logits, self.experts_per_token, renormalize=self.renormalize)
+            choice_bias = self.choice_bias[...] if hasattr(self, "choice_bias") else None
+            experts, weights = route(
+                logits, self.experts_per_token, renormalize=self.renormalize, scores=self.scores,
+                choice_bias=choice_bias, groups=self.groups,
+                groups_per_token=self.groups_per_token, scale=self.scale,
+            )  # fmt: skip
         with jax.named_scope("experts"):
             options = self._options(implementation)
             used = experts
             if live is not None:
                 used = jnp.where(live[:, None], experts, jnp.int32(-1))
             loads = _loads(used, logits.shape[1])
+            of_experts = self._weight("gate_up"), self._weight("down")
             if self.partition is None:
-                out = moe_experts(
-                    x, self.gate_up[...], self.down[...], experts, weights, live=live, **options
-                )
-                return out, loads
+                out = moe_experts(x, *of_experts, experts, weights, live=live, **options)
+                return self._with_shared(out, x, implementation), loads
 
             def run(x, experts, weights):
                 return moe_experts(
-                    x, self.gate_up[...], self.down[...], experts, weights,
-                    out_dtype=jnp.float32, **options,
-                )  # fmt: skip
+                    x, *of_experts, experts, weights, out_dtype=jnp.float32, **options
+                )
 
             if hasattr(self, "places"):
                 used = chosen_slots(self.places[...], x, used)
-            count = self.down[...].shape[0]
-            return self.partition.over_experts(run, x, used, weights, count), loads
+            count = of_experts[1].shape[0]
+            out = self.partition.over_experts(run, x, used, weights, count)
+            return self._with_shared(out, x, implementation), loads
+
+    def _with_shared(self, out, x, implementation: Implementation) -> jax.Array:
+        if not hasattr(self, "shared"):
+            return out
+        with jax.named_scope("shared"):
+            return out + self.shared(x, implementation=implementation)
 
 
 def _loads(experts: jax.Array, count: int) -> jax.Array:

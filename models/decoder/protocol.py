@@ -102,6 +102,17 @@ class Model(Protocol):
         ...
 
 
+def row_limit(model: Model, window: int | None = None) -> int | None:
+    """Most tokens of a row: the model's context, or None: a row with such a window may go on.
+
+    A model says by `endless = True` that it counts the positions of rows with windows within what
+    these keep (`jax_paged.pinned_apart`), as `Decoder` does.
+    """
+    context = model.config.context_length
+    slides = window is not None and window <= context
+    return None if slides and getattr(model, "endless", False) else context
+
+
 @dataclasses.dataclass(frozen=True)
 class ForeignGraph:
     """What is static of a model whose code is not of this package: a GraphDef or a PyTreeDef."""

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
 from jax_paged.checks.status import Status
 
+from .adapters import param_specs
 from .partition import PP
 from .protocol import Graph, merge_model
 from .sample import Sampler
@@ -80,7 +80,7 @@ def decode(
     left = limits - progress.made
     num_steps = jnp.minimum(num_steps, jnp.max(jnp.where(running, left, 0)))
     own_rows = jnp.where(running, rows, -1)
-    table, reasons, num_steps = _room_for_steps(state.table, own_rows, left, num_steps)
+    table, reasons, num_steps = _room_for_steps(state.bare, own_rows, left, num_steps)
     progress = dataclasses.replace(
         progress, reasons=jnp.where(running, reasons, progress.reasons)
     )  # fmt: skip
@@ -92,18 +92,18 @@ def decode(
     given = progress, rows, limits, stop_tokens, sampler, num_steps
     state, progress, out, busy = jax.shard_map(
         local, mesh=model.partition.mesh, check_vma=False,
-        in_specs=(model.partition.specs(params), specs, *[whole] * len(given)),
+        in_specs=(param_specs(model.partition, params), specs, *[whole] * len(given)),
         out_specs=(specs, whole, whole, whole),
-    )(params, state.replace(table=table), *given)  # fmt: skip
+    )(params, state.with_tables(table), *given)  # fmt: skip
 
     goes_on = progress.reasons == int(Reason.RUNNING)
-    table, _ = state.table.release(jnp.where(running & ~goes_on, rows, -1))
-    return state.replace(table=table), progress, out, busy
+    state, _ = state.release(jnp.where(running & ~goes_on, rows, -1))
+    return state, progress, out, busy
 
 
 def _room_for_steps(
-    table: PageTable, rows: Int[Array, "rows"], left: Int[Array, "rows"], num_steps: Int[Array, ""]
-) -> tuple[PageTable, Int[Array, "rows"], Int[Array, ""]]:
+    table: KVState, rows: Int[Array, "rows"], left: Int[Array, "rows"], num_steps: Int[Array, ""]
+) -> tuple[KVState, Int[Array, "rows"], Int[Array, ""]]:
     """Reserves pages for up to num_steps steps of all rows, or for one of those that it can serve.
 
     On one device, where each step reserves its own, no row would want a page in vain in these.

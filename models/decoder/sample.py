@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_paged.checks import expect
+
+_BLOCK = 128  # columns of `first_largest`
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +92,7 @@ class Sampler:
         on nothing else in the batch.
         """
         if self.greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return first_largest(logits)
         candidates, ids = self.candidates(logits)
         keys = jax.vmap(lambda row, position: _fold(self.key, row, position))(rows, positions)
         choice = jax.vmap(jax.random.categorical)(keys, candidates).astype(jnp.int32)
@@ -165,7 +168,7 @@ class RowSamplers:
 
         The noise is the same for all. Where fewer tokens are left to draw from, some come again.
         """
-        likeliest = in_order(lambda logits: jnp.argmax(logits, axis=-1), logits, count)
+        likeliest = in_order(first_largest, logits, count)
         greedy = jnp.asarray(self.temperature)[:, None] <= 0
         drawn = jax.lax.cond(
             jnp.all(greedy), lambda *_: likeliest, functools.partial(self._draw, count=count),
@@ -184,7 +187,7 @@ class RowSamplers:
     ) -> Float[Array, "rows vocab_size"]:
         """What each row draws from, f32: all on the first of the largest where it is greedy."""
         size = logits.shape[-1]
-        chosen = jax.nn.one_hot(jnp.argmax(logits, axis=-1), size, dtype=jnp.float32)
+        chosen = jax.nn.one_hot(first_largest(logits), size, dtype=jnp.float32)
         logits = self._scaled(logits.astype(jnp.float32))
 
         def cut_off(logits):
@@ -231,6 +234,22 @@ class RowSamplers:
         before = jnp.cumsum(weights, axis=-1, dtype=jnp.float32) - weights
         nucleus = (before < self.top_p[:, None]) | (order == 0) | (self.top_p >= 1)[:, None]
         return jnp.where(nucleus, logits, -jnp.inf), ids
+
+
+def first_largest(x: Float[Array, "rows n"]) -> Int[Array, "rows"]:
+    """argmax along rows, as i32: the first of the largest. In a row with NaN it is any column.
+
+    Of blocks of columns the one with the largest, then the largest in it. XLA does not vectorize an
+    argmax on a CPU, but a maximum: of [64, 49152] f32, 0.6 ms in place of 14 (Zen 4, 2 threads).
+    """
+    rows, columns = x.shape
+    width = math.gcd(columns, _BLOCK)
+    if width < 8:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+    blocks = x.reshape(rows, columns // width, width)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * jnp.int32(width) + jnp.argmax(inside, axis=-1).astype(jnp.int32)
 
 
 def in_order(

@@ -18,6 +18,7 @@ from jax_paged.cache.state import KVState
 from jax_paged.checks import expect
 from jax_paged.ops.batch import StepBatch
 
+from .adapters import TokenAdapters
 from .partition import PP
 from .steps import TOKENS_PER_STEP
 
@@ -39,12 +40,13 @@ def micro_batches(num_tokens: int, pp: int) -> int:
 
 def in_stages(
     model: "Decoder", tokens: jax.Array, batch: StepBatch, state: KVState,
-    logit_rows: jax.Array | None,
+    logit_rows: jax.Array | None, adapters: TokenAdapters | None,
 ) -> tuple[jax.Array, KVState]:  # fmt: skip
     """What the last layer gives, on all devices, and the state with K and V of the tokens.
 
     Args:
-      tokens, batch, logit_rows: as for the model; the same on all stages.
+      tokens, batch, logit_rows, adapters: as for the model; the first three are the same on all
+        stages.
       state: of the layers of this stage.
 
     Raises:
@@ -67,7 +69,8 @@ def in_stages(
         first = part * size
         own = jax.lax.dynamic_slice_in_dim(embedded, first, size)
         x = jnp.where(stage == 0, own, received)
-        x, state = model.run_layers(x, part_of(batch, first, size, is_on), state)
+        added = None if adapters is None else adapters.part(first, size)
+        x, state = model.run_layers(x, part_of(batch, first, size, is_on), state, adapters=added)
         # On the last stage the ticks before its first part write what that overwrites.
         given = jax.lax.dynamic_update_slice_in_dim(given, x, first, 0)
         return jax.lax.ppermute(x, PP, [(i, i + 1) for i in range(pp - 1)]), given, state

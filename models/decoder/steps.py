@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
 from jax_paged.checks.status import Status
 
@@ -111,13 +110,35 @@ def prefill(
     return state
 
 
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
+def prefill_within(
+    graph: Graph,
+    params: Any,
+    state: KVState,
+    rows: Int[Array, "rows"],
+    counts: Int[Array, "rows"],
+    tokens: Int[Array, "tokens"],
+) -> tuple[KVState, Int[Array, "rows"]]:
+    """`prefill` of rows that reserve their pages now: layers with windows never hold more.
+
+    Returns:
+      (state, reasons) as `make_room` gives them; a row that got no page has been released.
+    """
+    bare, reasons = make_room(state.bare, rows, counts)
+    rows = jnp.where(reasons == int(Reason.RUNNING), rows, -1)
+    return prefill(graph, params, state.with_tables(bare), rows, counts, tokens), reasons
+
+
 def make_room(
-    table: PageTable, rows: Int[Array, "rows"], num_tokens: Int[Array, "rows"] | int
-) -> tuple[PageTable, Int[Array, "rows"]]:
+    table: KVState, rows: Int[Array, "rows"], num_tokens: Int[Array, "rows"] | int
+) -> tuple[KVState, Int[Array, "rows"]]:
     """Reserves pages for as many of the rows as possible; the others are released.
 
     The first row that gets no page is given up, so that its pages serve the rows after it, until
     all that remain are served. A row of −1 takes no part.
+
+    Args:
+      table: the tables of a state (`KVState.bare`).
 
     Returns:
       (table, reasons i32[rows]): RUNNING, POOL_FULL or ROW_FULL.
@@ -140,7 +161,7 @@ def make_room(
         table, rows, waiting, reasons = carry
         first = jnp.argmax(waiting != int(Reason.RUNNING)).astype(jnp.int32)
         row = rows[first]
-        table, _ = table.release(jnp.where(table.is_live[row], row, -1)[None])
+        table, _ = table.release(jnp.where(table.free_rows[row], -1, row)[None])
         rows = rows.at[first].set(jnp.int32(-1))
         reasons = reasons.at[first].set(waiting[first])
         table, waiting = attempt(table, rows)
@@ -153,7 +174,7 @@ def make_room(
 
 
 admit = jax.jit(make_room)
-release = jax.jit(PageTable.release)
+release = jax.jit(KVState.release)
 
 
 @jax.tree_util.register_dataclass
@@ -214,11 +235,11 @@ def decode(
     def step(carry):
         number, state, progress, out = carry
         running = progress.reasons == int(Reason.RUNNING)
-        table, reasons = make_room(state.table, jnp.where(running, rows, -1), 1)
+        table, reasons = make_room(state.bare, jnp.where(running, rows, -1), 1)
         reasons = jnp.where(running, reasons, progress.reasons)
         running = reasons == int(Reason.RUNNING)
 
-        state = state.replace(table=table)
+        state = state.with_tables(table)
         state, batch, _ = state.step(jnp.where(running, rows, -1), 1)
         logits, state = run_model(graph, params, progress.last, batch, state)
         new = sampler(logits, jnp.arange(num_rows, dtype=jnp.int32), progress.made)
@@ -227,8 +248,8 @@ def decode(
         progress, kept = progress.after(new, running, limits, stop_tokens)
         out = out.at[:, number].set(jnp.where(kept, new, -1))
         stopped = running & (progress.reasons != int(Reason.RUNNING))
-        table = state.table if keep else _release_if_any(state.table, rows, stopped)
-        return number + 1, state.replace(table=table), progress, out
+        table = state.bare if keep else _release_if_any(state.bare, rows, stopped)
+        return number + 1, state.with_tables(table), progress, out
 
     def goes_on(carry):
         number, _, progress, _ = carry
@@ -241,8 +262,8 @@ def decode(
 
 
 def _release_if_any(
-    table: PageTable, rows: Int[Array, "rows"], which: Bool[Array, "rows"]
-) -> PageTable:
+    table: KVState, rows: Int[Array, "rows"], which: Bool[Array, "rows"]
+) -> KVState:
     def release(table):
         return table.release(jnp.where(which, rows, -1))[0]
 

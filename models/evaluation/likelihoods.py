@@ -279,11 +279,14 @@ def round_up(size: int) -> int:
 
 
 def _sizes(chunk: int) -> list[int]:
-    """The compiled sizes of a step and of its logits: all, a half, and so on down to 8."""
-    sizes = [chunk]
-    while sizes[-1] > 8 and len(sizes) < 5:
-        sizes.append(max(8, sizes[-1] // 2))
-    return sizes[::-1]
+    """The compiled sizes of a step and of its logits: a sixteenth, and the eighths up to all.
+
+    >>> _sizes(512), _sizes(20)
+    ([32, 64, 128, 192, 256, 320, 384, 448, 512], [8, 16, 20])
+    """
+    eighth = 8 * -(-chunk // 64)
+    sizes = {max(8, eighth // 2), *range(eighth, chunk + eighth, eighth)}
+    return sorted({min(size, chunk) for size in sizes})
 
 
 def _filled(orders: Orders, max_seqs: int, sizes: list[int]) -> tuple[_Step, _Wanted]:

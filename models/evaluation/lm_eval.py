@@ -51,7 +51,8 @@ class JaxPagedLM(TemplateLM):
       pretrained: a Hugging Face folder or GGUF file; None = `default_checkpoint`.
       model, tokenizer: a model that is loaded already, and its tokenizer; pretrained is then its
         name.
-      base, dtype, weight_dtype, context_length, mesh: as for `load_checkpoint`.
+      base, dtype, weight_dtype, context_length, mesh, pack: as for `load_checkpoint`; over a mesh
+        nothing is packed.
       kv_dtype: of K and V, as for `generate`.
       max_length: most tokens that a prediction sees; None = the model's context_length.
       max_gen_toks: new tokens of a request that does not say how many.
@@ -79,6 +80,7 @@ class JaxPagedLM(TemplateLM):
         weight_dtype: Any = None,
         context_length: int | None = None,
         mesh: Any = None,
+        pack: bool = True,
         kv_dtype: str = "auto",
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -99,7 +101,7 @@ class JaxPagedLM(TemplateLM):
             path = Path(pretrained) if pretrained else default_checkpoint()
             model, _, tokenizer = load_checkpoint(
                 path, dtype, base=base, weight_dtype=weight_dtype, context_length=context_length,
-                mesh=mesh,
+                mesh=mesh, pack=pack and mesh is None,
             )  # fmt: skip
             pretrained = str(path)
         if isinstance(tokenizer, MissingTokenizer):

@@ -11,7 +11,7 @@ from jax_paged._start.interrupt import uninterrupted
 from jax_paged.checks import expect
 
 from ..decoder.generation import as_tokens, check_count, check_window, state_for
-from ..decoder.protocol import Model, split_model
+from ..decoder.protocol import Model, row_limit, split_model
 from ..decoder.steps import prefill
 from .scores import losses, padded
 
@@ -39,7 +39,8 @@ def evaluate(
       model: a `Decoder`, e.g. from `load_checkpoint`, or any other `Model`.
       tokens: ids, at least two.
       chunk: tokens per forward step, ≥ 1.
-      context: most tokens that a prediction sees; None = the model's context_length.
+      context: most tokens that a prediction sees; None = the model's context_length. More with a
+        window alone that lies within it, of a `Decoder`.
       stride: None = half of the context; at most the context.
       window, num_pinned: as for `Engine`: most tokens that a token sees within its piece of the
         text, and those of them at its start that all see. What the cache then forgets costs.
@@ -59,12 +60,13 @@ def evaluate(
     check_count("chunk", chunk, 1)
     context = config.context_length if context is None else context
     check_count("context", context, 1)
-    length = f"at most context_length={config.context_length}"
-    expect(context <= config.context_length, "context", length, context)
+    check_window(window, num_pinned)
+    most = row_limit(model, window)
+    if most is not None:
+        expect(context <= most, "context", f"at most context_length={most}", context)
     stride = max(context // 2, 1) if stride is None else stride
     check_count("stride", stride, 1)
     expect(stride <= context, "stride", f"at most context={context}", stride)
-    check_window(window, num_pinned)
     pieces = list(plan_pieces(len(text), context, stride))
     longest = max(piece.stop - piece.start for piece in pieces)
     state = state_for(model, [longest], kv_dtype, windows=window is not None)

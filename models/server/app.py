@@ -56,6 +56,7 @@ class Service:
       local_only: answer only to names of this machine, so that no web page elsewhere gets in by a
         name of its own for 127.0.0.1.
       on_failure: called when the engine cannot go on.
+      rebalance_seconds: as for `Worker`.
 
     Raises:
       ValueError: an adapter has the name of the model.
@@ -73,6 +74,7 @@ class Service:
         origins: Sequence[str] = (),
         local_only: bool = True,
         on_failure: Callable[[], object] = lambda: None,
+        rebalance_seconds: float | None = None,
     ):
         expect(name not in engine.adapters, "name", f"none of {engine.adapters}", repr(name))
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
@@ -81,7 +83,7 @@ class Service:
         self.is_draining = False
         self.num_active = 0  # answers that were let in and have not ended
         self._stops, self._max_seqs = list(stop_tokens), engine.state.table.max_seqs
-        self.on_failure = on_failure
+        self.on_failure, self._rebalance_seconds = on_failure, rebalance_seconds
         self._gate = Gate(self.limits, api_key=api_key, local_only=local_only)
         self._token_bytes = TokenBytes(tokenizer)
         self._threads = ThreadPoolExecutor(2, "prompts")
@@ -115,7 +117,8 @@ class Service:
 
     def start(self) -> None:
         """Starts the engine's thread; called on the event loop."""
-        self._worker = Worker(self.engine, asyncio.get_running_loop(), self._failed)
+        loop = asyncio.get_running_loop()
+        self._worker = Worker(self.engine, loop, self._failed, self._rebalance_seconds)
         self._worker.start()
 
     async def drain(self) -> None:

@@ -69,6 +69,11 @@ def route(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     check_counts(options, SERVE_COUNTS, {"max-prompt-tokens": 1, "logprobs": 0})
+    every = options.rebalance_seconds
+    if every is not None:
+        expect(every > 0, "rebalance-seconds", "a number above 0", every)
+        can = options.redundant_experts is not None
+        expect(can, "rebalance-seconds", "--redundant-experts, too", "none")
     if options.prompt_logprobs and options.logprobs is None:
         raise ValueError("prompt-logprobs: expected --logprobs, too, got none")
     _check_listener(options)
@@ -219,6 +224,7 @@ def _service(options: argparse.Namespace, key: str | None, prefill: Prefiller | 
         max_seqs=options.max_seqs,
         max_tokens=max(options.max_tokens, options.max_seqs),
         prefix_cache=not options.no_prefix_cache,
+        cascade=options.cascade,
         kv_dtype=options.kv_dtype,
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
@@ -242,6 +248,7 @@ def _service(options: argparse.Namespace, key: str | None, prefill: Prefiller | 
         api_key=key,
         origins=options.allow_origin,
         local_only=key is None and _is_loopback(options.host),
+        rebalance_seconds=options.rebalance_seconds,
     )
 
 

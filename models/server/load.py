@@ -81,7 +81,8 @@ def _server(options: argparse.Namespace, trace: list[Arrival]) -> Iterator[str]:
     command = [sys.executable, "-P", "-m", "jax_paged", "serve"]
     for name, value in given.items():
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    command += ["--no-prefix-cache"] if options.no_prefix_cache else []
+    for name in ("no-prefix-cache", "cascade"):
+        command += [f"--{name}"] if getattr(options, name.replace("-", "_")) else []
     command += [] if options.program_cache else ["--no-program-cache"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
         assert child.stderr is not None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many pages fit: an estimate from shapes, before anything is allocated."""
+"""How many pages fit: an estimate from shapes, before anything is allocated.
+
+Of a model on a mesh it is that of one device: its part of the weights, and its heads of each page.
+"""
 
 import dataclasses
 import math
@@ -10,7 +13,7 @@ import jax
 
 from jax_paged.ops.batch import pages_for
 
-from ..decoder.generation import PAGE_SIZE, create_state
+from ..decoder.generation import PAGE_SIZE, state_creator
 from ..decoder.protocol import Model, split_model
 
 _GIB = 2**30
@@ -18,19 +21,23 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bytes of weights and KV pages beside what there is; None = not known."""
+    """Bytes of weights and KV pages of a device beside what there is; None = not known."""
 
     free_bytes: int | None
     weight_bytes: int
     page_bytes: int
-    num_pages: int
+    num_pages: int  # of each replica
+    num_devices: int = 1
 
     def __str__(self) -> str:
         free = "unknown" if self.free_bytes is None else _gib(self.free_bytes)
         kv = self.num_pages * self.page_bytes
         tokens = f"{self.num_pages * PAGE_SIZE:,} tokens"
+        whose = (
+            "memory" if self.num_devices == 1 else f"memory of each of {self.num_devices} devices"
+        )
         return (
-            f"memory: {free} free; weights {_gib(self.weight_bytes)}, "
+            f"{whose}: {free} free; weights {_gib(self.weight_bytes)}, "
             f"KV {_gib(kv)} ({self.num_pages:,} pages, {tokens})"
         )
 
@@ -50,14 +57,13 @@ def estimate(
     """
     arrays = jax.tree.leaves(split_model(shapes)[1])
     weight_bytes = sum(_bytes(array) for array in arrays)
+    partition = getattr(shapes, "partition", None)
 
     def state_bytes(num_pages: int) -> int:
-        state = jax.eval_shape(
-            lambda: create_state(
-                shapes, num_pages=num_pages, max_seqs=1, pages_per_seq=1, kv_dtype=kv_dtype
-            )
+        create = state_creator(
+            shapes, num_pages=num_pages, max_seqs=1, pages_per_seq=1, kv_dtype=kv_dtype
         )
-        return sum(map(_bytes, jax.tree.leaves(state)))
+        return sum(map(_bytes, jax.tree.leaves(jax.eval_shape(create))))
 
     page_bytes = state_bytes(2) - state_bytes(1)
     free = free_bytes()
@@ -70,14 +76,16 @@ def estimate(
                 f"kv-memory-share: expected room for a page of {page_bytes} bytes, got none: "
                 f"{_gib(free or 0)} are free, weights take {_gib(weight_bytes)}"
             )
-    return Estimate(free, weight_bytes, page_bytes, pages)
+    num_devices = 1 if partition is None else partition.mesh.size
+    return Estimate(free, weight_bytes, page_bytes, pages, num_devices)
 
 
 def free_bytes() -> int | None:
-    """Memory of the device that programs may take; None where it does not tell."""
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return _host_bytes()
+    """Memory of a device that programs may take; None where it does not tell."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":  # devices of this process share what there is
+        found = _host_bytes()
+        return None if found is None else found // jax.local_device_count()
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
@@ -105,7 +113,12 @@ def _host_bytes() -> int | None:
 
 
 def _bytes(array: Any) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize if hasattr(array, "dtype") else 0
+    """Of what a device has of an array or of its shape."""
+    if not hasattr(array, "dtype"):
+        return 0
+    sharding = getattr(array, "sharding", None)
+    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize
 
 
 def _gib(size: int) -> str:

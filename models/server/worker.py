@@ -10,6 +10,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -54,12 +55,16 @@ class Worker:
       engine: used by this thread alone, between `start` and `stop`.
       loop: where `Asked.take` is called.
       on_failure: called on the loop when a step has raised; the engine cannot go on then.
+      rebalance_seconds: how often experts move (`Engine.rebalance`), while there is work; None =
+        never.
     """
 
     def __init__(
-        self, engine: Engine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]
-    ):
+        self, engine: Engine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None],
+        rebalance_seconds: float | None = None,
+    ):  # fmt: skip
         self.engine, self.failure = engine, ""
+        self._rebalance_seconds, self._rebalanced = rebalance_seconds, time.monotonic()
         self._loop, self._on_failure = loop, on_failure
         self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._news: list[tuple[Asked, News]] = []
@@ -96,6 +101,7 @@ class Worker:
             while self._take_orders(wait=not goes_on):
                 goes_on = self.engine.step()
                 self._flush()
+                self._rebalance()
             self._cancel(list(self._asked))
             while self.engine.step():
                 pass
@@ -109,6 +115,13 @@ class Worker:
             self._call(self._on_failure, self.failure)
             while self._take_orders(wait=True):
                 pass
+
+    def _rebalance(self) -> None:
+        """Moves experts if it is time."""
+        every = self._rebalance_seconds
+        if every is not None and time.monotonic() - self._rebalanced >= every:
+            _log.info("experts: %s", self.engine.rebalance())
+            self._rebalanced = time.monotonic()
 
     def _take_orders(self, wait: bool) -> bool:
         """Carries out what was ordered; waits for an order if there is nothing else to do."""

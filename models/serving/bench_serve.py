@@ -176,6 +176,7 @@ def make_engine(
         max_seqs=options.max_seqs,
         max_tokens=max(options.max_tokens, options.max_seqs * (1 + options.drafts)),
         prefix_cache=not options.no_prefix_cache,
+        cascade=options.cascade,
         max_drafts=options.drafts,
         draft_branches=options.draft_branches,
         draft_model=drafter,

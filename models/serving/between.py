@@ -27,6 +27,7 @@ class BetweenEngines(EngineCounts):
     config: Any
     page_size: int
     swap_pages: int
+    _window: tuple[int, int] | None
     weight_version: int
     _facts_of_weights: tuple[int, dict[str, str]] = -1, {}
 
@@ -95,6 +96,10 @@ class BetweenEngines(EngineCounts):
 
     def _check_swaps(self, what: str) -> None:
         expect(self.swap_pages > 0, what, "an engine with preemption='swap'", "one without")
+        partition = self._runner.partition
+        stages = 1 if partition is None else partition.pp
+        expect(stages == 1, what, "an engine whose model is not in stages", f"pp={stages}")
+        expect(self._window is None, what, "an engine without a window", self._window)
 
     def _check_hand_out(self) -> None:
         self._check_swaps("hand_out")

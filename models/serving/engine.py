@@ -23,12 +23,14 @@ import numpy as np
 
 from jax_paged._start.interrupt import uninterrupted
 from jax_paged.checks import check_choice, expect
+from jax_paged.layout import LAYOUTS, Layout
+from jax_paged.ops.batch import pages_for
 
 from ..checkpoint.tokenizer import Tokenizer
 from ..decoder.adapters import Adapter
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window
 from ..decoder.placement import Balance
-from ..decoder.protocol import Model, check_model
+from ..decoder.protocol import Model, check_model, row_limit
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
 from ..distributed.processes import Processes
@@ -40,7 +42,7 @@ from .prefix_cache import PrefixCache
 from .renew import checked_weights
 from .request import LogProbability, OnTokens, Request, Sampling
 from .runner import ModelRunner, check_processes
-from .scheduler import Feed, Scheduler
+from .scheduler import Feed, Scheduler, window_pages
 from .snapshot import SNAPSHOT_VERSION, as_json, resubmitted
 from .speculate import RULES, draft_tree, look_up, look_up_tree
 from .step import FAILED, Drawn, LogProbabilities
@@ -61,8 +63,7 @@ class Engine(BetweenEngines):
       page_size: tokens in a page.
       max_tokens: most tokens of a step, at least max_seqs · (1 + max_drafts): prompts are fed in
         chunks that fill a step up.
-      prefix_cache: whether full pages are kept and found again by requests that start alike; None =
-        yes, but not with a window.
+      prefix_cache: whether full pages are kept and found again by requests that start alike.
       max_drafts: guesses per row and step (`speculate`), looked up in the request's own text unless
         there is a draft model; the engine then waits for each step, because it guesses from the
         tokens that came out of it.
@@ -74,15 +75,20 @@ class Engine(BetweenEngines):
         drafts) or "rejection" (keeps more; drawn tokens have the same distribution).
       ahead: steps that are dispatched before the oldest is read back; None = 1, without drafts.
       kv_dtype: of K and V, as for `generate`.
+      layout: of the pages (`jax_paged.layout`); swapping takes "HND".
       preemption: what becomes of a request that has to make room: "recompute" (it computes its K
         and V anew) or "swap" (they are copied to host memory and back).
       swap_pages: most pages in host memory, with "swap"; taken 8 at a time; None = num_pages. A
         request that finds no room there is recomputed.
       window: most tokens that a token sees, itself and the pinned ones included. Those that no
-        later one sees are dropped, so a request's pages stop growing; it may go on to the end of
-        the model's context. Without prefix cache, drafts and swapping. None = all tokens.
+        later one sees are dropped, so a request's pages stop growing. With a `Decoder` and a window
+        within its context a request may go on for ever (`jax_paged.pinned_apart`), else to the end
+        of the context. None = all tokens.
       num_pinned: with a window, the first tokens of each request, which all later ones see (the
         attention sinks of StreamingLLM, Xiao et al., 2023); below the window.
+      cascade: whether pages that at least 4 running requests share are read once for all of them,
+        where they hold 512 tokens or more: faster for many requests behind one long beginning. How
+        their logits are rounded then depends on the others, which it does not without.
       logprobs: how many of the likeliest tokens to tell beside the log-probabilities of each new
         one, in `Request.logprobs`; 0 = those of the new token alone; None = no log-probabilities.
       prompt_logprobs: whether requests may ask for the log-probabilities of their prompts. Steps
@@ -107,17 +113,19 @@ class Engine(BetweenEngines):
         pages_per_seq: int | None = None,
         page_size: int = PAGE_SIZE,
         max_tokens: int = 256,
-        prefix_cache: bool | None = None,
+        prefix_cache: bool = True,
         max_drafts: int = 0,
         draft_branches: int = 1,
         draft_model: Model | None = None,
         draft_rule: str = "same_noise",
         ahead: int | None = None,
         kv_dtype: str = "auto",
+        layout: Layout = "HND",
         preemption: str = "recompute",
         swap_pages: int | None = None,
         window: int | None = None,
         num_pinned: int = 0,
+        cascade: bool = False,
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
         max_adapters: int | None = None,
@@ -148,30 +156,31 @@ class Engine(BetweenEngines):
             expect(few, "draft_branches", f"at most max_drafts={max_drafts}", draft_branches)
         check_choice("preemption", preemption, ("recompute", "swap"))
         swaps = preemption == "swap"
+        check_choice("layout", layout, LAYOUTS)
+        expect(not swaps or layout == "HND", "layout", "'HND' with swapping", repr(layout))
         expect(swaps or swap_pages is None, "swap_pages", "None without swapping", swap_pages)
         if swap_pages is None:
             swap_pages = num_pages if swaps else 0
         check_count("swap_pages", swap_pages, int(swaps))
         self.swap_pages = swap_pages
         check_window(window, num_pinned)
-        if window is not None:
-            expect(not prefix_cache, "prefix_cache", "False with a window", prefix_cache)
-            expect(max_drafts == 0, "max_drafts", "0 with a window", max_drafts)
-            expect(not swaps, "preemption", "'recompute' with a window", repr(preemption))
-        prefix_cache = window is None if prefix_cache is None else prefix_cache
         if logprobs is not None:
             check_count("logprobs", logprobs, 0)
             few = logprobs <= model.config.vocab_size
             expect(few, "logprobs", f"at most vocab_size={model.config.vocab_size}", logprobs)
         self.logprobs, self.prompt_logprobs = logprobs, bool(prompt_logprobs)
         self._window = None if window is None else (int(window), int(num_pinned))
+        self._row_limit = row_limit(model, window)
         if pages_per_seq is None:
-            pages_per_seq = min(num_pages, -(-model.config.context_length // page_size))
+            most = pages_for(model.config.context_length, page_size)
+            if self._window is not None:
+                most = window_pages(self._window, max_tokens, page_size)
+            pages_per_seq = min(num_pages, most)
         self.config, self.max_drafts, self.ahead = model.config, max_drafts, ahead
         sizes = {
             "num_pages": num_pages, "max_seqs": max_seqs, "pages_per_seq": pages_per_seq,
             "page_size": page_size, "kv_dtype": kv_dtype, "max_tree": max_drafts + 1,
-            "windows": window is not None,
+            "windows": window is not None, "layout": layout,
         }  # fmt: skip
         self._branches, self._has_drafter = draft_branches, draft_model is not None
         self._draft_parents: list[int] = []  # of a draft model's trees
@@ -183,7 +192,7 @@ class Engine(BetweenEngines):
         self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots, processes)
         state = self._runner.device.state
         dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
-        self._salt = repr((model.config, *dtypes, state.layout))
+        self._salt = repr((model.config, *dtypes, state.layout, self._window))
         self.page_size = page_size
         self.weight_version = 0  # how often `update_weights` was called
         self._adapters: AdapterSlots | None = None
@@ -207,6 +216,7 @@ class Engine(BetweenEngines):
             sizes_of_steps,
             window=self._window, swaps=swaps, scores=self.prompt_logprobs, progress=progress,
             max_drafts=max_drafts, rule=draft_rule, branches=draft_branches, logprobs=logprobs,
+            cascade=bool(cascade),
         )  # fmt: skip
 
     # Requests
@@ -292,9 +302,10 @@ class Engine(BetweenEngines):
         version = None if adapter is None else self._slots().find(adapter)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)
         (search,) = as_searches([text.tolist()], stop_strings, decode)
+        most = self._row_limit
         request = Request(
             prompt=text,
-            limit=min(max_new_tokens, max(self.config.context_length - len(text), 0)),
+            limit=max_new_tokens if most is None else min(max_new_tokens, max(most - len(text), 0)),
             stop_tokens=frozenset(ids.tolist()) | (matcher.eos_tokens if matcher else frozenset()),
             search=search,
             sampling=Sampling(
@@ -313,13 +324,12 @@ class Engine(BetweenEngines):
         self._num_requests += 1
         scheduler = self._schedulers[0]
         need = scheduler.pages_needed(len(text) + max(request.limit - 1, 0))
-        most = scheduler.most_pages
-        if len(text) > self.config.context_length:
-            have = f"the model's context has {self.config.context_length}"
+        if most is not None and len(text) > most:
+            have = f"the model's context has {most}"
             self._end(request, "refused", f"{len(text)} prompt tokens, {have}")
-        elif need > most:
+        elif need > scheduler.most_pages:
             what = f"{len(text)} prompt and {request.limit} new tokens need {need} pages"
-            self._end(request, "refused", f"{what}, a request can have {most}")
+            self._end(request, "refused", f"{what}, a request can have {scheduler.most_pages}")
         elif request.limit == 0 and not (request.tells_prompt or request.hands_out):
             self._end(request, "length")
         elif begun[0] and self._has_ended(request, *begun):

@@ -36,8 +36,12 @@ def page_orders(nothing: PageOrders, orders: Orders) -> Iterator[PageOrders]:
     while len(evictions) > size:
         yield _filled(nothing, holds, releases, evictions[:size], [])
         holds, releases, evictions = [], [], evictions[size:]
-    if holds or releases or evictions or adoptions:
-        yield _filled(nothing, holds, releases, evictions, adoptions)
+    most = len(nothing.copy_rows)
+    while holds or releases or evictions or adoptions:
+        copied = [i for i, one in enumerate(adoptions) if one.source >= 0]
+        count = copied[most] if len(copied) > most else len(adoptions)
+        yield _filled(nothing, holds, releases, evictions, adoptions[:count])
+        holds, releases, evictions, adoptions = [], [], [], adoptions[count:]
 
 
 def _filled(nothing: PageOrders, holds, releases, evictions, adoptions) -> PageOrders:
@@ -47,10 +51,15 @@ def _filled(nothing: PageOrders, holds, releases, evictions, adoptions) -> PageO
         filled.hold_entries[i] = entry
     filled.release_rows[: len(releases)] = releases
     filled.evict_entries[: len(evictions)] = evictions
-    for i, (row, entries, tokens, swapped) in enumerate(adoptions):
-        filled.adopt_rows[i], filled.adopt_tokens[i] = row, tokens
-        filled.swap_tokens[i] = swapped
+    num_copies = 0
+    for i, (row, entries, room, had, slid, source) in enumerate(adoptions):
+        filled.adopt_rows[i], filled.adopt_tokens[i] = row, room
+        filled.had_tokens[i], filled.slid_pages[i] = had, slid
         filled.adopt_entries[i, : len(entries)] = entries
+        if source >= 0:
+            filled.copy_rows[num_copies], filled.copy_columns[num_copies] = row, len(entries)
+            filled.copy_entries[num_copies] = source
+            num_copies += 1
     return filled
 
 

@@ -93,8 +93,11 @@ class Request:
     num_told: int = 0  # new tokens that on_tokens has had
     end_told: bool = False
     num_offered: int = 0  # full pages that the cache has been told of
+    slid: int = 0  # pages of its row that have slid away
+    adopted: list[int] = dataclasses.field(default_factory=list)  # cache entries, until it is fed
     is_stale: bool = False  # its pages hold K and V of earlier weights
     swapped: int = 0  # preempted by swap: how many of its first tokens are in host memory
+    swapped_slid: int = 0  # and how many pages had slid away
     hands_out: bool = False  # whether its K and V go to host memory at its end
     num_kept: int = 0  # then: of how many tokens they are there, for `hand_out`
     is_awaited: bool = False  # its K and V are on their way from another engine

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax_paged.checks import expect
 from jax_paged.native.sharding import create_over
 
-from ..decoder.adapters import AdaptedModel, Adapter, Adapters, put_adapter
+from ..decoder.adapters import AdaptedModel, Adapter, Adapters, param_specs, put_adapter
 from ..decoder.executables import compiled
 from ..decoder.generation import state_creator
 from ..decoder.partition import DP, Partition, put
@@ -133,9 +133,6 @@ class ModelRunner:
         else:
             ok = mesh in (None, self.partition.mesh)
             expect(ok, "draft_model", "one on the mesh of the model, or on none", mesh)
-            # Replicas make as many drafts as each wants; stages pass on those of all at once.
-            ok = mesh is None or self.partition.pp == 1
-            expect(ok, "draft_model", "one without a mesh, as the model is in stages", mesh)
             if mesh is None:
                 whole = NamedSharding(self.partition.mesh, P())
                 params = jax.tree.map(lambda x: put(x, whole), params)
@@ -213,7 +210,7 @@ class ModelRunner:
             takes: Any = ()
             if self.partition is not None:
                 drafter = None if self._drafter is None else self._drafter_splits
-                takes = self._param_splits(params), state, STACKED, drafter
+                takes = param_specs(self.partition, params, STACKED), state, STACKED, drafter
             for size, tells in programs:
                 plan = StepPlan.create(self._max_seqs, size, None)
                 plan = _with_mask(self.of_all([plan] * self.num_replicas), self._all_masks)
@@ -242,15 +239,6 @@ class ModelRunner:
         changes = gives is self.splits or (isinstance(gives, tuple) and self.splits is gives[0])
         donated = [i for i, split in enumerate(takes) if changes and split is self.splits]
         return compiled(jax.jit(every, donate_argnums=donated), *args)
-
-    def _param_splits(self, params: Any) -> Any:
-        assert self.partition is not None
-        if isinstance(params, AdaptedModel):
-            model = self._param_splits(params.model)
-            return AdaptedModel(
-                model, params.adapters.specs(), STACKED if params.slots.ndim else P()
-            )
-        return self.partition.specs(params)
 
     def of_all(self, each: Sequence[Any]) -> Any:
         """An argument of all replicas, of what each gets."""

@@ -20,13 +20,17 @@ reservation will succeed, and what to do when it would not:
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jax_paged.ops.batch import pages_for
 
 from ..decoder.steps import cheapest_sizes
 from .prefix_cache import PrefixCache
 from .request import Request
+
+_LEAST_BEGUN = 2  # tokens of a page; one is sooner computed
 
 Draft = Callable[[Request, int], tuple[list[int], list[int]]]  # tokens, parents in a tree or []
 
@@ -48,6 +52,26 @@ class Feed:
         return self.count + len(self.drafts)
 
 
+class Found(NamedTuple):
+    """What a cache has of a request that waits."""
+
+    entries: list[int]  # of its first pages, without those that have slid away
+    slid: int = 0  # pages that have
+    begun: int = 0  # tokens of its next page
+    source: int = -1  # the entry of a page that begins with these
+
+
+class Adoption(NamedTuple):
+    """A row that starts."""
+
+    row: int
+    entries: list[int]  # of the cache, its first pages
+    room: int  # tokens to reserve room for behind them
+    had: int  # of those, tokens that come from host memory or with a copied page
+    slid: int  # pages of the row that have slid away
+    source: int  # the entry whose page is copied into the one behind `entries`; -1 = none
+
+
 @dataclasses.dataclass
 class Orders:
     """What the device must do before the step, see `step.PageOrders`."""
@@ -55,14 +79,24 @@ class Orders:
     holds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     releases: list[int] = dataclasses.field(default_factory=list)
     evictions: list[int] = dataclasses.field(default_factory=list)
-    # row, cache entries, tokens to reserve room for behind them, tokens of those to swap in
-    adoptions: list[tuple[int, list[int], int, int]] = dataclasses.field(default_factory=list)
+    adoptions: list[Adoption] = dataclasses.field(default_factory=list)
     starts: list[Request] = dataclasses.field(default_factory=list)  # those of the adoptions
     # row, its pages, number of the request, under which they lie in host memory
     swap_outs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     # row, its first column that is not the cache's, number of the request
     swap_ins: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     forgets: list[int] = dataclasses.field(default_factory=list)  # numbers, at last
+
+
+def window_pages(window: tuple[int, int], max_tokens: int, page_size: int) -> int:
+    """Most pages of a row with a window, of so many tokens and pinned ones.
+
+    What the first token of the longest chunk sees of those before it, from anywhere in a page on,
+    and the chunk; behind the pages with pinned tokens.
+    """
+    tokens, num_pinned = window
+    behind = tokens - num_pinned - 1 + max_tokens + page_size - 1
+    return pages_for(num_pinned, page_size) + pages_for(behind, page_size)
 
 
 class Scheduler:
@@ -75,7 +109,8 @@ class Scheduler:
       swap_pages: pages of preempted requests in host memory; 0 = none, they compute anew.
       chunk_pages: host memory is taken by so many pages at a time.
       window: the tokens that a token of any request sees, and those of them that are pinned; None =
-        all. Then there is neither cache nor swapping, and a row counts as what it holds at most.
+        all. With one a row counts as what it holds at most, all along; a page of it that the cache
+        has counts there once more, if it has no pinned tokens.
     """
 
     def __init__(
@@ -88,13 +123,11 @@ class Scheduler:
         self.num_free_swap, self.chunk_pages = swap_pages, chunk_pages
         self.num_swapped_out = self.num_swapped_in = 0
         self.most_pages = min(num_pages, pages_per_seq)
+        self._window = window
         self._window_pages: int | None = None  # most pages of a row with a window
         if window is not None:
-            # What the first token of the longest chunk sees of those before it, from anywhere in a
-            # page on, and the chunk; behind the pages with pinned tokens.
-            tokens, num_pinned = window
-            behind = tokens - num_pinned - 1 + max_tokens + page_size - 1
-            self._window_pages = pages_for(num_pinned, page_size) + pages_for(behind, page_size)
+            self._window_pages = window_pages(window, max_tokens, page_size)
+        self._pinned_pages = 0 if window is None else pages_for(window[1], page_size)
         self.num_free = num_pages
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -113,6 +146,17 @@ class Scheduler:
         pages = pages_for(tokens, self.page_size)
         return pages if self._window_pages is None else min(pages, self._window_pages)
 
+    def _slid(self, tokens: int) -> int:
+        """Pages of a row that have gone when it makes room for what comes behind `tokens` tokens.
+
+        They were the first ones behind those with pinned tokens.
+        """
+        if self._window is None:
+            return 0
+        size, num_pinned = self._window
+        begin = tokens - (size - num_pinned) + 1  # what the next token sees, beside pinned ones
+        return max(begin // self.page_size - self._pinned_pages, 0)
+
     @property
     def load(self) -> int:
         """Tokens that its requests have still to feed or to draw."""
@@ -120,7 +164,8 @@ class Scheduler:
 
     def num_cached(self, request: Request) -> int:
         """Tokens of a waiting request that the cache has."""
-        return len(self._match(request)) * self.page_size
+        found = self._match(request)
+        return (len(found.entries) + found.slid) * self.page_size + found.begun
 
     def add(self, request: Request) -> None:
         """Lets a request wait for its turn."""
@@ -131,7 +176,7 @@ class Scheduler:
         if request.row is not None:
             if request.hands_out and request.is_done:  # not one that is cancelled
                 request.num_kept = min(request.fed, request.num_known)
-                num_pages = pages_for(request.num_kept, self.page_size)
+                num_pages = pages_for(request.num_kept, self.page_size) - request.slid
                 self.orders.swap_outs.append((request.row, num_pages, request.number))
             self._leave(request)
         elif request in self.waiting:
@@ -175,6 +220,7 @@ class Scheduler:
         feeds: list[Feed] = []
         room = self.max_tokens
         self._bumped.clear()
+        self._evict(-self.num_free)  # for what the cache got of rows with windows
         for request in sorted(self.running, key=lambda r: r.order):
             row = request.row
             if row is None or request.num_to_feed != 1 or request.num_left <= 0:
@@ -214,6 +260,8 @@ class Scheduler:
         """A step with these feeds has gone to the device."""
         for feed in feeds:
             feed.begin = feed.request.fed
+            feed.request.slid = max(feed.request.slid, self._slid(feed.begin))
+            self._release_adopted(feed.request)
             feed.request.fed += feed.num_tokens
             feed.request.in_flight += feed.draws
             self.offer(feed.request)
@@ -236,10 +284,19 @@ class Scheduler:
         tokens = request.known(0, full * self.page_size)
         request.digests = self.cache.digests(tokens, request.digests[:full], salt=request.salt)
         for column in range(request.num_offered, full):
-            entry = self.cache.insert(request.digests[column])
-            if entry is not None:
+            if self._pinned_pages <= column < self._pinned_pages + request.slid:
+                continue
+            before = request.digests[column - 1] if column else self.cache.root(request.salt)
+            page = tokens[column * self.page_size : (column + 1) * self.page_size]
+            entry = self.cache.insert(request.digests[column], before, page)
+            if entry is None:
+                continue
+            self.orders.holds.append((request.row, column, entry))
+            if self._window is None or column < self._pinned_pages:
                 request.columns[column] = entry
-                self.orders.holds.append((request.row, column, entry))
+            else:  # the page counts twice; where none is free, the next plan evicts one
+                self.num_free -= 1
+                self.cache.release([entry])
         request.num_offered = full
 
     def clear_cache(self) -> None:
@@ -270,7 +327,10 @@ class Scheduler:
     def _drafts(self, request: Request, draft: Draft, most: int) -> tuple[list[int], list[int]]:
         """Guesses, in pages that are free after every running request has got one."""
         spare = max(self.num_available - len(self.running), 0) + len(request.columns)
-        most = min(most, spare * self.page_size - request.fed - 1)
+        if self.pages_needed(request.fed + 1 + most) > spare:
+            most = min(most, spare * self.page_size - request.fed - 1)
+        if self._window is not None and request.fed < self._window[1]:
+            most = 0  # trees begin behind pinned tokens
         drafts, parents = draft(request, most) if most > 0 else ([], [])
         if drafts:
             self._grow(request, request.fed + 1 + len(drafts))
@@ -307,8 +367,9 @@ class Scheduler:
         # Tokens of a preempted request may still be on their way.
         if request.in_flight > 0 or request.number in self._bumped:
             return False
-        entries = self._match(request)
-        need = self.pages_needed(request.num_known) - len(entries)
+        entries, slid, begun, source = self._match(request)
+        staying = entries if self._window is None else entries[: self._pinned_pages]
+        need = self.pages_needed(request.num_known) - len(staying)
         if self.cache is not None:
             self.cache.acquire(entries)
         if not self._make_room(request, need):
@@ -318,36 +379,80 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         request.row = self._free_rows.pop()
-        request.columns = list(entries)
-        cached = len(entries) * self.page_size
-        swapped = max(request.swapped - cached, 0)
-        request.fed = cached + swapped
-        request.num_offered = len(entries)
+        if begun and self.cache is not None:
+            self.cache.acquire([source])  # until it is copied
+            if self.num_available < need:
+                self.cache.release([source])
+                begun, source = 0, -1
+        cached = (len(entries) + slid) * self.page_size
+        request.columns = list(staying)
+        request.adopted = [*entries[len(staying) :], *([source] if begun else [])]
+        if self._window is None:
+            swapped, rest = max(request.swapped - cached, 0), request.num_known - cached
+        else:  # a chunk gets its pages in its own step, where others become free
+            swapped = rest = max(request.swapped - slid * self.page_size, 0)
+        request.fed = cached + swapped + begun
+        request.num_offered, request.slid = len(entries) + slid, slid
         self._take(request, need)
-        # With a window a chunk gets its pages in its own step, where others become free.
-        rest = request.num_known - cached if self._window_pages is None else 0
-        self.orders.adoptions.append((request.row, list(entries), rest, swapped))
+        had = swapped + begun
+        self.orders.adoptions.append(Adoption(request.row, list(entries), rest, had, slid, source))
         self.orders.starts.append(request)
         if swapped:
             self.orders.swap_ins.append((request.row, len(entries), request.number))
             self.num_swapped_in += 1
         self._drop_swapped(request)
         if self.cache is not None and request.num_preemptions == 0:
-            request.num_cached = cached
+            request.num_cached = cached + begun
             self.cache.counts.looked_up += request.num_known
-            self.cache.counts.found += cached
+            self.cache.counts.found += cached + begun
         return True
 
-    def _match(self, request: Request) -> list[int]:
-        """The cache entries that the request can start with: at least one token is left to feed.
+    def _match(self, request: Request) -> Found:
+        """What the cache has of a request; at least one token is left to feed.
 
         Pages of the cache cannot tell what the model thinks of the tokens in them.
         """
+        if self._window is not None and request.swapped:
+            return Found([], request.swapped_slid)
         if self.cache is None or request.tells_prompt:
-            return []
+            return Found([])
         tokens = request.known(0, request.num_known)
         request.digests = self.cache.digests(tokens, request.digests, salt=request.salt)
-        return self.cache.match(request.digests[: (request.num_known - 1) // self.page_size])
+        digests = request.digests[: (request.num_known - 1) // self.page_size]
+        if self._window is not None:
+            return self._kept(digests)
+        entries = self.cache.match(digests)
+        full = len(entries)
+        rest = tokens[full * self.page_size : min((full + 1) * self.page_size, len(tokens) - 1)]
+        before = digests[full - 1] if full else self.cache.root(request.salt)
+        source, begun = self.cache.closest(before, rest)
+        if begun < _LEAST_BEGUN or request.swapped:
+            return Found(entries)
+        return Found(entries, begun=begun, source=source)
+
+    def _kept(self, digests: Sequence[bytes]) -> Found:
+        """`_match` of a row with a window: pages that it no longer sees may be out of the cache."""
+        assert self.cache is not None
+        entries = self.cache.find(digests)
+        misses = [0, *itertools.accumulate(entry is None for entry in entries)]
+        for count in range(len(entries), 0, -1):
+            slid = self._slid(count * self.page_size)
+            begin = min(self._pinned_pages, count)
+            if misses[begin] == 0 and misses[count] == misses[begin + slid]:
+                found = entries[:begin] + entries[begin + slid : count]
+                if len(found) <= self.most_pages:
+                    return Found([entry for entry in found if entry is not None], slid)
+        return Found([])
+
+    def _release_adopted(self, request: Request) -> None:
+        """Lets go of what a row has from the cache, but not as a page that it shares.
+
+        That is a page which it has a copy of, and of a row with a window all of them: they count as
+        its own from its first step on.
+        """
+        if self.cache is not None and request.adopted:
+            self.cache.release(request.adopted)
+        request.adopted = []
 
     def _make_room(self, request: Request, need: int) -> bool:
         """Whether a row and pages are there; preempts rows of lower priority where that helps."""
@@ -372,8 +477,8 @@ class Scheduler:
         need = self.swap_need(request.fed) if swaps and not request.is_stale else 0
         if 0 < need <= self.num_free_swap and request.row is not None:
             self.num_free_swap -= need
-            request.swapped = request.fed
-            num_pages = pages_for(request.fed, self.page_size)
+            request.swapped, request.swapped_slid = request.fed, request.slid
+            num_pages = pages_for(request.fed, self.page_size) - request.slid
             self.orders.swap_outs.append((request.row, num_pages, request.number))
             self.num_swapped_out += 1
         self._leave(request)
@@ -391,6 +496,8 @@ class Scheduler:
         self.num_free += own
         if self.cache is not None:
             self.cache.release([entry for entry in request.columns if entry >= 0])
+        self._release_adopted(request)
+        request.slid = 0
         request.row, request.columns, request.fed, request.num_offered = None, [], 0, 0
         request.is_stale = False
 

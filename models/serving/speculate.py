@@ -35,7 +35,7 @@ from jax_paged.cache.state import KVState
 from jax_paged.cache.trees import NO_TREE
 
 from ..decoder.protocol import Graph, merge_model, run_model
-from ..decoder.sample import RowSamplers, in_order
+from ..decoder.sample import RowSamplers, first_largest, in_order
 
 RULES = ("same_noise", "rejection")
 LONGEST, SHORTEST = 3, 1  # n-grams that are looked up
@@ -164,7 +164,8 @@ def propose(
     Returns:
       (state, drafts, bool[]: a verb refused).
     """
-    table, vocab_size = state.table, merge_model(graph, params).config.vocab_size
+    model: Any = merge_model(graph, params)
+    table, vocab_size = state.table, model.config.vocab_size
     rows = first.shape[0]
     size = rows * branches
     number = jnp.arange(rows, dtype=jnp.int32)
@@ -214,9 +215,13 @@ def propose(
             tokens = spread(logits, positions)
         return Drafts(tokens.reshape(rows, branches), given)
 
+    most = jnp.max(num_drafts)
+    if (partition := getattr(model, "partition", None)) is not None:
+        most = partition.most_of_replicas(most)
+
     def goes_on(carry):
         depth = carry[0]
-        return (depth < nodes.shape[0]) & jnp.any(num_drafts > nodes[depth, 0])
+        return (depth < nodes.shape[0]) & (most > nodes[depth, 0])
 
     none = Drafts(
         jnp.zeros((rows, max_drafts), jnp.int32),
@@ -232,7 +237,7 @@ def propose(
 def _draw_first(keys: jax.Array, logits: jax.Array, samplers: RowSamplers, branches: int) -> Drafts:
     """First tokens, one after the other without those before; the likeliest where it is greedy."""
     q, chosen = samplers.probabilities(logits), []
-    likeliest = in_order(lambda x: jnp.argmax(x, axis=-1), logits, branches)
+    likeliest = in_order(first_largest, logits, branches)
     draw = functools.partial(jax.vmap(jax.random.categorical), keys)
     greedy = jnp.asarray(samplers.temperature)[:, None] <= 0
     tokens = jnp.where(greedy, likeliest, in_order(draw, jnp.log(q), branches))

@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
+from jax_paged.cache.table import PageCopies
 from jax_paged.cache.trees import NO_TREE
 
 from ..decoder.partition import DP
@@ -26,6 +27,7 @@ from ..decoder.sample import RowSamplers
 from .logit_edits import LogitEdits, TokenMemory, ways
 from .speculate import propose, reject, walk_tree
 
+_MOST_COPIES = 8  # of one `keep`: XLA:GPU reads as many pages where there are fewer
 FAILED = -2  # in place of a token: a verb refused what the host had planned
 
 
@@ -78,12 +80,17 @@ class PageOrders:
     adopt_rows: np.ndarray  # i32[max_seqs], rows that start
     adopt_entries: np.ndarray  # i32[max_seqs, pages_per_seq], what they start with
     adopt_tokens: np.ndarray  # i32[max_seqs], room that they reserve beyond it
-    swap_tokens: np.ndarray  # i32[max_seqs], tokens there that will come from host memory
+    had_tokens: np.ndarray  # i32[max_seqs], tokens there that come from host memory or are copied
+    slid_pages: np.ndarray  # i32[max_seqs], pages behind the pinned tokens' that have slid away
+    copy_rows: np.ndarray  # i32[C]: page copy_columns of copy_rows becomes that of copy_entries
+    copy_columns: np.ndarray  # i32[C]
+    copy_entries: np.ndarray  # i32[C]
 
     @staticmethod
     def create(table: PageTable, size: int) -> "PageOrders":
-        """One that does nothing, for up to `size` = H holds and evictions."""
+        """One that does nothing, for up to `size` = H holds and evictions, and C copies."""
         rows, columns = table.page_table.shape
+        copies = np.full(min(rows, _MOST_COPIES), -1, np.int32)
         none, per_row = np.full(size, -1, np.int32), np.full(rows, -1, np.int32)
         return PageOrders(
             hold_rows=none,
@@ -94,7 +101,11 @@ class PageOrders:
             adopt_rows=per_row.copy(),
             adopt_entries=np.full((rows, columns), -1, np.int32),
             adopt_tokens=np.zeros(rows, np.int32),
-            swap_tokens=np.zeros(rows, np.int32),
+            had_tokens=np.zeros(rows, np.int32),
+            slid_pages=np.zeros(rows, np.int32),
+            copy_rows=copies,
+            copy_columns=copies.copy(),
+            copy_entries=copies.copy(),
         )
 
 
@@ -125,13 +136,24 @@ def keep(
         table, status = table.set_window(orders.adopt_rows, *window)
         statuses.append(status)
     starting = jnp.where(orders.adopt_rows >= 0, orders.adopt_rows, table.max_seqs)
-    table = dataclasses.replace(
-        table, seq_lens=table.seq_lens.at[starting].add(orders.swap_tokens, mode="drop")
-    )
-    statuses.append(jnp.where(orders.swap_tokens > orders.adopt_tokens, jnp.int32(1), 0))
+    slid = orders.slid_pages * table.page_size
+    more = orders.had_tokens + slid
+    table = dataclasses.replace(table, seq_lens=table.seq_lens.at[starting].add(more, mode="drop"))
+    if window is not None and table.windows is not None:
+        offset = table.windows.slot_offset.at[starting].set(slid, mode="drop")
+        table = dataclasses.replace(
+            table, windows=dataclasses.replace(table.windows, slot_offset=offset)
+        )
+    statuses.append(jnp.where(orders.had_tokens > orders.adopt_tokens, jnp.int32(1), 0))
+    own = table.page_table[orders.copy_rows, orders.copy_columns]
+    copies = PageCopies(pages_of(orders.copy_entries), jnp.where(orders.copy_rows >= 0, own, -1))
+    drafter = device.drafter
+    if drafter is not None:
+        drafter = drafter.with_copies(None, copies)
     return dataclasses.replace(
         device,
-        state=device.state.replace(table=table),
+        state=device.state.with_copies(table, copies),
+        drafter=drafter,
         entry_pages=entry_pages,
         failed=device.failed | jnp.any(jnp.concatenate(statuses) != 0),
     )
@@ -206,12 +228,14 @@ class Drawn(NamedTuple):
 
 @functools.partial(
     jax.jit, donate_argnames="device",
-    static_argnames=("graph", "max_drafts", "drafter", "rule", "branches", "logprobs", "scores"),
+    static_argnames=(
+        "graph", "max_drafts", "drafter", "rule", "branches", "logprobs", "scores", "cascade"
+    ),
 )  # fmt: skip
 def step(
     graph: Graph, params: Any, device: EngineState, plan: StepPlan, drafter_params: Any = None, *,
     max_drafts: int, drafter: Graph = None, rule: str = "same_noise", branches: int = 1,
-    logprobs: int | None = None, scores: bool = False,
+    logprobs: int | None = None, scores: bool = False, cascade: bool = False,
 ) -> tuple[EngineState, Drawn]:  # fmt: skip
     """Feeds the tokens of a plan to the model and draws the next ones.
 
@@ -229,6 +253,7 @@ def step(
         None = no log-probabilities.
       scores: whether the log-probabilities of the plan's targets are told, too: this program then
         computes the logits of all tokens.
+      cascade: as for `Engine`.
 
     Returns:
       (device, what was drawn); its tokens are all FAILED if the host's plan did not hold.
@@ -240,8 +265,9 @@ def step(
     state, reserved = state.reserve(rows, plan.q_lens)
     roomy = state.table
     state, batch, stepped = state.step(
-        rows, plan.q_lens, num_tokens=size, tree_parents=plan.parents if trees else None
-    )
+        rows, plan.q_lens, num_tokens=size, tree_parents=plan.parents if trees else None,
+        cascade=cascade,
+    )  # fmt: skip
     statuses = [reserved, stepped]
     first = jnp.where(plan.feeds_last, batch.cu_q_lens[:-1], size)
     tokens = jnp.asarray(plan.tokens).at[first].set(device.last, mode="drop")
@@ -262,7 +288,8 @@ def step(
         nothing = jnp.zeros(1, jnp.int32)
         _, pool = run_model(drafter, drafter_params, tokens, batch, pool, logit_rows=nothing)
 
-    wanted = jnp.arange(size, dtype=jnp.int32) if scores else number.ravel()
+    of_all = scores or size < number.size  # fewer tokens than places where rows may draw
+    wanted = jnp.arange(size, dtype=jnp.int32) if of_all else number.ravel()
     counting = {} if device.loads is None else {"loads": device.loads}
     logits, state, *loads = run_model(
         graph, params, tokens, batch, state, logit_rows=wanted, **counting
@@ -270,6 +297,7 @@ def step(
     of_prompt = None
     if scores:
         of_prompt = _scores(logits, jnp.asarray(plan.targets), logprobs or 0)
+    if of_all:
         logits = logits[number.ravel()]
     own_logits = logits
     nodes = jnp.where(column <= plan.num_drafts[:, None], tokens[number], -1)

@@ -48,7 +48,8 @@ def _pools(state: KVState | None) -> tuple[Any, ...]:
         return ()
     per_token = is_per_token(state.k_scale)
     scales = (state.k_scale, state.v_scale) if per_token else ()
-    return (state.k_pages, state.v_pages, *scales)
+    pools = (state.k_pages, state.v_pages, *scales)
+    return tuple(pool for pool in pools if pool is not None)  # latent rows are one pool
 
 
 def _pages(table: PageTable, row, first, count: int) -> tuple[jax.Array, jax.Array]:

@@ -189,15 +189,9 @@ def test_a_row_cannot_be_forked_where_its_window_is_gone():
     assert_holds(kv, 0, list(range(24)))
 
 
-def test_trees_are_refused_beside_latent_rows_whose_attention_takes_none():
-    kv, _ = make().reserve([0], 1)
-    expected = "tree_parents: expected None for a state with 'mla' layers, .*, got parents$"
-    with pytest.raises(NotImplementedError, match=expected):
-        kv.step([0], 1, tree_parents=[-1])
-
-
-def test_a_path_of_a_tree_is_kept_in_every_group():
-    kv = append(make(layer_kinds=("full", WINDOW, WINDOW)), [1], [5], range(5))
+@pytest.mark.parametrize("kinds", [("full", WINDOW, WINDOW), ("full", WINDOW, "mla")], ids=str)
+def test_a_path_of_a_tree_is_kept_in_every_group(kinds):
+    kv = append(make(layer_kinds=kinds), [1], [5], range(5))
     kv = append(kv, [1], [6], range(5, 11))
     kv = append(kv, [1], [5], [20, 21, 22, 23, 24], [-1, 0, 0, 2, 3])
     kv, status = _commit(kv, [1], [4])

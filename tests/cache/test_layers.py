@@ -108,7 +108,11 @@ def test_a_plan_of_the_step_serves_its_layers(options, trees):
 def test_a_plan_is_for_the_options_that_it_was_made_with():
     state, batch = grown(jp.KVState.create(**SIZES))
     q = values(0, TOKENS, Q_HEADS, DIM)
-    options = {"sliding_window": 3, "split_tokens": 64, "alibi_slopes": jnp.ones(Q_HEADS)}
+    options = {
+        "sliding_window": 3,
+        "split_tokens": 64,
+        "alibi_slopes": jnp.ones(Q_HEADS, jnp.float32),
+    }
     plan = jp.attend_plan(q, state, batch, layer=0, **options)
     out = jp.attend(q, state, batch, layer=1, plan=plan, **options)
     np.testing.assert_array_equal(out, jp.attend(q, state, batch, layer=1, **options))
@@ -215,8 +219,8 @@ def test_what_is_not_the_layers_is_named():
          "v: expected an array for a layer with K and V, got None"),
         (lambda: jp.write(latent, k, state, batch, layer=1),
          "v: expected None for a layer of latent rows, got a"),
-        (lambda: jp.attend(latent[:, None], state, batch, **of_latent, soft_cap=3.0),
-         "soft_cap: expected None for a layer of latent rows, got a value"),
+        (lambda: jp.attend(latent[:, None], state, batch, **of_latent, rope=(k, k, "half")),
+         "rope: expected None for a layer of latent rows, got a value"),
         (lambda: jp.attend(latent[:, None], state, batch, layer=1, v_head_dim=16),
          "sm_scale: expected a number for a layer of latent rows, got None"),
         (lambda: jp.attend(latent[:, None], state, batch, layer=1, sm_scale=0.3),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from page_tables import assert_reset, assert_same, assert_sound, grow, held
 
-from jax_paged import KVState, PageTable, Status, pages_for, transfer
+from jax_paged import KVState, PageTable, Status, pages_for
 
 OK, POOL_FULL, ROW_FULL = Status.OK, Status.POOL_FULL, Status.ROW_FULL
 BAD_ROW, STALE_ROW, SLID_OUT = Status.BAD_ROW, Status.STALE_ROW, Status.SLID_OUT
@@ -286,15 +286,3 @@ def test_the_state_has_the_verb_and_reset_keeps_the_windows_off():
     assert status.tolist() == [OK, OK]
     assert kv.table.windows.window.tolist() == [4, 3]
     assert_reset(kv.table, PageTable.create(4, 2, 2, 4, windows=True))
-
-
-def test_a_transfer_is_refused_where_tokens_may_have_slid_away():
-    kv = KVState.create(
-        num_layers=1, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, max_seqs=2,
-        pages_per_seq=2, dtype="float32", windows=True,
-    )  # fmt: skip
-    message = "^state: expected one made without windows, got one with windows$"
-    with pytest.raises(ValueError, match=message):
-        transfer.Inbox.create(kv)
-    with pytest.raises(ValueError, match=message):
-        transfer.read(kv, [0], [0], [1], max_tokens=1)

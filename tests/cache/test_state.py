@@ -11,7 +11,7 @@ from in_place import copies_and_selects
 from kv_states import SIZES, append, big_state, make, read
 
 from jax_paged import KVGroup, KVState, Status
-from jax_paged.layout import LAYOUTS, POOLS, slots_first
+from jax_paged.layout import LAYOUTS, POOLS, pool_of_v, slots_first
 from jax_paged.ops.write import write_kv
 
 DTYPES = "dtype: expected bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2 or int8"
@@ -61,6 +61,10 @@ def test_create_makes_zeroed_pools_of_the_layout():
         assert not jnp.any(kv.k_pages)
         assert not jnp.any(kv.v_pages)
         assert kv.table.is_empty
+    kv = make(layout="rpa")
+    assert kv.k_pages.shape == (2, 12, 4, 4, 8)
+    assert kv.v_pages is None
+    assert not kv.groups[0].is_latent
 
 
 def test_no_two_leaves_share_a_buffer():
@@ -103,7 +107,11 @@ def test_a_state_round_trips_as_a_pytree():
             "head_dim: expected a multiple of x=8 (bfloat16 elements in 16 bytes) for layout "
             "'vllm5d', got 12",
         ),
-        ({"layout": "DNH"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'DNH'"),
+        (
+            {"layout": "rpa", "v_head_dim": 16},
+            "v_head_dim: expected head_dim=8 for layout 'rpa', got 16",
+        ),
+        ({"layout": "DNH"}, "layout: expected 'HND' or 'NHD' or 'vllm5d' or 'rpa', got 'DNH'"),
     ],
 )
 def test_create_names_a_wrong_argument(change, message):
@@ -237,7 +245,8 @@ def test_scales_per_token_go_with_their_pages(dtype, layout):
         ids = np.asarray(kv.table.page_table[row])[: int(kv.table.pages_held[row])]
         tokens, found = int(kv.table.seq_lens[row]), []
         for pool in POOLS:
-            pages_, scale = getattr(kv, f"{pool}_pages"), getattr(kv, f"{pool}_scale")
+            both = {"k": kv.k_pages, "v": pool_of_v(kv.k_pages, kv.v_pages, layout)}
+            pages_, scale = both[pool], getattr(kv, f"{pool}_scale")
             codes = slots_first(np.asarray(pages_.astype(jnp.float32))[:, ids], layout, pool)
             factor = slots_first(np.asarray(scale)[:, ids][..., None], "HND")
             real = (codes * factor).reshape(2, -1, 2, 16)[:, :tokens]

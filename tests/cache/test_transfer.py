@@ -102,6 +102,8 @@ SCALE = {"k_scale": np.float32(0.02), "v_scale": np.float32(0.02)}
     [
         ({}, ("HND", "NHD")),
         ({"dtype": "bfloat16"}, ("vllm5d", "HND")),
+        ({"dtype": "float16"}, ("rpa", "NHD")),
+        ({"dtype": "int8", "head_dim": 16}, ("HND", "rpa")),
         ({"dtype": "int8"}, ("HND", "HND")),
         ({"dtype": "float8_e4m3fn"}, ("NHD", "HND")),
         ({"dtype": "int8", "head_dim": 16}, ("HND", "vllm5d")),

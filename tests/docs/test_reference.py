@@ -30,6 +30,8 @@ PACKAGES = {  # where a user finds the names: the module that lists them
     "jax_paged.testing": "jax_paged.testing",
     "jax_paged.models.structured": "jax_paged.models.serving.structured",
     "jax_paged.transfer": "jax_paged.cache.transfer",
+    "jax_paged.compat.jax": "jax_paged.compat.jax",
+    "jax_paged.compat.tokamax": "jax_paged.compat.tokamax",
 }
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models import default_checkpoint, load_checkpoint
+from jax_paged.models import default_checkpoint, generate, load_checkpoint
+from jax_paged.models.decoder.parts import rms_norm
 from jax_paged.models.testing import Stepper
 from jax_paged.ops import rope
 
@@ -70,6 +71,24 @@ def windows(size, **options):
     return {"use_sliding_window": True, "sliding_window": size} | options
 
 
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+GPT_OSS = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
+
+
+DEEPSEEK_YARN = YARN | {"mscale": 0.8, "mscale_all_dim": 0.6, "beta_fast": 8.0}
+DEEPSEEK = {
+    "hidden_size": 48, "num_hidden_layers": 3, "first_k_dense_replace": 1, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40, "n_routed_experts": 12,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "rope_parameters": DEEPSEEK_YARN,
+}  # fmt: skip
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+
 CASES = [
     Case("Qwen3Moe", (1, 1), 64, moe(4, 1)),
     Case("Qwen3Moe", (4, 2), 64, moe(8, 2, norm_topk_prob=False)),
@@ -99,6 +118,30 @@ CASES = [
         "Phi3", (3, 1), 64,
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48, "sliding_window": 99},
     ),
+    Case("Gemma3", (4, 2), 64, {"sliding_window": 9, "sliding_window_pattern": 2,
+                                "query_pre_attn_scalar": 24, "rope_parameters": GEMMA_ROPE}),
+    Case("Gemma3", (4, 1), 64, {"sliding_window": 6, "num_hidden_layers": 3,
+                                "final_logit_softcapping": 9.0,
+                                "layer_types": [*["sliding_attention"] * 2, "full_attention"]}),
+    # A window that hides nothing still says how its layer turns.
+    Case("Gemma3", (2, 2), 64, {"tie_word_embeddings": False, "attention_bias": True}),
+    Case("GptOss", (4, 2), 64, GPT_OSS),
+    Case("GptOss", (8, 2), 64, GPT_OSS | {"swiglu_limit": 0.7, "num_experts_per_tok": 8,
+                                          "attention_bias": False}),
+    Case("GptOss", (3, 1), 64, GPT_OSS | {
+        "num_hidden_layers": 3, "tie_word_embeddings": True,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2],
+    }),
+    # As V2-Lite, V2 and V3.
+    Case("DeepseekV2", (4, 4), 40, DEEPSEEK | {"q_lora_rank": None}),
+    Case("DeepseekV2", (6, 6), 40, DEEPSEEK | GROUPS | {
+        "q_lora_rank": 40, "topk_method": "group_limited_greedy", "n_shared_experts": 1,
+    }),
+    Case("DeepseekV3", (6, 6), 40, DEEPSEEK | GROUPS | {"q_lora_rank": 40}),
+    Case("DeepseekV3", (3, 3), 40, DEEPSEEK | GROUPS | {
+        "q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "n_shared_experts": 3,
+    }),
 ]  # fmt: skip
 
 
@@ -125,11 +168,17 @@ def make_model(transformers, case):
         del settings["head_dim"]
     elif case.heads[0] * 16 != 48 and case.family == "Llama":
         settings["hidden_size"] = 16 * case.heads[0]
-    config = getattr(transformers, f"{case.family}Config")(**settings)
+    if case.family == "Gemma3":
+        settings["pad_token_id"] = None
+    if case.family.startswith("Deepseek"):
+        del settings["head_dim"]
+    name = "Gemma3Text" if case.family == "Gemma3" else case.family
+    config = getattr(transformers, f"{name}Config")(**settings)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config).float().eval()
-    for name, weight in model.named_parameters():
+    biases = (pair for pair in model.named_buffers() if pair[0].endswith("correction_bias"))
+    for name, weight in (*model.named_parameters(), *biases):
         if "norm" in name:
-            weight.copy_(1 + 0.2 * torch.randn_like(weight))
+            weight.copy_((case.family != "Gemma3") + 0.2 * torch.randn_like(weight))
         else:
             size = 1.0 if "embed" in name or name.endswith("bias") else weight.shape[-1] ** -0.5
             weight.copy_(size * torch.randn_like(weight))
@@ -211,6 +260,105 @@ def test_a_checkpoint_with_fused_experts_matches_transformers(transformers, tmp_
     tokens = ids(NUM_TOKENS, 6)
     logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
     np.testing.assert_allclose(logits, hf_logits(reference, tokens), atol=ATOL)
+
+
+LATENT = [case for case in CASES if case.family.startswith("Deepseek")]
+FAMILIES_OF_TWO_KINDS = [case for case in CASES if case.family in ("Gemma3", "GptOss")]
+
+
+@pytest.mark.parametrize("case", FAMILIES_OF_TWO_KINDS + LATENT, ids=str)
+def test_greedy_ids_of_layers_of_other_kinds_match_transformers(transformers, tmp_path, case):
+    reference = make_model(transformers, case)
+    reference.save_pretrained(tmp_path)
+    model, _, _ = load_checkpoint(tmp_path, jnp.float32)
+    expected, gap = hf_greedy(reference, ids(19, 17))
+    assert gap > 10 * ATOL
+    assert generate(model, [ids(19, 17)], max_new_tokens=NUM_STEPS).tokens == [expected]
+
+
+def test_a_soft_cap_of_attention_is_that_of_transformers(transformers, tmp_path):
+    """Gemma3 of transformers has the key, but reads it nowhere; its attention takes the option."""
+    import torch
+
+    case = Case("Gemma3", (4, 2), 64, {"sliding_window": 9, "attn_logit_softcapping": 2.0})
+    reference = make_model(transformers, case)
+    reference.save_pretrained(tmp_path)
+    model, config, _ = load_checkpoint(tmp_path, jnp.float32)
+    tokens = ids(NUM_TOKENS, 6)
+    logits = Stepper(model, max_seqs=4).step({0: tokens})[0]
+    expected = reference(torch.tensor([tokens]), softcap=config.attention_soft_cap).logits[0]
+    assert np.abs(expected.numpy() - hf_logits(reference, tokens)).max() > 0.01
+    np.testing.assert_allclose(logits, expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_mxfp4_are_those_of_transformers(transformers, tmp_path, dtype):
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    reference = make_model(transformers, Case("GptOss", (4, 2), 64, GPT_OSS | sizes))
+    generator, packed = torch.Generator().manual_seed(3), {}
+    for number, layer in enumerate(reference.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, name)
+            experts, inner, rows = weight.shape
+            size = (experts, rows, inner // 32, 16)
+            options = {"generator": generator, "dtype": torch.uint8}
+            blocks = torch.randint(0, 256, size, **options)
+            scales = torch.randint(120, 125, size[:-1], **options)
+            weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            stored = f"model.layers.{number}.mlp.experts.{name}"
+            packed |= {stored + "_blocks": blocks, stored + "_scales": scales}
+    reference.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {k: v for k, v in load_file(file).items() if f"{k}_blocks" not in packed}
+    save_file(tensors | packed, file, metadata={"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model, _, _ = load_checkpoint(tmp_path, dtype)
+    for number, layer in enumerate(reference.model.layers):
+        experts, mlp = layer.mlp.experts, model.layers[number].mlp
+        both = experts.gate_up_proj.numpy().swapaxes(1, 2)
+        both = np.concatenate([both[:, ::2], both[:, 1::2]], axis=1)
+        np.testing.assert_array_equal(np.float32(mlp.gate_up[...]), both)
+        down = experts.down_proj.numpy().swapaxes(1, 2)
+        np.testing.assert_array_equal(np.float32(mlp.down[...]), down)
+    if dtype == "float32":
+        logits = Stepper(model, max_seqs=4).step({0: ids(NUM_TOKENS, 6)})[0]
+        expected = hf_logits(reference, ids(NUM_TOKENS, 6))
+        np.testing.assert_allclose(logits, expected, atol=ATOL)
+
+
+def test_gemma_in_bf16_rounds_as_transformers_does(transformers, tmp_path):
+    """Embeddings times √hidden in bf16, and norms by 1 + w, which bf16 would round away."""
+    import torch
+
+    reference = make_model(transformers, FAMILIES_OF_TWO_KINDS[0]).to(torch.bfloat16)
+    reference.save_pretrained(tmp_path)
+    model, _, _ = load_checkpoint(tmp_path, jnp.bfloat16)
+    tokens = ids(NUM_TOKENS, 6)
+    embedded = reference.model.embed_tokens(torch.tensor(tokens)).float().numpy()
+    np.testing.assert_array_equal(np.float32(model.embed(jnp.array(tokens))), embedded)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    ours = rms_norm(jnp.asarray(x.float().numpy(), jnp.bfloat16), model.norm[...], 1e-6)
+    theirs = reference.model.norm(x).float().numpy()
+    assert np.mean(np.float32(ours) == theirs) > 0.99  # the mean is summed in another order
+
+
+def test_old_key_names_of_gemma3_give_the_same_configuration(transformers, tmp_path):
+    make_model(transformers, FAMILIES_OF_TWO_KINDS[0]).save_pretrained(tmp_path)
+    _, new, _ = load_checkpoint(tmp_path, jnp.float32)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["layer_types"], raw["rope_parameters"]
+    raw |= {"sliding_window_pattern": raw.pop("_sliding_window_pattern", 2)}
+    raw |= {"rope_theta": 1000.0, "rope_local_base_freq": 50.0}
+    raw["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _, old, _ = load_checkpoint(tmp_path, jnp.float32)
+    assert old == new
 
 
 def test_old_key_names_give_the_same_configuration(transformers, tmp_path):

@@ -131,3 +131,12 @@ def test_a_negative_scale_and_none_at_all():
     batch = make_mla(64, 64, 17, [1, 9], [100, 50], dtype="float16", seed=4)
     for scale in (-0.1, 0.0):
         check(dataclasses.replace(batch, sm_scale=scale))
+
+
+@pytest.mark.parametrize("num_workers", [1, 5])
+@pytest.mark.parametrize("heads", [5, 128])
+def test_sinks_count_once_whoever_takes_a_row(heads, num_workers):
+    sinks = np.linspace(-1, 3, heads, dtype="f4")
+    batch = make_mla(64, 48, heads, [1, 1, 0, 40], [300, 0, 7, 90], dtype="bfloat16", seed=9)
+    result = emulate_mla(batch, Device(num_workers=num_workers), sinks=sinks)
+    assert_attention_close(*result, *dense_oracle(batch, sinks=sinks))

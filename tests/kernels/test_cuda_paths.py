@@ -34,6 +34,7 @@ BYTES_5D = '8-bit pages of layout "vllm5d"'
 EDITED_5D = 'token trees or pinned tokens with layout "vllm5d"'
 EDITED_256 = "token trees or pinned tokens with 8-bit pages of head_dim above 192"
 MLA_V = "MLA whose V is wider than 512"
+MLA_LOGITS = "MLA with trees, pinned tokens, soft_cap or ALiBi"
 MLA_BYTES = "MLA with 8-bit rows whose length is no multiple of 16"
 REASONS = (
     F32,
@@ -46,6 +47,7 @@ REASONS = (
     EDITED_5D,
     EDITED_256,
     MLA_V,
+    MLA_LOGITS,
     MLA_BYTES,
 )
 OPTIONS = ("plain", "window", "pins", "tree", "soft_cap", "alibi", "sinks", "rope", "odd rope")
@@ -95,13 +97,13 @@ def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, op
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_dims):
-    head_dim, v_head_dim = head_dims
-    seen = set()
+    head_dim, seen = head_dims[0], set()
     for option, layout, page_size, is_eight_bit, kib in itertools.product(
         OPTIONS, LAYOUTS, (16, 12), (False, True), (228, 164, 100)
     ):
         if is_eight_bit and layout == "vllm5d" and head_dim % 16:
             continue  # no such pages
+        v_head_dim = head_dim if layout == "rpa" else head_dims[1]
         case = Case("path", 4, 2, head_dim, page_size, layout=layout, v_head_dim=v_head_dim)
         batch = make_batch(case, jnp.dtype(dtype), [1, 9], [3, 20])
         options = options_of(option, 4, head_dim)
@@ -120,8 +122,9 @@ def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_d
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_mla_is_on_tensor_cores_but_for_reasons_that_are_listed(dtype):
-    for (width, v_dim), is_eight_bit, kib in itertools.product(
-        [(576, 512), (64, 64), (40, 32), (576, 576)], (False, True), (228, 164, 100)
+    options = [name for name in OPTIONS if "rope" not in name]
+    for option, (width, v_dim), is_eight_bit, kib in itertools.product(
+        options, [(576, 512), (64, 64), (40, 32), (576, 576)], (False, True), (228, 164, 100)
     ):
         batch, scale = make_mla(width, v_dim, 16, [1, 1], [3, 20], dtype=dtype), None
         if is_eight_bit:
@@ -129,14 +132,16 @@ def test_mla_is_on_tensor_cores_but_for_reasons_that_are_listed(dtype):
             batch, _ = eight_bit_rows(batch, "int8", scale)
         chosen = {}
         device = Device(**limits(kib), num_workers=2, stages=2)
-        emulate_mla(batch, device, buffers=chosen, kv_scale=scale)
+        given = options_of(option, 16, width)
+        emulate_mla(batch, device, buffers=chosen, kv_scale=scale, **given)
         reasons = {
             F32: dtype == "float32",
             MLA_V: v_dim > 512,
+            MLA_LOGITS: option not in ("plain", "window", "sinks", "fp8 output"),
             MLA_BYTES: is_eight_bit and width % 16 != 0,
         }
         expected = "simt" if any(reasons.values()) else "latent"
-        assert path_of(chosen)[0] == expected, (width, v_dim, is_eight_bit, kib)
+        assert path_of(chosen)[0] == expected, (option, width, v_dim, is_eight_bit, kib)
 
 
 def test_the_reasons_stand_in_the_documentation():

@@ -25,6 +25,7 @@ from jax_paged.models import Decoder
 from jax_paged.models.decoder.parameters import abstract_source
 from jax_paged.models.decoder.sample import Sampler
 from jax_paged.models.decoder.steps import Progress, admit, decode, prefill
+from jax_paged.models.serving.step import EngineState, PageOrders, keep
 from jax_paged.models.testing import small_config
 from jax_paged.testing import is_in_place, pool_sized_ops
 
@@ -141,6 +142,21 @@ def test_no_pool_is_copied(compiled):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * POOL_BYTES
     assert memory.temp_size_in_bytes < POOL_BYTES
+
+
+@pytest.mark.parametrize("name", ["keep", "fork"])
+def test_pages_are_copied_within_a_pool_in_place(on_h200, name):
+    """XLA:GPU gathers pages and scatters them; a gather within the scatter would copy the pool."""
+    if name == "keep":
+        device = jax.eval_shape(lambda: EngineState.create(new_state(), CONFIG.vocab_size))
+        program, operands = keep, (device, PageOrders.create(device.state.table, 8))
+    else:
+        rows = np.zeros(2, np.int32)
+        program = jax.jit(lambda state, *rows: state.fork(*rows), donate_argnums=0)
+        operands = jax.eval_shape(new_state), rows, rows + 1, rows + 5
+    memory = program.lower(*on_h200(operands)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * POOL_BYTES
+    assert memory.temp_size_in_bytes < POOL_BYTES / 4
 
 
 def test_a_pool_that_is_not_donated_is_found_to_be_copied(on_h200, graph_and_params):

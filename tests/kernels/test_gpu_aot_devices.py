@@ -36,7 +36,7 @@ from split_weights import (
 import jax_paged
 from jax_paged import KVState
 from jax_paged.models import Decoder, make_mesh, split_model
-from jax_paged.models.decoder import ring
+from jax_paged.models.decoder import exchange, ring
 from jax_paged.models.decoder.generation import make_state, state_for
 from jax_paged.models.decoder.parameters import abstract_source
 from jax_paged.models.decoder.sample import Sampler
@@ -138,6 +138,40 @@ def test_a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone(of_experts)
     }
     shape = (*pool.shape[:2], pool.shape[2] // 8, *pool.shape[3:])
     assert is_in_place(compiled, jax.ShapeDtypeStruct(shape, pool.dtype))
+
+
+def test_tokens_go_to_the_devices_of_their_experts_by_ragged_exchanges():
+    """Names of experts, tokens and what comes back; before them each tells all how many."""
+    tokens, k, count, hidden, inner, devices = 64, 4, 32, 256, 128, 8
+    mesh = mesh_of((devices,), ("dp",))
+
+    def local(x, gate_up, down, experts, weights):
+        run = functools.partial(jax_paged.moe_experts, out_dtype=jnp.float32)
+        first = jax.lax.axis_index("dp").astype(jnp.int32) * jnp.int32(count // devices)
+        return exchange.exchanged(
+            lambda x, ids, weights: run(x, gate_up, down, ids, weights),
+            x, experts, weights, experts // (count // devices), first, "dp",
+        )  # fmt: skip
+
+    def operand(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    operands = [
+        operand(jnp.bfloat16, devices * tokens, hidden),
+        operand(jnp.bfloat16, count, 2 * inner, hidden),
+        operand(jnp.bfloat16, count, hidden, inner),
+        operand(jnp.int32, devices * tokens, k),
+        operand(jnp.float32, devices * tokens, k),
+    ]  # fmt: skip
+    specs = [P("dp", *[None] * (x.ndim - 1)) for x in operands]
+    many = jax.shard_map(
+        local, mesh=mesh, in_specs=tuple(specs), out_specs=P("dp", None), check_vma=False
+    )
+    compiled = compiled_for(mesh, many, operands, specs)
+    found = collections.Counter(meshes.collectives(compiled))
+    assert found == {"ragged-all-to-all": 3, "all-gather": 1}
+    assert meshes.targets(compiled) == ["jax_paged.moe_experts.v1"]
+    assert host_traffic(compiled.as_text()) == []
 
 
 @pytest.mark.parametrize("tp", [1, 2])

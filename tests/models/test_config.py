@@ -8,7 +8,7 @@ import pytest
 
 from jax_paged.models.checkpoint.hf_config import config_from_hf
 from jax_paged.models.checkpoint.hf_keys import FAMILIES, HARMLESS, HONOURED, NEUTRAL
-from jax_paged.models.decoder.config import RopeConfig
+from jax_paged.models.decoder.config import LatentConfig, RopeConfig
 from jax_paged.models.testing import small_config, small_hf_config
 
 SLIDES = {"use_sliding_window": True, "sliding_window": 64}
@@ -122,6 +122,98 @@ RELEASED = {
         "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": True,
         "vocab_size": 200064,
     },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+        "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+        "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0",
+        "use_cache": True, "vocab_size": 201088,
+    },
+    "DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV2Config",
+            "AutoModel": "modeling_deepseek.DeepseekV2Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 10944, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+            "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy",
+        "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True,
+        "v_head_dim": 128, "vocab_size": 102400,
+    },
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True,
+        "v_head_dim": 128, "vocab_size": 129280,
+    },
 }  # fmt: skip
 
 
@@ -178,6 +270,63 @@ def test_longrope_takes_the_factors_of_the_wanted_context(context_length, is_lon
     plain = dataclasses.replace(config.rope, frequency_divisors=None).frequencies(128)
     assert plain.shape == (48,)
     np.testing.assert_allclose(config.rope.frequencies(128), plain / divisors, rtol=1e-6)
+
+
+def test_released_gemma_3_is_read():
+    config = config_from_hf(RELEASED["gemma-3-1b"])
+    assert config.layer_windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
+    assert (config.rope, config.local_rope) == (RopeConfig(theta=1e6), RopeConfig(theta=1e4))
+    assert [config.rope_of(layer).theta for layer in (4, 5, 6)] == [1e4, 1e6, 1e4]
+    assert (config.attention_scale, config.embedding_scale) == (1 / 16, 1152**0.5)
+    assert (config.qk_norm, config.post_norms, config.tie_embeddings) == (True, True, True)
+    assert (config.activation, config.norm_offset, config.wide_norms) == ("gelu_tanh", 1, True)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
+
+
+def test_released_gpt_oss_is_read():
+    config = config_from_hf(RELEASED["gpt-oss-20b"])
+    assert config.layer_windows == (128, 0) * 12
+    assert (config.rope.kind, config.rope.theta, config.rope.truncate) == ("yarn", 150000, False)
+    assert config.local_rope is None
+    assert (config.sinks, config.router_bias, config.expert_bias) == (True, True, True)
+    assert (config.qkv_bias, config.out_bias, config.mxfp4_experts) == (True, True, True)
+    assert (config.activation, config.activation_limit) == ("swiglu_oai", 7.0)
+    assert (config.num_experts, config.experts_per_token, config.norm_topk_prob) == (32, 4, True)
+    assert config.moe_intermediate_size == 2880
+
+
+def test_released_deepseek_is_read():
+    lite, v3 = (config_from_hf(RELEASED[name]) for name in ("DeepSeek-V2-Lite", "DeepSeek-V3"))
+    assert lite.latent == LatentConfig(512, None, 128, 64, 128)
+    assert v3.latent == LatentConfig(512, 1536, 128, 64, 128)
+    assert (lite.moe_layers, sum(v3.moe_layers)) == ((False, *[True] * 26), 58)
+    assert (lite.shared_intermediate_size, v3.shared_intermediate_size) == (2816, 2048)
+    assert (lite.expert_groups, lite.router_scores, lite.choice_bias) == (1, "softmax", False)
+    assert (v3.expert_groups, v3.groups_per_token, v3.expert_scale) == (8, 4, 2.5)
+    assert (v3.router_scores, v3.choice_bias, v3.norm_topk_prob) == ("sigmoid", True, True)
+    assert (v3.nextn_layers, v3.fp8_blocks, v3.head_dim) == (1, True, 192)
+    assert (v3.rope.kind, v3.rope.rotary_dim, v3.rope.attention_factor) == ("yarn", 64, 1.0)
+    sharper = 0.1 * np.log(40) + 1
+    assert v3.attention_scale == pytest.approx(192**-0.5 * sharper**2)
+    sharper = 0.1 * 0.707 * np.log(40) + 1
+    assert lite.attention_scale == pytest.approx(192**-0.5 * sharper**2)
+
+
+def test_layers_of_deepseek_with_experts_are_those_of_its_own_code():
+    config = small_config("deepseek_v3", num_hidden_layers=7, moe_layer_freq=2)
+    assert config.moe_layers == (False, False, True, False, True, False, True)
+
+
+def test_gemma_3_has_its_rope_under_new_keys_too():
+    old = small_config("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    raw = small_hf_config("gemma3_text")
+    del raw["rope_theta"], raw["rope_local_base_freq"]
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
+    rope = {"full_attention": full, "sliding_attention": {"rope_theta": 100.0}}
+    assert config_from_hf(raw | {"rope_parameters": rope}) == old
+    assert old.local_rope == RopeConfig(theta=100.0)
+    assert config_from_hf(raw).rope_of(1).theta == 1e6
+    assert config_from_hf(raw).rope_of(0).theta == 1e4
 
 
 def test_a_context_may_be_shorter_than_the_model_s_but_not_longer():
@@ -237,6 +386,22 @@ def test_sparse_steps_and_dense_layers_choose_the_moe_layers():
         ("phi3", {"use_sliding_window": None, "sliding_window": None}, ()),
         ("phi3", {"max_position_embeddings": 65}, (64,) * 4),
         ("phi3", {"max_position_embeddings": 64}, ()),  # it hides nothing
+        ("gemma3_text", {"use_sliding_window": None}, (64, 0, 64, 0)),
+        ("gemma3_text", {"use_sliding_window": None, "sliding_window_pattern": 3}, (64, 64, 0, 64)),
+        ("gemma3_text", {"use_sliding_window": None, "sliding_window_pattern": None}, (64,) * 4),
+        ("gemma3_text", {"use_sliding_window": None, "sliding_window_pattern": 1}, ()),
+        # It hides nothing, but such layers turn in another way.
+        ("gemma3_text", {"use_sliding_window": None, "max_position_embeddings": 64}, (64, 0) * 2),
+        ("gpt_oss", {"use_sliding_window": None}, (64, 0, 64, 0)),
+        ("gpt_oss", {"use_sliding_window": None, "max_position_embeddings": 64}, ()),
+        (
+            "gpt_oss",
+            {
+                "use_sliding_window": None,
+                "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+            },
+            (0, 0, 0, 64),
+        ),
     ],
 )
 def test_layers_have_the_windows_that_transformers_gives_them(model_type, changes, windows):
@@ -419,6 +584,82 @@ def test_head_dim_defaults_as_published():
                 "original_max_position_embeddings": None,
             },
             "key 'original_max_position_embeddings' is missing",
+        ),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "must be 'gelu_pytorch_tanh', got 'gelu'"),
+        ("gemma3_text", {"hidden_act": "silu"}, "'hidden_act' must be 'gelu_pytorch_tanh', got"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "key 'use_bidirectional_attention' must be False or None, got True",
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window": None},
+            "'sliding_window' must be an integer from 1 to 2147483647 beside layers of 'sliding_",
+        ),
+        ("gemma3_text", {"_sliding_window_pattern": 6}, "contradict each other"),
+        ("gemma3_text", {"use_sliding_window": False}, "for model_type 'gemma3_text' with sliding"),
+        (
+            "gemma3_text",
+            {"final_logit_softcapping": 0},
+            "key 'final_logit_softcapping' must be None",
+        ),
+        ("gemma3_text", {"query_pre_attn_scalar": "a"}, "'query_pre_attn_scalar' must be a number"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "'rope_parameters' must hold 'full_attention' or 'sliding_attention' for model_type",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 5.0}}},
+            "rope_theta is 100.0, but 5.0 in the rope parameters",
+        ),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 2}}, "'full_attention' must be an"),
+        (
+            "gemma3_text",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "must hold 'full_attention' or 'sliding_attention' here, got 'chunked_attention'",
+        ),
+        (
+            "gemma3_text",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quant_method' must be 'fp8', got 'mxfp4'",
+        ),
+        ("gemma3", {}, "model_type 'gemma3' is not supported"),
+        ("gpt_oss", {"rope_scaling": None}, "key 'rope_scaling' is missing for model_type 'gpt_os"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "key 'swiglu_alpha' must be 1.702, got 1.5"),
+        ("gpt_oss", {"swiglu_limit": 0}, "key 'swiglu_limit' must be a number"),
+        ("gpt_oss", {"experts_per_token": 3}, "contradict each other"),
+        ("gpt_oss", {"num_local_experts": None}, "key 'num_local_experts' is missing"),
+        ("gpt_oss", {"mlp_bias": True}, "key 'mlp_bias' must be False or None, got True"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quant_method' must be 'mxfp4', got 'fp8'",
+        ),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "must be 'greedy' or 'group_limited_greedy'"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "key 'scoring_func' must be 'softmax', got"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "key 'norm_topk_prob' must be False, got True"),
+        ("deepseek_v2", {"num_nextn_predict_layers": 1}, "must be 0 or None, got 1"),
+        ("deepseek_v2", {"attention_bias": True}, "'attention_bias' must be False or None, got"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "'num_key_value_heads' must be 4 for model"),
+        ("deepseek_v2", {"head_dim": 24}, "key 'head_dim' must be 8 for model_type 'deepseek_v2'"),
+        ("deepseek_v2", {"auto_map": {"AutoModel": "mine.Model"}}, "'auto_map' must be an object"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "key 'topk_method' must be 'noaux_tc', got"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "key 'scoring_func' must be 'sigmoid', got"),
+        ("deepseek_v3", {"qk_head_dim": 8}, "key 'qk_head_dim' must be 24 for model_type"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "key 'kv_lora_rank' is missing"),
+        ("deepseek_v3", {"n_group": 3}, "n_group must divide num_experts=8 and be at least"),
+        ("deepseek_v3", {"topk_group": 5}, "be at least topk_group=5, got 4"),
+        ("deepseek_v3", {"topk_group": 1}, "at most the 2 experts of 1 groups, got 3"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "groups must have 2 experts or more"),
+        ("deepseek_v3", {"moe_layer_freq": 0}, "key 'moe_layer_freq' must be an integer from 1"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 0.7}},
+            "'mscale' and 'mscale_all_dim' must be given both or not at all, got 0.7 and 0",
         ),
         (
             "phi3",

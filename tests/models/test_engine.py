@@ -19,6 +19,7 @@ from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
 from jax_paged.models.testing import Stepper, noisy, small_config
+from jax_paged.ops import cascade
 from jax_paged.testing import pool_sized_ops
 from jax_paged.testing.stress.engine import (
     SAMPLED,
@@ -186,9 +187,65 @@ def test_pages_that_are_known_are_shared_and_not_computed_again(make, alone):
     assert_empty(engine)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_dtype": "int8"}, {"preemption": "swap"}, {"max_drafts": 3}, "drafter"],
+    ids=str,
+)
+def test_where_texts_part_in_a_page_its_beginning_is_copied(model, drafter, options):
+    if options == "drafter":
+        options = {"draft_model": drafter, "max_drafts": 2, "draft_branches": 2}
+    sizes = {"num_pages": 40, "max_seqs": 10, "page_size": 8, "max_tokens": 40} | options
+    engine, plain = Engine(model, **sizes), Engine(model, prefix_cache=False, **sizes)
+    prefix = list(range(30, 50))
+    begun = [prefix, *([*prefix[:n], *range(n, n + 7)] for n in (1, 2, 7, 8, 11, 15, 16, 19, 20))]
+    texts = [[*begin, 5, 6, 7, 8, 9] for begin in begun]
+    requests = submit_all(engine, texts[:1])
+    engine.run()
+    requests += submit_all(engine, texts[1:])  # all start at once: in two calls of `keep`
+    engine.run()
+    requests += submit_all(engine, texts[:1])
+    engine.run()
+    expected = submit_all(plain, [*texts, texts[0]])
+    plain.run()
+    assert [r.tokens for r in requests] == [r.tokens for r in expected]
+    assert [r.num_cached for r in requests] == [0, 0, 2, 7, 8, 11, 15, 16, 19, 20, 24]
+    engine.clear_cache()
+    assert_empty(engine)
+
+
+def test_a_page_that_could_be_copied_makes_room_where_there_is_no_other(make, alone):
+    engine = make(num_pages=4, page_size=8, pages_per_seq=4)
+    prefix = list(range(30, 50))
+    for other, expected in ((1, 0), (2, 16)):
+        text = [*prefix, *[other] * 11]
+        request = engine.submit(text, max_new_tokens=2)
+        engine.run()
+        assert (request.tokens, request.num_cached) == (alone(text, 2), expected)
+    engine.clear_cache()
+    assert_empty(engine)
+
+
+def test_a_cascade_gives_the_same_tokens(make, alone, monkeypatch):
+    for name in ("LEAST_TOKENS", "LEAST_SAVED"):
+        monkeypatch.setattr(cascade, name, 8)  # while the engine compiles
+    engine = make(cascade=True, max_seqs=5)
+    prefix = list(range(30, 50))
+    engine.submit(prefix, max_new_tokens=1)
+    engine.run()
+    requests = [engine.submit([*prefix, 2 + i], max_new_tokens=NEW) for i in range(5)]
+    engine.run()
+    assert [r.num_cached for r in requests] == [20] * 5
+    for i, request in enumerate(requests):
+        assert request.tokens == alone([*prefix, 2 + i])
+    engine.clear_cache()
+    assert_empty(engine)
+
+
 def test_a_prompt_that_is_cached_to_its_end_still_feeds_its_last_token(make, alone):
     engine = make()
-    for expected in (0, 16, 16):  # of 20 tokens in 5 full pages
+    for expected in (0, 19, 19):  # of 20 tokens in 5 full pages, the last of which is copied
         request = engine.submit(PROMPTS[2], max_new_tokens=5)
         engine.run()
         assert request.tokens == alone(PROMPTS[2], 5)
@@ -243,6 +300,7 @@ def test_requests_with_a_window_hold_few_pages_and_get_its_tokens(model, make):
     for request in requests:
         assert (request.reason, len(request.tokens)) == ("length", 44)
         assert_windowed(model, request)
+    engine.clear_cache()
     assert_empty(engine)
 
 
@@ -253,6 +311,7 @@ def test_a_request_longer_than_the_pool_runs_in_a_window(model, make):
     engine.run()
     assert (request.reason, len(request.tokens)) == ("length", 40)
     assert_windowed(model, request)
+    engine.clear_cache()
     assert_empty(engine)
 
 
@@ -261,9 +320,6 @@ def test_a_request_longer_than_the_pool_runs_in_a_window(model, make):
     [
         ({"num_pinned": 2}, "num_pinned: expected 0 without a window, got 2"),
         ({"window": 3, "num_pinned": 3}, "window: expected an integer >= 4, got 3"),
-        ({"window": 8, "prefix_cache": True}, "prefix_cache: expected False with a window"),
-        ({"window": 8, "max_drafts": 2}, "max_drafts: expected 0 with a window, got 2"),
-        ({"window": 8, "preemption": "swap"}, "preemption: expected 'recompute' with a window"),
     ],
 )
 def test_what_a_window_excludes_is_told(model, options, message):
@@ -326,9 +382,9 @@ def test_what_the_cache_has_kept_is_not_copied_back(make, alone):
     while not high.is_done:
         engine.step()
     assert low.swapped > 20
-    kept = len(engine._schedulers[0]._match(low))
+    entries = engine._schedulers[0]._match(low).entries
+    kept = len(entries)
     assert 0 < kept < low.swapped // 4  # the others have had to go
-    entries = engine._schedulers[0]._match(low)
     engine.step()
     assert low.columns[:kept] == entries
     engine.run()

@@ -33,7 +33,7 @@ REFUSED = {
     "release": ({"release_rows": 2}, None),
     "reserve": ({"adopt_rows": 0, "adopt_tokens": 13}, None),
     "set_window": ({"adopt_rows": 0, "adopt_tokens": 1}, (3, 3)),
-    "swap": ({"adopt_rows": 0, "adopt_tokens": 4, "swap_tokens": 5}, None),
+    "swap": ({"adopt_rows": 0, "adopt_tokens": 4, "had_tokens": 5}, None),
 }
 
 

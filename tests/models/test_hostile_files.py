@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tiers import first_of
 
+from jax_paged.models.checkpoint.gguf_file import MODEL_TYPES
 from jax_paged.testing.stress import hostile, hostile_run
 
 PARTS = [(0, 125), *[(begin, begin + 1975) for begin in range(125, 10000, 1975)]]
@@ -44,11 +45,12 @@ def test_mutations_are_refused_clearly_or_read(kind, begin, end):
     assert len(report["texts"]) >= 5
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("model_type", hostile.FOLDERS)
 def test_what_is_mutated_is_valid(tmp_path, model_type):
     hostile.read("folder", hostile.folder_files(model_type), tmp_path / "folder")
-    file, _ = hostile.gguf_bytes(*hostile.gguf_parts(model_type.replace("_", "")))
-    hostile.read("gguf", {"model.gguf": file}, tmp_path / "gguf")
+    if model_type in MODEL_TYPES.values():
+        file, _ = hostile.gguf_bytes(*hostile.gguf_parts(model_type.replace("_", "")))
+        hostile.read("gguf", {"model.gguf": file}, tmp_path / "gguf")
 
 
 def test_the_messages_that_are_mutated_are_valid(tmp_path):
@@ -109,7 +111,7 @@ def test_a_run_finds_what_takes_much_memory():
     assert "MemoryError" in failure
 
 
-@pytest.mark.parametrize("number", [283, 594])
+@pytest.mark.parametrize("number", [594])
 def test_a_tensor_without_axes_can_be_changed_again(number):
     """The mutator itself must not fail; of such a tensor NumPy made a scalar."""
     assert hostile.hostile("safetensors", 1123, number)

@@ -50,6 +50,7 @@ from jax_paged.models import (
     Engine,
     cli,
     config_from_hf,
+    create_state,
     generate,
     load_checkpoint,
     loglikelihoods,
@@ -65,7 +66,7 @@ from jax_paged.models.decoder.parameters import (
     expected_tensors,
     random_source,
 )
-from jax_paged.models.testing import small_hf_config
+from jax_paged.models.testing import small_hf_config, stored_tensors
 
 
 def assert_same_answers(one, many, **options):
@@ -81,6 +82,13 @@ def generate_and_score_give_the_same(name, way):
     if way == "adapter":
         adapter = make_adapter(config, 1)
         assert_same_answers(*(with_adapter(model, adapter) for model in both(config)))
+    elif way == "groups":
+        one, many = both(config)
+        sizes = {"num_pages": 64, "max_seqs": len(PROMPTS), "pages_per_seq": 8, "page_size": 8}
+        want = generate(one, PROMPTS, max_new_tokens=8).tokens
+        for model in (one, many):
+            state = create_state(model, **sizes, groups=True)
+            assert generate(model, PROMPTS, max_new_tokens=8, state=state).tokens == want
     elif way == "int8":
         assert_same_answers(*both(config, weight_dtype="int8"), kv_dtype="int8")
     else:
@@ -240,7 +248,7 @@ def new_weights_are_taken():
 
 def checkpoints_load_into_shards():
     """With the splits and the values of a model that is made on the mesh, quantized ones too."""
-    for kind in ("qwen3_moe", "qwen2"):
+    for kind in ("qwen3_moe", "qwen2", "gemma3_text", "gpt_oss"):
         with tempfile.TemporaryDirectory() as folder:
             config = write_folder(Path(folder), kind)
             source = random_source(config, seed=SEED)
@@ -289,16 +297,9 @@ def write_folder(folder, kind):
     raw = small_hf_config(kind)
     config = config_from_hf(raw)
     (folder / "config.json").write_text(json.dumps(raw))
-    source, tensors = random_source(config, seed=SEED), {}
-    for name in expected_tensors(config):
-        values = np.asarray(source(name))
-        prefix, experts, part = name.partition(".experts.")
-        if experts:
-            for number, value in enumerate(values):
-                tensors[f"{prefix}.experts.{number}.{part}"] = value
-        else:
-            tensors[name] = values
-    save_file(tensors, folder / "model.safetensors")
+    source = random_source(config, seed=SEED)
+    tensors = {name: np.asarray(source(name)) for name in expected_tensors(config)}
+    save_file(stored_tensors(config, tensors), folder / "model.safetensors")
     return config
 
 
@@ -344,6 +345,7 @@ def run(program, *arguments):
 
 
 WAYS = [(name, way) for way in ("2", "4", "1", "adapter", "int8") for name in CONFIGS]
+WAYS += [(name, "groups") for name in ("post-norms", "sinks")]
 
 
 @pytest.mark.parametrize(("name", "way"), first_of(WAYS, 1))

@@ -418,8 +418,10 @@ def test_flax_modules_take_the_state_as_an_argument_and_return_it():
     @jax.jit
     def init(key):
         state, batch, _ = new_state().append([0], 1)
-        tables = rope_tables(jnp.arange(8), jp.inverse_frequencies(HEAD_DIM, 100.0))
-        return linen_net.init(key, jnp.zeros((1, HIDDEN)), state, batch, *tables)
+        tables = rope_tables(
+            jnp.arange(8, dtype=jnp.int32), jp.inverse_frequencies(HEAD_DIM, 100.0)
+        )
+        return linen_net.init(key, jnp.zeros((1, HIDDEN), jnp.float32), state, batch, *tables)
 
     variables = init(jax.random.key(0))
     assert variables.keys() == {"params"}  # no pages among them

@@ -166,7 +166,8 @@ def test_tokens_are_those_of_one_engine(model, alone, want, payloads):
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        (signal.SIGKILL, "its connection is closed"),
+        # Dead before it gave arrays, or while they were on their way.
+        (signal.SIGKILL, "its connection is closed|arrays that it gives did not come: .*"),
         pytest.param(signal.SIGSTOP, "nothing was heard of it for 3 s", marks=pytest.mark.deep),
     ],
 )
@@ -192,9 +193,8 @@ def test_a_killed_process_costs_no_token(folder, model, want, caplog, monkeypatc
             assert not more.is_awaited
             engine.run()
             assert_all_free(engine)
-    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        f"the prefill process at {address} is gone: {why}"
-    ]
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert re.fullmatch(f"the prefill process at {address} is gone: ({why})", warning)
 
 
 @pytest.mark.deep

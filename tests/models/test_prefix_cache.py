@@ -7,13 +7,19 @@ import pytest
 from jax_paged.models.serving.prefix_cache import PrefixCache
 
 
+def insert(cache: PrefixCache, tokens: list[int], column: int) -> int | None:
+    """The entry of a page of a row with these tokens."""
+    digests = [cache.root(), *cache.digests(tokens)]
+    page = tokens[column * cache.page_size : (column + 1) * cache.page_size]
+    return cache.insert(digests[column + 1], digests[column], page)
+
+
 def filled(num_rows: int, num_pages: int, num_entries: int = 16) -> tuple[PrefixCache, list]:
     """A cache with the pages of some rows, in use, and their entries per row."""
     cache = PrefixCache(num_entries, page_size=2)
     rows = []
     for row in range(num_rows):
-        digests = cache.digests([row] * 2 * num_pages)
-        rows.append([cache.insert(digest) for digest in digests])
+        rows.append([insert(cache, [row] * 2 * num_pages, column) for column in range(num_pages)])
     return cache, rows
 
 
@@ -46,11 +52,44 @@ def test_salt_and_page_size_tell_caches_apart():
 def test_a_match_ends_at_the_first_page_that_is_missing():
     cache = PrefixCache(8, page_size=1)
     digests = cache.digests([1, 2, 3])
-    first, third = cache.insert(digests[0]), cache.insert(digests[2])
+    first, third = (insert(cache, [1, 2, 3], column) for column in (0, 2))
     assert cache.match(digests) == [first]
-    second = cache.insert(digests[1])
+    second = insert(cache, [1, 2, 3], 1)
     assert cache.match(digests) == [first, second, third]
-    assert cache.insert(digests[1]) is None  # known already
+    assert insert(cache, [1, 2, 3], 1) is None  # known already
+
+
+def test_the_closest_page_begins_with_most_of_the_tokens():
+    rng, cache = np.random.default_rng(0), PrefixCache(200, page_size=4)
+    assert cache.closest(cache.root(), [1, 2, 3, 4]) == (-1, 0)
+    pages: dict[bytes, dict[int, list[int]]] = {}
+    for start in ([7] * 4, [8] * 4, []):
+        before = cache.digests(start)[-1] if start else cache.root()
+        entries = pages[before] = {}
+        for _ in range(60):
+            page = rng.integers(0, 4, 4).tolist()
+            entry = insert(cache, start + page, len(start) // 4)
+            if entry is not None:
+                entries[entry] = page
+    cache.release([entry for entries in pages.values() for entry in entries])
+    gone = cache.evict(50)
+    for before, entries in pages.items():
+        for entry in set(gone) & entries.keys():
+            del entries[entry]
+        for _ in range(100):
+            wanted = rng.integers(0, 5, int(rng.integers(5))).tolist()
+            most = max(common(page, wanted) for page in entries.values())
+            entry, count = cache.closest(before, wanted)
+            assert count == most
+            assert count == 0 or common(entries[entry], wanted) == count
+    cache.evict(200)
+    assert all(cache.closest(before, [1]) == (-1, 0) for before in pages)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def test_only_pages_without_rows_are_evicted_least_recently_used_first():
@@ -81,7 +120,7 @@ def test_a_page_stays_until_its_last_row_has_gone():
 
 def test_a_cache_full_of_pages_in_use_takes_no_more():
     cache, _ = filled(2, 2, num_entries=4)
-    assert cache.insert(cache.digests([7, 7])[0]) is None
+    assert insert(cache, [7, 7], 0) is None
     assert cache.num_entries_used == 4
 
 

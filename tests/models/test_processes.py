@@ -257,8 +257,11 @@ def test_a_killed_process_ends_the_others(dies):
         others = [p for p in processes if p is not processes[dies]]
         errors = [process.communicate(timeout=15)[1] for process in others]
         assert time.monotonic() - killed < 15
-        assert [process.returncode for process in others] == [EXIT_LOST] * 2, errors
-        for error in errors:
+        for process, error in zip(others, errors, strict=True):
+            if dies == 0 and "coordination_service_agent" in error:  # JAX's client was as quick
+                assert process.returncode in (EXIT_LOST, -signal.SIGABRT), error
+                continue
+            assert process.returncode == EXIT_LOST, error
             (line,) = error.splitlines()
             gone = f"process {dies} is gone: its connection is closed"
             assert line.startswith(f"jax-paged: error: {gone}")

@@ -87,7 +87,7 @@ def test_without_them_nothing_is_told_and_the_tokens_are_the_same(model):
 
 
 def test_a_token_that_stops_is_told_apart(model):
-    engine = Engine(model, **SIZES, logprobs=0)
+    engine = Engine(model, **SIZES, logprobs=0, prefix_cache=False)  # both round alike
     first = engine.submit([1, 2, 3], max_new_tokens=6)
     engine.run()
     stop = first.tokens[3]

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models.decoder.sample import RowSamplers, Sampler
+from jax_paged.models.decoder.sample import RowSamplers, Sampler, first_largest
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
 
 sample = jax.jit(lambda sampler, *arguments: sampler(*arguments))
+argmax = jax.jit(lambda x: jnp.argmax(x, axis=-1))
 candidates = jax.jit(lambda sampler, logits: sampler.candidates(logits))
 
 
@@ -41,6 +42,19 @@ def test_greedy_takes_the_first_of_equals():
     chosen = sample(sampler, logits, *row_and_position([0, 1], [0, 0]))
     assert chosen.tolist() == [1, 0]
     assert chosen.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("columns", [1, 7, 96, 384, 1000])
+def test_the_first_of_the_largest_is_that_of_argmax(columns, dtype):
+    rng = np.random.default_rng(columns)
+    x = rng.integers(-4, 4, (12, columns)).astype(np.float32)
+    x[1], x[2], x[3, rng.integers(columns)], x[4, -1] = -np.inf, 5, np.inf, 9
+    x[5], x[6, rng.integers(0, columns, 3)] = np.nan, np.nan
+    found, expected = (np.asarray(f(jnp.asarray(x, dtype))) for f in (first_largest, argmax))
+    is_number = ~np.isnan(x).any(axis=1)
+    np.testing.assert_array_equal(found[is_number], expected[is_number])
+    assert ((found >= 0) & (found < columns)).all()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from adapters import make_adapter
 from fp8_folder import write_pair
 from jax.sharding import PartitionSpec as P
 from meshes import check_in_a_process, run_chosen, told
@@ -33,9 +34,9 @@ from jax_paged.models import (
     make_mesh,
     score,
     split_model,
+    with_adapter,
 )
 from jax_paged.models.decoder import ring
-from jax_paged.models.decoder.adapters import Adapters
 from jax_paged.models.decoder.generation import compile_for
 from jax_paged.models.decoder.parameters import abstract_source, random_source
 from jax_paged.models.decoder.sample import Sampler
@@ -51,14 +52,17 @@ DENSE = small_config("qwen2", intermediate_size=64, vocab_size=64, num_hidden_la
 SAMPLINGS = {"greedy": {}, "drawn": {"temperature": 0.8, "seed": 5}}
 
 
-def assert_same_tokens(config, sizes, **options):
-    one, many = both(config, sizes=sizes)
+def assert_same_tokens(config, sizes):
+    assert_same_answers(*both(config, sizes=sizes), sizes["pp"])
+
+
+def assert_same_answers(one, many, pp):
     for sampling in SAMPLINGS.values():
-        asked = {"max_new_tokens": 12} | sampling | options
+        asked = {"max_new_tokens": 12} | sampling
         want, got = (generate(model, PROMPTS, **asked) for model in (one, many))
         assert got.tokens == want.tokens
         assert got.stop_reasons == want.stop_reasons
-        assert len(got.busy) == sizes["pp"], got.busy
+        assert len(got.busy) == pp, got.busy
         assert want.busy == ()
     want, got = (score(model, PROMPTS[2]) for model in (one, many))
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
@@ -70,6 +74,13 @@ def four_stages_give_the_same():
 
 def two_stages_of_two_devices_give_the_same():
     assert_same_tokens(EXPERTS, {"pp": 2, "tp": 2})
+
+
+def layers_of_two_kinds_give_the_same():
+    """The last layer of the second stage is one of zeros, behind whose norms zeros stay."""
+    for kind in ("gemma3_text", "gpt_oss"):
+        config = small_config(kind, num_hidden_layers=3, vocab_size=96)
+        assert_same_tokens(config, {"pp": 2, "tp": 2})
 
 
 def two_stages_of_two_replicas_give_the_same():
@@ -260,11 +271,13 @@ def commands_take_stages():
             if command is generate:
                 assert said[0] == said[1]
                 assert re.search(r"stages busy: 9\d %, 9\d %$", err.getvalue().replace("%", " %"))
+                path = Path(folder, "out.jsonl")
+                kept = ["--snapshot", str(Path(folder, "kept")), "--output", str(path)]
+                with contextlib.redirect_stderr(io.StringIO()) as err:
+                    assert cli.main([*command, "--pp", "2", *kept]) == 0, err.getvalue()
+                assert [json.loads(line) for line in path.read_text().splitlines()] == said[0]
             else:
                 np.testing.assert_allclose(said[1][0]["nll"], said[0][0]["nll"], rtol=1e-5)
-        with contextlib.redirect_stderr(io.StringIO()) as err:
-            assert cli.main([*generate, "--pp", "2", "--adapter", folder]) == 2
-        assert "adapter: expected none with --pp, got " in err.getvalue()
 
 
 def an_engine_gives_the_same(kind):
@@ -274,14 +287,21 @@ def an_engine_gives_the_same(kind):
     assert {r.replica for r in got} == {0, 1}
 
 
-def an_engine_refuses_what_stages_cannot():
+def adapters_are_those_of_the_stages():
+    """One for all rows, around the ring and in `score`; its last layers are those of no stage."""
+    one, many = both(DENSE, sizes={"pp": 2, "tp": 2})
+    for number in range(2):
+        adapter = make_adapter(DENSE, number)
+        assert_same_answers(*(with_adapter(model, adapter) for model in (one, many)), 2)
+
+
+def an_engine_in_stages_hands_nothing_out():
     model = Decoder(DENSE, random_source(DENSE), mesh=make_mesh(DENSE, pp=2))
-    for options, message in (
-        ({"max_adapters": 1, "max_rank": 8}, "adapter: expected none for a model in pipeline"),
-        ({"draft_model": model, "max_drafts": 2}, "draft_model: expected one without a mesh, as"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Engine(model, **SIZES, **options)
+    engine = Engine(model, **SIZES, preemption="swap")
+    with pytest.raises(ValueError, match="hand_out: expected an engine whose model is not in st"):
+        engine.submit([1], max_new_tokens=0, hand_out=True)
+    with pytest.raises(ValueError, match="facts: expected an engine whose model is not in stages"):
+        engine.facts()
 
 
 def states_are_made_in_stages():
@@ -325,12 +345,6 @@ def what_has_no_stages_is_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             make_mesh(config, **options)
-    many = Decoder(DENSE, abstract_source(DENSE), mesh=make_mesh(DENSE, pp=4))
-    message = "adapter: expected none for a model in pipeline stages, got pp=4"
-    with pytest.raises(ValueError, match=message):
-        Adapters.create(
-            DENSE, max_adapters=1, max_rank=8, dtype=many.dtype, partition=many.partition
-        )
 
 
 PROGRAMS = {
@@ -340,14 +354,12 @@ PROGRAMS = {
         no_bit_changes_on_the_way, a_device_holds_its_stage_alone, what_has_no_stages_is_refused,
         shapes_are_those_of_the_model, rows_stop_and_pages_run_out_alike,
         two_stages_of_two_devices_give_the_same, two_stages_of_two_replicas_give_the_same,
-        long_prompts_pass_in_parts, checkpoints_are_read_by_stages, commands_take_stages,
-        an_engine_refuses_what_stages_cannot, states_are_made_in_stages,
+        layers_of_two_kinds_give_the_same, long_prompts_pass_in_parts,
+        checkpoints_are_read_by_stages, commands_take_stages, adapters_are_those_of_the_stages,
+        states_are_made_in_stages, an_engine_in_stages_hands_nothing_out,
     )
 }  # fmt: skip
-KINDS = [
-    kind for kind, options in ENGINES.items()
-    if options.get("draft_model") != "mesh" and "max_adapters" not in options
-]  # fmt: skip
+KINDS = [kind for kind in ENGINES if kind not in CONFIGS]  # their two layers are of two kinds
 OF_ENGINES = {
     f"an engine, {kind}": lambda kind=kind: an_engine_gives_the_same(kind) for kind in KINDS
 }

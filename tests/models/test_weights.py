@@ -19,23 +19,19 @@ from tokenizers import pre_tokenizers
 from jax_paged.models import load_checkpoint, token_logits
 from jax_paged.models.checkpoint import weights
 from jax_paged.models.checkpoint.hf_config import config_from_hf
+from jax_paged.models.checkpoint.hf_keys import FAMILIES
 from jax_paged.models.checkpoint.tokenizer import Tokenizer
+from jax_paged.models.checkpoint.weights import open_checkpoint
 from jax_paged.models.decoder.model import Decoder
 from jax_paged.models.decoder.parameters import abstract_source, expected_tensors, random_source
-from jax_paged.models.testing import small_hf_config
+from jax_paged.models.testing import small_hf_config, stored_tensors
 
 
 def published(config, dtype=np.float32):
-    """The tensors of a random checkpoint under their published names, experts one by one."""
-    source, tensors = random_source(config, 7), {}
-    for name in expected_tensors(config):
-        value = np.asarray(source(name)).astype(dtype)
-        prefix, experts, part = name.partition(".experts.")
-        if experts:
-            tensors |= {f"{prefix}.experts.{e}.{part}": value[e] for e in range(len(value))}
-        else:
-            tensors[name] = value
-    return tensors
+    """The tensors of a random checkpoint under their published names."""
+    source = random_source(config, 7)
+    tensors = {name: np.asarray(source(name)).astype(dtype) for name in expected_tensors(config)}
+    return stored_tensors(config, tensors)
 
 
 def write(folder, raw, tensors, shards=1):
@@ -69,16 +65,88 @@ def assert_same_weights(model, config):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3", "llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_folder_gives_the_published_weights(tmp_path, model_type, shards):
     raw = small_hf_config(model_type, tie_word_embeddings=shards == 1)
-    if model_type in ("qwen3_moe", "qwen3", "llama"):
+    if "attention_bias" in FAMILIES[model_type].keys:
         raw["attention_bias"] = True
     config = config_from_hf(raw)
     write(tmp_path, raw, published(config), shards)
     model, got, _ = load_checkpoint(tmp_path, jnp.float32)
     assert got == config
     assert_same_weights(model, config)
+
+
+def folder_of_mxfp4(folder, **changes):
+    """Writes a gpt-oss of 4 bits; returns its tensors."""
+    quantization = {"quantization_config": {"quant_method": "mxfp4"}}
+    raw = small_hf_config("gpt_oss", **quantization | changes)
+    tensors = published(config_from_hf(raw))
+    write(folder, raw, tensors)
+    return tensors
+
+
+def test_experts_of_mxfp4_are_widened(tmp_path):
+    """Against codes that are taken apart one by one: sign, exponent and mantissa of each."""
+    tensors = folder_of_mxfp4(tmp_path)
+    rng, experts = np.random.default_rng(1), "model.layers.1.mlp.experts."
+    for name, value in tensors.items():
+        if name.endswith("_blocks"):
+            tensors[name] = rng.integers(0, 256, value.shape, np.uint8)
+        if name.endswith("_scales"):
+            tensors[name] = rng.integers(0, 253, value.shape, np.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, config, _ = load_checkpoint(tmp_path, jnp.float32)
+
+    def wide(projection, expert, row, column):
+        block, place = divmod(column, 32)
+        byte = tensors[f"{experts}{projection}_blocks"][expert, row, block, place // 2]
+        code = int(byte) >> 4 if place % 2 else int(byte) & 15
+        exponent, mantissa = code >> 1 & 3, code & 1
+        size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+        scale = int(tensors[f"{experts}{projection}_scales"][expert, row, block])
+        return np.float32((-1) ** (code >> 3) * size * 2.0 ** (scale - 127))
+
+    mlp, inner = model.layers[1].mlp, config.moe_intermediate_size
+    gate_up, down = np.asarray(mlp.gate_up[...]), np.asarray(mlp.down[...])
+    for expert, row, column in rng.integers(0, (6, inner, 32), (200, 3)).tolist():
+        for part in (0, 1):  # rows of gate and up take turns
+            want = wide("gate_up_proj", expert, 2 * row + part, column)
+            assert gate_up[expert, part * inner + row, column] == want
+        assert down[expert, column, row] == wide("down_proj", expert, column, row)
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_parts_of_gpt_oss_are_those_of_the_whole(tmp_path, mxfp4):
+    """As several devices and processes read them."""
+    folder_of_mxfp4(tmp_path, **({} if mxfp4 else {"quantization_config": None}))
+    with open_checkpoint(tmp_path, jnp.float32) as checkpoint:
+        for name, shape in expected_tensors(checkpoint.config).items():
+            whole = np.empty(shape, np.float32)
+            checkpoint.fill(name, whole)
+            if ".experts." in name:
+                part = (slice(1, 5), slice(10, 23), slice(5, 30))[: len(shape)]
+                out = np.empty_like(whole[part])
+                checkpoint.fill(name, out, part)
+                np.testing.assert_array_equal(out, whole[part])
+
+
+def test_mxfp4_is_refused_where_it_makes_no_sense(tmp_path):
+    tensors = folder_of_mxfp4(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[name] = np.where(np.arange(tensors[name].size) == 7, 253, 120).astype(np.uint8)
+    tensors[name] = tensors[name].reshape(6, 32, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"tensor '{name}' must hold at most 252, .* got 253"):
+        load_checkpoint(tmp_path, jnp.float32)
+    raw = small_hf_config("gpt_oss")  # which does not say that there are bytes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"_blocks' must be of dtype BF16, F16, F32, got U8"):
+        load_checkpoint(tmp_path, jnp.float32)
+    raw |= {"quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="multiple of 32 columns, got 48"):
+        load_checkpoint(tmp_path, jnp.float32)
 
 
 def test_fused_experts_are_read_too(tmp_path):

@@ -88,7 +88,7 @@ def test_the_handler_tells_which_operand_is_wrong(message):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"layout": "NDH"}, 'layout expected "HND", "NHD" or "vllm5d", got "NDH"'),
+        ({"layout": "NDH"}, 'layout expected "HND", "NHD", "vllm5d" or "rpa", got "NDH"'),
         ({"soft_cap": np.float32(-1)}, "soft_cap expected finite, 0 (off) or more"),
         ({"num_kv_splits": 2, "split_tokens": 16}, "at most one of them set, got 2, 16"),
         ({"num_kv_splits": "two"}, 'attribute "num_kv_splits"'),

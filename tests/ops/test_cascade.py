@@ -2,24 +2,28 @@
 """cascade_attention: shared parts of a history, read once, give plain attention over all of it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import first_of
 
 from jax_paged import (
     CascadeLevel,
     KVState,
-    PageTable,
+    StepBatch,
     cascade_attention,
     cascade_levels,
     explain,
+    mla_cascade_attention,
     paged_attention,
     ragged_paged_attention,
 )
-from jax_paged.testing import TOLERANCES, assert_attention_close, dense_oracle, make_batch
+from jax_paged.testing import TOLERANCES, assert_attention_close, dense_oracle, make_batch, mla
 from jax_paged.testing.cascade import CASE, share
+from jax_paged.testing.options import random_parents, trees_of
 
 PAGE = CASE.page_size
 # Which page each row has at each place: rows with the same letter there share it.
@@ -204,6 +208,18 @@ def test_gradients_are_those_of_plain_attention():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [({"min_rows": 4}, True), ({"min_rows": 5}, False), ({"min_tokens": 16}, True),
+     ({"min_tokens": 17}, False), ({"min_saved": 48}, True), ({"min_saved": 49}, False)],
+)  # fmt: skip
+def test_rows_that_share_less_than_asked_keep_their_pages(options, shares):
+    table = np.array([[7, 8, 1], [7, 8, 2], [5, 4, 3], [7, 8, 6], [7, 8, 9]], np.int32)
+    level, own = cascade_levels(table, np.full(5, 3 * PAGE), page_size=PAGE, **options)
+    assert np.asarray(level.row_groups).tolist() == ([0, 0, -1, 0, 0] if shares else [-1] * 5)
+    assert np.asarray(own.seq_lens).tolist() == ([8, 8, 24, 8, 8] if shares else [24] * 5)
+
+
 def test_a_forked_state_gives_levels_under_jit():
     kv = KVState.create(num_layers=1, num_pages=16, page_size=PAGE, num_kv_heads=2, head_dim=32,
                         max_seqs=3, pages_per_seq=5, dtype=jnp.float32)  # fmt: skip
@@ -226,22 +242,117 @@ def test_a_forked_state_gives_levels_under_jit():
     np.testing.assert_array_equal(own.seq_lens[:3], 1)
 
 
-def test_a_step_with_trees_or_windows_is_refused_by_name():
-    def step(windows, **options):
-        table = PageTable.create(4, 2, 2, PAGE, windows=windows)
-        return table.append([0, 1], 1, **options)[1]
+def hostile(seed, kind):
+    """A batch of rows that share pages, with windows, pins and trees: (batch, of the rows)."""
+    rng = np.random.default_rng([seed, 9])
+    rows = 9
+    pattern = ["".join(rng.choice(list("aaab"), rng.integers(3, 9))) for _ in range(rows)]
+    lengths = [(len(pages) - 1) * PAGE + 3 for pages in pattern]
+    q_lens = [int(min(n, rng.integers(0, 5))) for n in lengths]
+    batch = share(pattern, q_lens=q_lens, seed=seed)
+    of_rows = {}
+    if "window" in kind:
+        of_rows["sliding_window"] = rng.choice([0, 5, PAGE, 2 * PAGE + 1, 500], rows).astype("i4")
+    if "pins" in kind:
+        of_rows["num_pinned"] = rng.choice([0, 3, PAGE, 2 * PAGE + 5], rows).astype("i4")
+        slid = (of_rows["sliding_window"] > 0) & (of_rows["sliding_window"] < 500)
+        of_rows["slot_offset"] = (rng.integers(0, 4, rows) * PAGE * slid).astype("i4")
+        lengths = batch.seq_lens + of_rows["slot_offset"]
+        batch = dataclasses.replace(batch, seq_lens=lengths)
+    if "tree" in kind:
+        sizes = [0 if rng.random() < 0.3 else int(max(q, 1) + 2) for q in q_lens]
+        of_rows |= trees_of([random_parents(rng, size, "forest") for size in sizes])
+    return batch, of_rows
 
-    plain = step(windows=False)
-    assert len(cascade_levels(plain, page_size=PAGE)) == 2
-    for batch, name in (
-        (step(windows=True), "windows, got one with `sliding_window`"),
-        (step(windows=False, tree_parents=[-1, -1]), "trees, got one with `tree`"),
-    ):
-        message = f"^page_table: cascade_levels takes a StepBatch without {name}$"
-        with pytest.raises(NotImplementedError, match=message):
-            cascade_levels(batch, page_size=PAGE)
+
+KINDS = ["window", "window, pins", "tree", "window, pins, tree"]
+
+
+@pytest.mark.parametrize("seed", first_of(range(12), 3))
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_pins_and_trees(kind, alibi, seed, implementation):
+    batch, of_rows = hostile(seed, kind)
+    options = {"alibi_slopes": np.linspace(0.01, 0.2, 6, dtype="f4")} if alibi else {}
+    levels = derive(batch, num_levels=2 + seed % 2, **of_rows)
+    result = attend(batch, levels, **options, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch, **of_rows, **options), roundings=3)
+
+
+@pytest.mark.parametrize("kind", ["tree", "window, pins"])
+def test_some_rows_of_these_share(kind):
+    found = [derive(hostile(seed, kind)[0], **hostile(seed, kind)[1])[0] for seed in range(6)]
+    assert max(int(level.seq_lens.max()) for level in found) >= 2 * PAGE
+
+
+def test_a_row_within_its_window_shares_all_and_one_beyond_it_its_pinned_pages():
+    batch = share(["aaab", "aaac", "aaad"])
+    pinned = np.array([PAGE + 1, PAGE, 0])
+    for window, want in ((100, 3 * PAGE), (2 * PAGE, PAGE)):
+        levels = derive(batch, sliding_window=window, num_pinned=pinned, slot_offset=0 * pinned)
+        assert levels[0].seq_lens[0] == want
+    np.testing.assert_array_equal(levels[0].row_groups, [0, 0, -1])
+    np.testing.assert_array_equal(levels[1].num_pinned, [1, 0, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_tells_windows_and_trees(kind):
+    """As a state's `step` gives them, under jit."""
+    batch, of_rows = hostile(1, kind)
+    step = StepBatch(
+        *map(jnp.asarray, (batch.page_table, batch.seq_lens, batch.cu_q_lens)),
+        jnp.asarray(batch.num_seqs)[None], *[jnp.zeros(len(batch.q), jnp.int32)] * 2, **of_rows,
+    )  # fmt: skip
+    got = jax.jit(functools.partial(cascade_levels, page_size=PAGE))(step)
+    for mine, theirs in zip(got, derive(batch, **of_rows), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     with pytest.raises(ValueError, match="page_table: expected a StepBatch alone, got more beside"):
-        cascade_levels(plain, plain.seq_lens, page_size=PAGE)
+        cascade_levels(step, step.seq_lens, page_size=PAGE)
+    name = next(iter(of_rows))
+    with pytest.raises(ValueError, match=f"{name}: expected None beside a StepBatch that knows it"):
+        cascade_levels(step, page_size=PAGE, **{name: of_rows[name]})
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_latent_rows(kind, kv_dtype, implementation):
+    batch, of_rows = hostile(2, kind)
+    case = dataclasses.replace(batch.case, num_kv_heads=1, num_q_heads=5)
+    batch = dataclasses.replace(
+        batch, case=case, q=batch.q[:, :5], k_pages=batch.k_pages[:, :1],
+        v_pages=batch.k_pages[:, :1, :, :24], sm_scale=0.2,
+    )  # fmt: skip
+    options, real = {}, batch
+    if kv_dtype is not None:
+        options["kv_scale"] = np.float32(0.03)
+        batch, real = mla.eight_bit(batch, kv_dtype, options["kv_scale"])
+    (q, k_pages, *_), _ = batch.ragged()
+    result = mla_cascade_attention(
+        q, jnp.squeeze(k_pages, -3), derive(batch, **of_rows), jnp.asarray(batch.cu_q_lens),
+        batch.num_seqs, sm_scale=0.2, v_head_dim=24, return_lse=True, **options,
+        implementation=implementation,
+    )  # fmt: skip
+    assert_attention_close(*result, *dense_oracle(real, **of_rows), roundings=2)
+
+
+@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_output(out_dtype, implementation):
+    batch = share(SHARING["nested"])
+    levels, scale = derive(batch, num_levels=3), np.float32(0.01)
+    whole, want_lse = attend(batch, levels, implementation=implementation)
+    options = {"out_dtype": out_dtype, "out_scale": scale, "implementation": implementation}
+    out, lse = attend(batch, levels, **options)
+    np.testing.assert_array_equal(lse, want_lse)
+    info = jnp.finfo(out_dtype)
+    want = np.clip(np.asarray(whole, "f8") / scale, -float(info.max), float(info.max))
+    # Half a step, and what XLA of jax 0.7 loses by rounding to f16 first.
+    half = float(info.eps) / 2 * (1 + 2**-7)
+    least = float(info.smallest_subnormal) / 2
+    np.testing.assert_allclose(np.float64(out), want, rtol=half, atol=least)
+    with pytest.raises(ValueError, match="out_scale: expected None without an out_dtype"):
+        attend(batch, levels, out_scale=scale)
+    with pytest.raises(ValueError, match="out_dtype: expected "):
+        attend(batch, levels, out_dtype="int8")
 
 
 @pytest.mark.parametrize(
@@ -251,6 +362,11 @@ def test_a_step_with_trees_or_windows_is_refused_by_name():
         ([([[0]], [1, 2])], {}, r"levels\[0\].seq_lens: expected shape \[groups=1\], got \[2\]"),
         ([([[0]], [1])], {}, r"levels\[0\]: expected the batch's 2 rows without row_groups, got 1"),
         ([([[0]], [1], [0])], {}, r"levels\[0\].row_groups: expected shape \[num_seqs=2\], got"),
+        (
+            [([[0]], [1], [0, 0], 5)],
+            {},
+            r"levels\[0\].sliding_window: expected None with row_groups, got a value",
+        ),
         (
             [([[0]], [1], [0, 0])],
             {"sinks": jnp.ones(6, jnp.float32)},

@@ -165,7 +165,7 @@ ATTENTION = [
         {"split_tokens": 64, "num_kv_splits": 2},
         "split_tokens: expected None when num_kv_splits is given, got 64",
     ),
-    ({"layout": "HDN"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'HDN'"),
+    ({"layout": "HDN"}, "layout: expected 'HND' or 'NHD' or 'vllm5d' or 'rpa', got 'HDN'"),
     (
         {"implementation": "cuda"},
         "implementation: expected None or 'native' or 'reference', got 'cuda'",
@@ -184,7 +184,7 @@ WRITES = [
     ({"v": i32(6, 2, 16)}, "v: expected dtype bfloat16 or float16 or float32, got int32"),
     ({"slot_mapping": i32(6, 1)}, "slot_mapping: expected shape [tokens], got [6, 1]"),
     ({"slot_mapping": f32(6)}, "slot_mapping: expected an integer dtype, got dtype float32"),
-    ({"layout": None}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got None"),
+    ({"layout": None}, "layout: expected 'HND' or 'NHD' or 'vllm5d' or 'rpa', got None"),
     (
         {"implementation": "c++"},
         "implementation: expected None or 'native' or 'reference', got 'c++'",
@@ -237,7 +237,7 @@ QKVS = [
     ({"eps": float("inf")}, "eps: expected a finite number >= 0, got inf"),
     ({"q_norm": f32(64)}, "q_norm: expected shape [head_dim=16], got [64]"),
     ({"k_norm": i32(16)}, "k_norm: expected dtype bfloat16 or float16 or float32, got int32"),
-    ({"layout": "NDH"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'NDH'"),
+    ({"layout": "NDH"}, "layout: expected 'HND' or 'NHD' or 'vllm5d' or 'rpa', got 'NDH'"),
     (
         {"implementation": "c++"},
         "implementation: expected None or 'native' or 'reference', got 'c++'",

@@ -72,7 +72,7 @@ def test_masses_are_explained_page_by_page():
     q, k_pages, _, table, seq_lens = batch.operands()
     windows = ({}, {"sliding_window": 8}, {"sliding_window": 12, "num_pinned": 4})
     for window, filled in zip(windows, ([3, 1], [1, 1], [2, 1]), strict=True):
-        options = window | {"layer": 0, "soft_cap": 2.0, "sinks": jnp.ones(8)}
+        options = window | {"layer": 0, "soft_cap": 2.0, "sinks": jnp.ones(8, jnp.float32)}
         plan = explain(page_attention_mass, q, k_pages, table, seq_lens, **options)
         rows = np.reshape(plan["kernels"], table.shape)
         assert (rows == "decode").sum(1).tolist() == filled

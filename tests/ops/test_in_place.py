@@ -19,6 +19,7 @@ POOLS = {  # K and V pools with the sizes of POOL
         jax.ShapeDtypeStruct(shape, POOL.dtype)
         for shape in ((LAYERS, 64, 2, 8, 16, 4), (LAYERS, 64, 2, 32, 16))
     ),
+    "rpa": (jax.ShapeDtypeStruct((LAYERS, 64, 16, 4, 32), POOL.dtype), None),
 }
 FLAT_POOL = jax.ShapeDtypeStruct(POOL.shape[1:], POOL.dtype)
 

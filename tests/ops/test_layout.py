@@ -11,24 +11,28 @@ from jax_paged.layout import (
     LAYOUTS,
     POOLS,
     PagesShape,
-    from_slots_first,
     make_shape,
+    of_slots_first,
     pages_shape,
+    pool_of_v,
     slots_first,
 )
 
 SHAPE = PagesShape(None, num_pages=5, num_kv_heads=2, page_size=3, head_dim=16)
 
 
-def random_pools(layout, num_layers=None, dtype="float32"):
+def random_pools(layout, num_layers=None, dtype="float32", head_dims=(16, 24)):
     """K and V pools of a layout, filled with different numbers, and what they hold by slot."""
-    pools, by_slot = [], []
-    for pool, head_dim in zip(POOLS, (16, 24), strict=True):
-        shape = SHAPE._replace(num_layers=num_layers, head_dim=head_dim)
-        tokens = np.arange(np.prod(make_shape(shape, "NHD"))).reshape(make_shape(shape, "NHD"))
-        by_slot.append(tokens.astype(dtype))
-        pools.append(from_slots_first(by_slot[-1], layout, pool))
-    return pools, by_slot
+    by_slot = []
+    for first, head_dim in enumerate(head_dims):
+        shape = make_shape(SHAPE._replace(num_layers=num_layers, head_dim=head_dim), "NHD")
+        by_slot.append((np.arange(np.prod(shape)) + first).reshape(shape).astype(dtype))
+    return of_slots_first(*by_slot, layout), by_slot
+
+
+def dims_for(*layouts):
+    """Head dims of K and V that the layouts can hold."""
+    return (16, 16) if "rpa" in layouts else (16, 24)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -53,6 +57,7 @@ def test_the_axis_orders_are_those_of_the_names():
     ]:
         assert make_shape(SHAPE, "vllm5d", "k", dtype=dtype) == k_shape
         assert make_shape(SHAPE, "vllm5d", "v", dtype=dtype) == (5, 2, 16, 3)
+    assert make_shape(SHAPE._replace(num_layers=7), "rpa") == (7, 5, 3, 4, 16)
 
 
 @pytest.mark.parametrize("num_layers", [None, 2])
@@ -63,8 +68,10 @@ def test_slots_first_finds_each_element(num_layers):
         ("HND", (page, head, slot, dim), (page, head, slot, dim)),
         ("NHD", (page, slot, head, dim), (page, slot, head, dim)),
         ("vllm5d", (page, head, dim // 4, slot, dim % 4), (page, head, dim, slot)),
+        ("rpa", (page, slot, 2 * head, dim), (page, slot, 2 * head + 1, dim)),
     ]:
-        pools, by_slot = random_pools(layout, num_layers)
+        pools, by_slot = random_pools(layout, num_layers, head_dims=dims_for(layout))
+        pools = pools[0], pool_of_v(*pools, layout)
         for pool, at, pages, tokens in zip(POOLS, (k_at, v_at), pools, by_slot, strict=True):
             assert pages[(*layer, *at)] == tokens[(*layer, page, slot, head, dim)]
             np.testing.assert_array_equal(slots_first(pages, layout, pool), tokens)
@@ -76,8 +83,11 @@ def test_slots_first_finds_each_element(num_layers):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_pages_convert_between_any_two_layouts(dtype, src, dst):
     for num_layers in (None, 3):
-        pools, by_slot = random_pools(src, num_layers, jnp.dtype(dtype))
-        converted = convert_pages(jnp.asarray(pools[0]), jnp.asarray(pools[1]), src, dst)
+        pools, by_slot = random_pools(src, num_layers, jnp.dtype(dtype), dims_for(src, dst))
+        pools = [None if x is None else jnp.asarray(x) for x in pools]
+        converted = convert_pages(*pools, src, dst)
+        assert (converted[1] is None) == (dst == "rpa")
+        converted = converted[0], pool_of_v(*converted, dst)
         for pool, pages, tokens in zip(POOLS, converted, by_slot, strict=True):
             shape = SHAPE._replace(num_layers=num_layers, head_dim=tokens.shape[-1])
             assert pages.shape == make_shape(shape, dst, pool, dtype=pages.dtype)
@@ -89,7 +99,7 @@ def test_gradients_of_a_read_reach_the_pages_of_every_layout():
     rng = np.random.default_rng(0)
     q, k_pages, v_pages = (
         jnp.asarray(rng.standard_normal(shape, "f4"))
-        for shape in ((2, 4, 8), (5, 2, 3, 8), (5, 2, 3, 16))
+        for shape in ((2, 4, 8), (5, 2, 3, 8), (5, 2, 3, 8))
     )
     table, seq_lens = jnp.array([[4, 1], [2, -1]], jnp.int32), jnp.array([5, 2], jnp.int32)
 
@@ -134,6 +144,20 @@ def f32(*shape):
             r"v_pages: expected the sizes of k_pages \[.*\], head_dim aside, got \[5, 2, 16, 4\]",
         ),
         (
+            f32(5, 3, 4, 16), f32(5, 3, 4, 16), "rpa", "HND",
+            r"v_pages: expected None for layout 'rpa', whose k_pages hold V, got \[5, 3, 4, 16\]",
+        ),
+        (
+            f32(5, 3, 5, 16), None, "rpa", "HND",
+            r"k_pages: expected \[num_pages, page_size, 2·num_kv_heads, head_dim\], "
+            r"got \[5, 3, 5, 16\] with an odd number of rows per slot",
+        ),
+        (
+            f32(5, 2, 3, 16), f32(5, 2, 3, 8), "HND", "rpa",
+            "v_pages: expected head_dim=16 and dtype float32 as of k_pages for layout 'rpa', "
+            "got head_dim=8 and dtype float32",
+        ),
+        (
             f32(5, 2, 3, 18), f32(5, 2, 3, 18), "NHD", "vllm5d",
             r"head_dim: expected a multiple of x=4 \(float32 elements in 16 bytes\) for layout "
             "'vllm5d', got 18",
@@ -160,6 +184,42 @@ def test_addresses_use_all_64_bits():
     base = 2**64 - 2**20
     addresses = np.array([base, base + 2**20 - 1024, 0], np.uint64)
     np.testing.assert_array_equal(page_table_from_addresses(addresses, base, 1024), [0, 1023, -1])
+
+
+def halves(addresses):
+    return jnp.asarray(addresses.view(np.uint32).reshape(*addresses.shape, 2))
+
+
+@pytest.mark.parametrize("page_bytes", [1, 3, 1024, 24 * 1024, 2**33 + 5, 2**63 + 1, 2**64 - 1])
+@pytest.mark.parametrize("base", [0, 0x7000, 2**40 + 13, 2**63])
+def test_a_device_finds_the_ids_of_addresses(base, page_bytes):
+    rng = np.random.default_rng(0)
+    most = min((2**64 - 1 - base) // page_bytes, 2**31 - 1)
+    ids = [0, most, *(int(x) for x in rng.integers(0, most + 1, 40))]
+    pages = [base + page * page_bytes for page in ids]
+    wrong = [page + 1 for page in pages if page_bytes > 1 and page + 1 < 2**64]
+    wrong += [base - 1] * (base > 1)
+    wrong += [base + 2**31 * page_bytes] * (base + 2**31 * page_bytes < 2**64)
+    addresses = np.array([*pages, *wrong, 0], np.uint64)
+    found = jax.jit(page_table_from_addresses, static_argnums=(1, 2))(
+        halves(addresses), base, page_bytes
+    )
+    want = [page if address else -1 for page, address in zip(ids, pages, strict=True)]
+    np.testing.assert_array_equal(found, want + [-1] * (len(wrong) + 1))
+    right = addresses[: len(pages)]
+    host = page_table_from_addresses(right, base, page_bytes)
+    np.testing.assert_array_equal(host, found[: len(pages)])
+    if jax.config.jax_enable_x64:
+        whole = page_table_from_addresses(jnp.asarray(addresses), base, page_bytes)
+        assert whole.dtype == np.int32
+        np.testing.assert_array_equal(whole, found)
+
+
+def test_halves_of_addresses_come_in_pairs():
+    with pytest.raises(ValueError, match=r"addresses: expected halves \[..., 2\] of 64 bits"):
+        page_table_from_addresses(jnp.zeros(3, jnp.uint32), 0, 1024)
+    with pytest.raises(ValueError, match="addresses: expected 64-bit integers, or their halves"):
+        page_table_from_addresses(jnp.zeros(2, jnp.float32), 0, 1024)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jax_paged.testing import (
     pool_sized_ops,
 )
 from jax_paged.testing.mla import attend, eight_bit, make_mla
+from jax_paged.testing.options import random_parents, trees_of
 
 pytestmark = pytest.mark.cuda
 SIZES = [(576, 512), (48, 32), (64, 64), (24, 24), (40, 8), (8, 8)]  # latent + rope, latent
@@ -48,6 +49,44 @@ def test_splits(options, implementation):
     batch = make_mla(48, 32, 4, [1, 9], [300, 130])
     result = attend(batch, **options, implementation=implementation)
     assert_attention_close(*result, *dense_oracle(batch))
+
+
+OPTIONS = {
+    "window": {"sliding_window": 9},
+    "windows of rows": {"sliding_window": np.array([5, 0, 40], "i4")},
+    "slid": {
+        "sliding_window": np.array([20, 7, 30], "i4"), "num_pinned": np.array([4, 0, 9], "i4"),
+        "slot_offset": np.array([16, 8, 24], "i4"),
+    },
+    "logits": {
+        "soft_cap": 2.0, "alibi_slopes": np.linspace(0.01, 0.5, 5, dtype="f4"),
+        "sinks": np.linspace(-1, 2, 5, dtype="f4"),
+    },
+    "sinks": {"sinks": np.linspace(-1, 2, 5, dtype="f4")},
+    "fp8 output": {"out_dtype": "float8_e4m3fn", "out_scale": np.float32(0.05)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_takes_the_options_of_attention(name, tree, dtype, implementation):
+    options = dict(OPTIONS[name])
+    batch = make_mla(48, 32, 5, [3, 1, 12], [60, 20, 90], dtype=dtype, num_tokens=18)
+    if tree:
+        rng = np.random.default_rng(5)
+        options |= trees_of([random_parents(rng, size, "forest") for size in (7, 2, 12)])
+    given = {k: jnp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+    out, lse = attend(batch, **given, implementation=implementation)
+    out_dtype = options.pop("out_dtype", None)
+    if out_dtype is not None:
+        assert out.dtype == out_dtype
+        scale = options.pop("out_scale")
+        want, _ = attend(batch, **{k: given[k] for k in options}, implementation=implementation)
+        codes = (np.asarray(want, "f4") / scale).astype(jnp.dtype(out_dtype))
+        np.testing.assert_allclose(np.float32(out), np.float32(codes), rtol=0.13, atol=2**-8)
+        return
+    assert_attention_close(out, lse, *dense_oracle(batch, **options))
 
 
 def test_wild_values_dead_rows_and_layers_out_of_range(implementation):
@@ -235,7 +274,9 @@ keys = jax.random.split(jax.random.key(0))
 q = jax.random.normal(keys[0], (3, 4, 24), "f4")
 kv_pages = jax.random.normal(keys[1], (6, 8, 24), "f4")
 rows = np.array([[0, 1], [2, 3]]), np.array([9, 12]), np.array([0, 1, 3])
-attend = jax.jit(lambda *x: mla_paged_attention(*x, *rows, sm_scale=0.3, v_head_dim=16))
+sinks, slopes = np.float32([1, -1, 2, 0]), np.float32([0.1, 0.5, 0.2, 0.4])
+attend = jax.jit(lambda *x: mla_paged_attention(
+    *x, *rows, sm_scale=0.3, v_head_dim=16, sinks=sinks, alibi_slopes=slopes, kv_scale=None))
 expected = attend(q, kv_pages)
 mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
 split = jax.device_put(q, NamedSharding(mesh, P(None, "heads")))

@@ -193,7 +193,8 @@ def test_a_derivative_is_refused_and_an_observation_is_none():
          "leading num_layers, got [3, 16, 32]"),
         ({"seq_lens": np.zeros(5, "i4")},
          "page_table: expected shape [num_seqs=5, pages_per_seq], got [6, 7]"),
-        ({"layout": "HDN"}, "layout: expected 'HND' or 'NHD' or 'vllm5d', got 'HDN'"),
+        ({"layout": "HDN"}, "layout: expected 'HND' or 'NHD' or 'vllm5d' or 'rpa', "
+         "got 'HDN'"),
         ({"layer": 0}, "layer: expected an i32 scalar for stacked pages, None for pages without a "
          "layer axis, got a value for k_pages of rank 4"),
         ({"sm_scale": -1.0}, "sm_scale: expected a finite scale >= 0, got -1.0"),

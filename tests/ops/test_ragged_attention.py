@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rope_batches import tables
 
 import jax_paged.testing
 from jax_paged import explain, ragged_attention, ragged_paged_attention
@@ -18,6 +19,7 @@ from jax_paged.testing import (
     make_batch,
 )
 from jax_paged.testing.flat import CASE, make_flat
+from jax_paged.testing.options import random_parents, trees_of
 
 OPTIONS = {
     "plain": {},
@@ -31,6 +33,11 @@ OPTIONS = {
         "alibi_slopes": np.linspace(0.01, 0.5, 6, dtype="f4"),
         "sinks": np.linspace(-1, 2, 6, dtype="f4"),
     },
+    "pins": {
+        "sliding_window": np.array([9, 0, 5, 2, 30], "i4"),
+        "num_pinned": np.array([2, 0, 7, 1, 20], "i4"),
+    },
+    "rope": {"rope": tables(150, 16)},
 }
 
 
@@ -40,7 +47,21 @@ def test_it_is_softmax_attention_of_each_row_with_its_own_keys(options, causal, 
     case = dataclasses.replace(CASE, causal=causal)
     flat = make_flat([7, 1, 0, 3, 40], [7, 80, 4, 1, 70], case=case, seed=1)
     result = flat.attend(**options, implementation=implementation)
-    assert_attention_close(*result, *dense_oracle(flat.paged, **options))
+    turned = "rope" in options
+    assert_attention_close(*result, *dense_oracle(flat.paged, **options), is_turned=turned)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_last_keys_of_a_row_may_be_a_tree(options, implementation):
+    rng = np.random.default_rng(4)
+    parents = [random_parents(rng, size, "forest") for size in (9, 0, 40, 3, 0)]
+    flat = make_flat([5, 4, 40, 1, 7], [9, 30, 90, 20, 7], seed=2, live=4)
+    options = options | trees_of(parents)
+    result = flat.attend(**options, implementation=implementation)
+    turned = "rope" in options
+    assert_attention_close(*result, *dense_oracle(flat.paged, **options), is_turned=turned)
+    chains = flat.attend(implementation=implementation)
+    assert np.abs(np.asarray(result[0]) - chains[0]).max() > 0.01
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -146,13 +167,20 @@ def test_k_and_v_are_not_copied():
             {"v": jnp.ones((4, 2, 8), jnp.float32)},
             r"v: expected shape \[kv_tokens=5, num_kv_heads=2, head_d",
         ),
-        ({"k": jnp.ones((5, 2, 8), "bfloat16")}, "k: expected dtype float32, got bfloat16"),
+        (
+            {"k": jnp.ones((5, 2, 8), "bfloat16")},
+            "k: expected dtype float32 or 8-bit, got bfloat16",
+        ),
         (
             {"q": jnp.ones((3, 3, 8), jnp.float32)},
             "q: expected num_q_heads to be a multiple of num_kv_heads=2",
         ),
         ({"cu_kv_lens": jnp.array([0, 5])}, r"cu_kv_lens: expected shape \[num_seqs\+1=3\], got"),
         ({"max_kv_len": -1}, "max_kv_len: expected None or an int >= 0, got -1"),
+        (
+            {"tree": jnp.zeros((2, 1, 2), jnp.int32)},
+            "tree_sizes: expected an array where tree is one",
+        ),
         ({"sm_scale": -1.0}, "sm_scale: expected a finite scale >= 0"),
     ],
 )

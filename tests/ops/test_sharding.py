@@ -42,6 +42,7 @@ from jax_paged.testing import Case, is_in_place, make_batch
 DEVICES = 8
 STACKED = Case("stacked", 16, 8, 32, page_size=8, num_layers=2)
 FLAT_NHD = Case("flat_nhd", 8, 8, 16, page_size=4, layout="NHD")
+ONE_POOL = Case("one_pool", 24, 8, 16, page_size=4, layout="rpa")  # 3 heads of q beside 2 rows
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 
 
@@ -96,7 +97,7 @@ class Step:
 
 STEPS = [
     Step(STACKED, True), Step(STACKED, False), Step(FLAT_NHD, True), Step(FLAT_NHD, False),
-    Step(STACKED, True, planned=True), Step(FLAT_NHD, False, planned=True),
+    Step(STACKED, True, planned=True), Step(FLAT_NHD, False, planned=True), Step(ONE_POOL, False),
 ]  # fmt: skip
 
 
@@ -110,7 +111,8 @@ def local_pool(pages):
 
 
 def addresses(pages):
-    return {s.data.unsafe_buffer_pointer() for x in pages for s in x.addressable_shards}
+    pools = jax.tree.leaves(pages)
+    return {s.data.unsafe_buffer_pointer() for x in pools for s in x.addressable_shards}
 
 
 def assert_split_by_heads(function, step, operands, placed, expected):
@@ -123,7 +125,8 @@ def assert_split_by_heads(function, step, operands, placed, expected):
     assert addresses(results[0]) == before
     assert_same(results, expected)
     pool, *_, heads = step.specs(operands)[:3]
-    for x, spec in zip(jax.tree.leaves(results), (pool, pool, heads, heads), strict=True):
+    pools = [pool] * len(jax.tree.leaves(results[0]))
+    for x, spec in zip(jax.tree.leaves(results), (*pools, heads, heads), strict=True):
         assert x.sharding.is_equivalent_to(NamedSharding(x.sharding.mesh, spec), x.ndim), x.sharding
 
 

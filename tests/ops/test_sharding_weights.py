@@ -251,7 +251,7 @@ def splits_that_would_gather_a_weight_are_refused():
     def add_parts(x, a, b):
         return lora(x, a, b, jnp.zeros(8, jnp.int32), part_sizes=(32, 32))
 
-    of_blocks = [jnp.zeros((8, 1024)), *quantize_blocks(np.ones((1024, 1024)))[:2]]
+    of_blocks = [jnp.zeros((8, 1024), jnp.float32), *quantize_blocks(np.ones((1024, 1024)))[:2]]
     by_experts = "expected to be split over devices by experts alone, as .*, got"
     by_either = "expected to be split over devices by experts or inner alone, as .*, got"
     hint = (

@@ -103,22 +103,14 @@ def test_nested_vmap_equals_two_loops(implementation):
             np.testing.assert_allclose(nested[i, j], one, rtol=1e-6, atol=1e-6)
 
 
-def test_vmap_of_a_native_write_is_refused():
-    k_pages, v_pages, k, v, slots = write_operands()
-    write = functools.partial(write_kv, k_pages, v_pages)
-    with pytest.raises(NotImplementedError, match=r"write_kv: vmap would copy the pages"):
-        jax.vmap(lambda s: write(k, v, s))(jnp.stack([slots, slots]))
-
-
-def test_vmap_of_the_reference_write_equals_the_loop():
-    operands = write_operands()
-    *batched, _ = (jnp.stack([x, 2 * x, 3 * x]) for x in operands)
-    slots = jnp.stack([operands[-1], operands[-1] + 1, operands[-1] - 1])
-    write = functools.partial(write_kv, implementation="reference")
-    expected = [write(*(x[i] for x in batched), slots[i]) for i in range(3)]
-    for i, pages in enumerate(zip(*jax.vmap(write)(*batched, slots), strict=True)):
-        for a, b in zip(pages, expected[i], strict=True):
-            np.testing.assert_array_equal(a, b)
+def test_vmap_of_a_native_write_to_one_pool_is_refused():
+    k, v, *rest = write_operands()
+    several = jnp.stack([rest[-1], rest[-1]])
+    one_k, one_v = (0, None, None, None, 0), (None, 0, None, None, 0)
+    for axes, name in (((None,) * 4 + (0,), "k_pages"), (one_v, "k_pages"), (one_k, "v_pages")):
+        pools = [x if a is None else jnp.stack([x, x]) for x, a in zip((k, v), axes, strict=False)]
+        with pytest.raises(NotImplementedError, match=f"write_kv: vmap: {name}: expected a pool"):
+            jax.vmap(write_kv, axes)(*pools, *rest[:2], several)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from jax_paged import copy_pages, write_kv
-from jax_paged.layout import LAYOUTS, POOLS, PagesShape, make_shape
+from jax_paged.layout import LAYOUTS, POOLS, PagesShape, is_one_pool, make_shape
 from jax_paged.testing.writes import (
     REPEATS,
     bits,
     expected_write,
+    expected_writes,
     make_pools,
     make_tokens,
+    on_device,
     repeated_slots,
 )
 
@@ -27,13 +29,16 @@ def check_write(pools, tokens, slots, implementation, *, layer=None, layout="HND
     """Writes and compares both pools with the loop."""
     slots = np.asarray(slots, np.int32)
     written = write_kv(
-        *map(jnp.array, pools), *map(jnp.asarray, tokens), jnp.asarray(slots),
+        *on_device(pools), *map(jnp.asarray, tokens), jnp.asarray(slots),
         layer=None if layer is None else jnp.int32(layer), layout=layout,
         implementation=implementation,
     )  # fmt: skip
-    for pool, out, pages, new in zip(POOLS, written, pools, tokens, strict=True):
-        expected = expected_write(pages, new, slots, layer, layout, pool)
-        assert out.dtype == pages.dtype
+    all_expected = expected_writes(pools, tokens, slots, layer, layout)
+    for pool, out, expected in zip(POOLS, written, all_expected, strict=True):
+        if expected is None:
+            assert out is None
+            continue
+        assert out.dtype == expected.dtype
         np.testing.assert_array_equal(bits(out), bits(expected), err_msg=f"{pool}_pages")
 
 
@@ -44,15 +49,15 @@ def test_tokens_land_in_their_slots(layout, num_layers, page_size, implementatio
     pools = make_pools(page_size, layout=layout, num_layers=num_layers)
     slots = np.random.default_rng(0).permutation(7 * page_size)[:6]
     layer = None if num_layers is None else 1
-    check_write(pools, make_tokens(len(slots)), slots, implementation, layer=layer, layout=layout)
+    tokens = make_tokens(len(slots), layout=layout)
+    check_write(pools, tokens, slots, implementation, layer=layer, layout=layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_without_a_slot_are_skipped(layout, implementation):
     slots = [-1, 3, 35, 34, 36, I32_MAX, I32_MIN, -35, 0]  # 7 pages of 5: 35 is the first beyond
-    check_write(
-        make_pools(layout=layout), make_tokens(len(slots)), slots, implementation, layout=layout
-    )
+    tokens = make_tokens(len(slots), layout=layout)
+    check_write(make_pools(layout=layout), tokens, slots, implementation, layout=layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -61,7 +66,7 @@ def test_of_tokens_for_one_slot_the_last_wins_whole(num_layers, layout, implemen
     layer = None if num_layers is None else 0
     pools = make_pools(8, num_layers=num_layers, layout=layout)
     for slots in ([4, 4], [9, 4, 9, -1, 4, 9], [20] * 500, [1, 2, 3] * 100 + [2]):
-        tokens = make_tokens(len(slots))
+        tokens = make_tokens(len(slots), layout=layout)
         check_write(pools, tokens, slots, implementation, layer=layer, layout=layout)
 
 
@@ -77,7 +82,8 @@ def test_of_many_tokens_for_one_slot_the_last_wins_whole(count, repeats, impleme
 @pytest.mark.parametrize("layer", [-1, 3, I32_MAX, I32_MIN])
 def test_layer_out_of_range_writes_nothing(layer, layout, implementation):
     pools = make_pools(num_layers=3, layout=layout)
-    check_write(pools, make_tokens(2), [1, 30], implementation, layer=layer, layout=layout)
+    tokens = make_tokens(2, layout=layout)
+    check_write(pools, tokens, [1, 30], implementation, layer=layer, layout=layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,9 +91,9 @@ def test_layer_out_of_range_writes_nothing(layer, layout, implementation):
 def test_no_tokens_and_no_pages(num_layers, layout, implementation):
     options = {"layer": None if num_layers is None else 0, "layout": layout}
     pools = make_pools(num_layers=num_layers, layout=layout)
-    check_write(pools, make_tokens(0), [], implementation, **options)
+    check_write(pools, make_tokens(0, layout=layout), [], implementation, **options)
     empty = make_pools(num_layers=num_layers, num_pages=0, layout=layout)
-    check_write(empty, make_tokens(2), [0, -1], implementation, **options)
+    check_write(empty, make_tokens(2, layout=layout), [0, -1], implementation, **options)
 
 
 @pytest.mark.parametrize("tokens_dtype", ["float32", "bfloat16", "float16"])
@@ -103,10 +109,12 @@ def test_tokens_are_cast_to_the_nearest_even(pages_dtype, tokens_dtype, implemen
 def test_a_write_large_enough_to_be_shared_among_threads(layout):
     rng = np.random.default_rng(2)
     shape = PagesShape(2, num_pages=64, num_kv_heads=5, page_size=16, head_dim=64)
-    pools = [
+    pools: list[np.ndarray | None] = [
         rng.standard_normal(make_shape(shape, layout, pool, dtype="float32"), "f4")
         for pool in POOLS
     ]
+    if is_one_pool(layout):
+        pools[1] = None
     tokens = [rng.standard_normal((700, 5, 64), "f4") for _ in range(2)]
     slots = rng.integers(-50, 64 * 16 + 50, 700)  # some twice
     check_write(pools, tokens, slots, "native", layer=1, layout=layout)
@@ -146,16 +154,17 @@ def test_native_writes_the_bits_of_the_reference(dtype):
             page_size, layout=layout, num_layers=num_layers, dtype=jnp.dtype(dtype), num_pages=5
         )
         slots = jnp.asarray(rng.integers(-3, 5 * page_size + 3, 40), jnp.int32)
-        tokens = [jnp.asarray(x) for x in make_tokens(40)]
+        tokens = [jnp.asarray(x) for x in make_tokens(40, layout=layout)]
         results = [
             write_kv(
-                *map(jnp.array, pools), *tokens, slots,
+                *on_device(pools), *tokens, slots,
                 layer=None if num_layers is None else jnp.int32(1),
                 layout=layout, implementation=implementation,
             )
             for implementation in ("native", "reference")
         ]  # fmt: skip
-        for native, reference in zip(*results, strict=True):
+        natives, references = map(jax.tree.leaves, results)
+        for native, reference in zip(natives, references, strict=True):
             np.testing.assert_array_equal(bits(native), bits(reference))
 
 
@@ -196,8 +205,9 @@ def test_copy_pages_copies_whole_pages_and_skips_wild_pairs(stacked, layout):
     pools = make_pools(num_layers=3 if stacked else None, layout=layout)
     src = np.array([2, -1, 6, 7, 0, 5, I32_MIN, 2], np.int32)
     dst = np.array([5, 1, 0, 4, -1, 7, 3, 3], np.int32)  # page 5 and 0 are read and written
-    copied = copy_pages(*map(jnp.array, pools), jnp.asarray(src), jnp.asarray(dst))
-    for out, pages in zip(copied, pools, strict=True):
+    copied = copy_pages(*on_device(pools), jnp.asarray(src), jnp.asarray(dst))
+    assert (copied[1] is None) == (layout == "rpa")
+    for out, pages in zip(jax.tree.leaves(copied), jax.tree.leaves(pools), strict=True):
         expected = pages.copy()
         for a, b in [(2, 5), (6, 0), (2, 3)]:
             at = (slice(None), b) if stacked else b

@@ -365,6 +365,10 @@ def test_signatures_are_true_of_good_calls():
     new = jnp.zeros((3, 1, 8), jnp.float32)
     pages = checked(write_kv)(pages, pages + 0, new, new, row, layout="HND")
     checked(copy_pages)(*pages, row, row)
+    one = jnp.zeros((5, 4, 2, 8), jnp.float32)  # K and V
+    checked(paged_attention)(q, one, None, table, row, layout="rpa")
+    one = checked(write_kv)(one, None, new, new, row, layout="rpa")
+    checked(copy_pages)(*one, row, row)
 
 
 def test_signatures_refuse_what_the_docs_do():

@@ -10,7 +10,7 @@ from package_modules import MODULES
 ROOT = Path(__file__).parents[2]
 
 # What a room may import is itself and what stands before it.
-ROOMS = ("layout", "checks", "native", "ops", "cache", "models", "testing")
+ROOMS = ("layout", "checks", "native", "ops", "cache", "compat", "models", "testing")
 # The same of the rooms of the models. Nobody but the command imports `evaluation`.
 MODEL_ROOMS = (
     *("_packages", "progress", "status"),

@@ -16,7 +16,8 @@ import urllib.request
 
 import jax
 import pytest
-from children import child
+from children import child, on_devices
+from jax.sharding import AbstractMesh
 from running_server import CONFIG, Running, byte_engine
 from tiny_checkpoint import write_checkpoint
 
@@ -25,6 +26,7 @@ from jax_paged.models import Decoder, cli
 from jax_paged.models.decoder.parameters import abstract_source
 from jax_paged.models.server import command, memory
 from jax_paged.models.status import Status
+from jax_paged.models.testing import small_config
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,33 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
     assert "jax_paged.server: completions: done, 5 + 3 tokens" in err
 
 
+@pytest.mark.deep
+def test_experts_of_a_server_move(tmp_path):
+    model = write_checkpoint(tmp_path, "qwen3_moe", num_experts=8)
+    arguments = ["--model", model, "--port", "0", "--no-program-cache", "--max-seqs", "2",
+                 "--max-tokens", "16", "--pages", "8", "--log-level", "info", "--dp", "2",
+                 "--redundant-experts", "2", "--rebalance-seconds", "0.001"]  # fmt: skip
+    started = [sys.executable, "-P", "-m", "jax_paged", "serve", *arguments]
+    with child(started, stderr=subprocess.PIPE, text=True, env=on_devices(2)) as server:
+        url = ""
+        while not url:
+            line = server.stderr.readline()
+            assert line
+            url = line.split()[-1] if line.startswith("serving ") else ""
+        asked = {"prompt": "Hello", "max_tokens": 9, "ignore_eos": True, "temperature": 0}
+        data = json.dumps(asked).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", data, headers)
+        answers = []
+        for _ in range(2):  # before and after experts have moved
+            with urllib.request.urlopen(request, timeout=60) as response:
+                answers.append(json.load(response)["choices"][0]["text"])
+        assert answers[0] == answers[1]
+        server.send_signal(signal.SIGINT)
+        _, err = server.communicate(timeout=60)
+    assert re.search(r"experts: Balance\(before=.*, after=.*, moved=[1-9]", err), err
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -67,6 +96,11 @@ def test_the_command_serves_until_ctrl_c(checkpoint, tmp_path):
         (["--max-seqs", "0"], "max-seqs: expected an integer >= 1, got 0"),
         (["--pages", "-1"], "pages: expected an integer >= 1, got -1"),
         (["--prompt-logprobs"], "prompt-logprobs: expected --logprobs, too, got none"),
+        (["--rebalance-seconds", "9"], "rebalance-seconds: expected --redundant-experts, too, got"),
+        (
+            ["--rebalance-seconds", "0", "--redundant-experts", "0"],
+            "rebalance-seconds: expected a number above 0, got 0.0",
+        ),
         (["--port", "70000"], "port: expected an integer from 0 to 65535, got 70000"),
         (["--host", "a" * 70], "host: expected an address, got 'aaa"),
         (["--api-key-file", "/nowhere/key"], "/nowhere/key: No such file or directory"),
@@ -124,6 +158,27 @@ def test_an_estimate_is_what_the_engine_takes(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: weights)
     with pytest.raises(ValueError, match="kv-memory-share: expected room for a page"):
         memory.estimate(shapes, max_seqs=1, pages=None, share=1.0)
+
+
+def test_an_estimate_of_a_mesh_is_that_of_a_device(monkeypatch):
+    config = small_config("qwen3_moe", num_experts=8, vocab_size=96)
+    mesh = AbstractMesh((2, 2), ("dp", "tp"))
+    alone, split = (Decoder(config, abstract_source(config), mesh=where) for where in (None, mesh))
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2**20)
+    one, each = (memory.estimate(x, max_seqs=64, pages=None, share=0.5) for x in (alone, split))
+    of_tables = each.page_bytes * 2 - one.page_bytes  # each device has half of the KV heads
+    assert 0 < of_tables < 50
+    weights = command_arrays(alone)
+    sizes = [
+        (str(path), x.ndim, x.size * x.dtype.itemsize)
+        for path, x in jax.tree_util.tree_leaves_with_path(weights)
+    ]
+    experts = sum(size for _, ndim, size in sizes if ndim == 3)
+    everywhere = sum(size for name, ndim, size in sizes if ndim == 1 or "router" in name)
+    rest = one.weight_bytes - experts - everywhere
+    assert each.weight_bytes == experts // 4 + everywhere + rest // 2
+    assert each.num_pages == int(0.5 * (2**20 - each.weight_bytes) // each.page_bytes)
+    assert str(each).startswith("memory of each of 4 devices: 0.00 GiB free; weights ")
 
 
 def command_arrays(model):

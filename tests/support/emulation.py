@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.layout import pages_shape
+from jax_paged.layout import is_one_pool, pages_shape
 from jax_paged.native.call import register_stand_in
 from jax_paged.ops import mla
 from jax_paged.ops import options as attention_options
@@ -369,6 +369,8 @@ def _attention_call(
     given = {name: getattr(batch, name) for name in names} | {"num_seqs": batch.num_seqs}
     given |= {"layout": batch.case.layout, "causal": batch.case.causal, "layer": batch.layer}
     given |= {"sm_scale": batch.sm_scale, "implementation": "emulated", **options}
+    if is_one_pool(batch.case.layout):
+        given["v_pages"] = None
     static, arrays = check_call(_with_device_scalars(given))
     return dict(static), {name: np.asarray(x) for name, x in arrays.items()}
 

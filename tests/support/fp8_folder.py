@@ -49,7 +49,7 @@ def write_pair(
         for piece, values in pieces.items():
             module = piece.removesuffix(".weight")
             kept = module in QUANTIZATION["modules_to_not_convert"] or module.endswith("mlp.gate")
-            if module.endswith("_proj") and not kept:
+            if module.endswith(("_proj", "_mqa")) and not kept:
                 values = values * 2.0 ** rng.integers(-2, 3, (len(values), 1))  # blocks are apart
                 codes, scale, meant = quantize_blocks(values)
                 fp8 |= {piece: np.array(codes), f"{piece}_scale_inv": np.array(scale)}

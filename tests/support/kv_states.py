@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_paged import KVState, write
-from jax_paged.layout import slots_first
+from jax_paged.layout import pool_of_v, slots_first
 
 SIZES = {
     "num_layers": 2,
@@ -40,7 +40,8 @@ def read(kv: KVState, row: int) -> list[float]:
     ids = np.asarray(kv.table.page_table[row])[: int(kv.table.pages_held[row])]
     tokens = int(kv.table.seq_lens[row])
     k = slots_first(np.asarray(kv.k_pages)[:, ids], kv.layout, "k")
-    v = slots_first(np.asarray(kv.v_pages)[:, ids], kv.layout, "v")
+    v_pages = pool_of_v(kv.k_pages, kv.v_pages, kv.layout)
+    v = slots_first(np.asarray(v_pages)[:, ids], kv.layout, "v")
     num_layers, _, page_size, heads, head_dim = k.shape
     k = k.reshape(num_layers, len(ids) * page_size, heads, head_dim)[:, :tokens]
     v = v.reshape(num_layers, len(ids) * page_size, heads, head_dim)[:, :tokens]

@@ -13,6 +13,8 @@ CONFIGS = {
     "experts": small_config(num_experts=8, vocab_size=96),
     "dense": small_config("qwen2", intermediate_size=64, vocab_size=64),
     "fused, tied": small_config("phi3", intermediate_size=64, tie_word_embeddings=True),
+    "post-norms": small_config("gemma3_text", intermediate_size=64, vocab_size=96),
+    "sinks": small_config("gpt_oss", num_local_experts=8, vocab_size=96),
 }
 RNG = np.random.default_rng(SEED)
 BEGINNING = RNG.integers(0, 60, 20).tolist()
@@ -32,6 +34,8 @@ ENGINES = {
         "num_pages": 16, "preemption": "swap", "max_drafts": 3, "logprobs": 1,
         "max_adapters": 2, "max_rank": 8,
     },
+    "sinks": {"max_drafts": 2, "logprobs": 1},
+    "post-norms": {"num_pages": 14, "preemption": "swap"},
 }  # fmt: skip
 
 
@@ -44,9 +48,12 @@ def both(config, seed=SEED, mesh=None, **options):
 
 def models_of(kind, **sizes):
     """For one device and for a mesh: the model of an engine, and its draft model or None."""
-    config = CONFIGS["experts" if kind in ("plain", "swap", "window") else "dense"]
+    name = "experts" if kind in ("plain", "swap", "window") else "dense"
+    config = CONFIGS.get(kind, CONFIGS[name])
     models, drafters = both(config, sizes=sizes), (None, None)
     if "draft_model" in ENGINES[kind]:
+        if kind == "draft model on the mesh":  # whose experts all replicas share
+            config = small_config(num_experts=8, vocab_size=config.vocab_size)
         own, on_mesh = both(config, seed=SEED + 1, sizes=sizes)
         drafters = own, on_mesh if ENGINES[kind]["draft_model"] == "mesh" else own
     return list(zip(models, drafters, strict=True))

@@ -23,10 +23,13 @@ def write_checkpoint(folder: Path, model_type: str = "llama", **changes) -> Path
     config = small_hf_config(model_type, **sizes | changes)
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(3)
-    tensors = {
-        name: rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
-        for name, shape in expected_tensors(config_from_hf(config)).items()
-    }
+    tensors = {}
+    for name, shape in expected_tensors(config_from_hf(config)).items():
+        x = rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        if ".experts." in name:  # each one is a tensor of its own in a checkpoint
+            tensors |= {name.replace(".experts.", f".experts.{i}."): own for i, own in enumerate(x)}
+        else:
+            tensors[name] = x
     save_file(tensors, folder / "model.safetensors")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     side = {"eos_token": "<eos>", "chat_template": "{{ '<' + messages[0].content + '>' }}"}

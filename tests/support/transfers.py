@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_paged import KVState, Status, transfer, write
 from jax_paged.cache.transfer import Geometry, Payload, Ticket
-from jax_paged.layout import pages_shape
+from jax_paged.layout import pages_shape, pool_of_v
 
 SIZES = {
     "num_layers": 3, "num_pages": 24, "page_size": 4, "num_kv_heads": 2, "head_dim": 8,
@@ -32,7 +32,8 @@ def _fill(state, rows, q_lens, k, v):
 def append(state: KVState, row: int, count: int, seed: int) -> KVState:
     """Adds random tokens to a row."""
     rng = np.random.default_rng(seed)
-    head_dim = pages_shape(state.v_pages, state.layout, "v").head_dim
+    v_pages = pool_of_v(state.k_pages, state.v_pages, state.layout)
+    head_dim = pages_shape(v_pages, state.layout, "v").head_dim
     size = (state.k_pages.shape[0], 32, 2, head_dim)
     k, v = (rng.standard_normal(size, "f4") for _ in "kv")
     state, statuses = _fill(state, np.array([row]), np.array([count]), k, v)

@@ -136,6 +136,9 @@ JAX_PAGED_INLINE Vec SumEach(const Vec* x) {
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
+// The order in which the tree of SumEach has the lanes.
+constexpr int SumOrder(int i) { return i; }
+
 JAX_PAGED_INLINE void Transpose(Vec* x) {
   Vec a[8];
   JAX_PAGED_UNROLL

@@ -21,6 +21,9 @@ JAX_PAGED_INLINE Vec Ratio(Vec a, Vec b) {
 
 JAX_PAGED_INLINE Vec Load(const float* p) { return _mm512_loadu_ps(p); }
 JAX_PAGED_INLINE Vec LoadHalf(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
+JAX_PAGED_INLINE Vec LoadHalves(const float* low, const float* high) {
+  return _mm512_insertf32x8(LoadHalf(low), _mm256_loadu_ps(high), 1);
+}
 JAX_PAGED_INLINE void Store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 JAX_PAGED_INLINE void StoreHalf(float* p, Vec x) { _mm256_storeu_ps(p, _mm512_castps512_ps256(x)); }
 
@@ -162,6 +165,9 @@ JAX_PAGED_INLINE Vec SumEach(const Vec* x) {
   }
   return AddQuarters(AddQuarters(quads[0], quads[1]), AddQuarters(quads[2], quads[3]));
 }
+
+// The order in which the tree of SumEach has the lanes.
+constexpr int SumOrder(int i) { return (i & ~3) | (i & 1) << 1 | (i >> 1 & 1); }
 
 JAX_PAGED_INLINE void Transpose(Vec* x) {
   Vec a[16], b[16];

@@ -76,7 +76,8 @@ JAX_PAGED_INLINE Vec MaxSkipNan(Vec so_far, Vec x) {
 }
 
 // Loads kWidth elements, converted to float; Store rounds to nearest even. Any alignment.
-// Vectors of 16 also have LoadHalf and StoreHalf for 8 elements, zeros above.
+// Vectors of 16 also have LoadHalf and StoreHalf for 8 elements, zeros above, and LoadHalves for
+// twice 8 floats.
 JAX_PAGED_INLINE Vec Load(const float* p) {
   Vec r;
   __builtin_memcpy(&r, p, sizeof(r));
@@ -181,6 +182,10 @@ JAX_PAGED_INLINE Vec SumEach(const Vec* x) {
   for (int i = 0; i < kWidth; ++i) r.lane[i] = HorizontalSum(x[i]);
   return FromLanes(r);
 }
+
+// The lanes as the tree of SumEach has them: neighbours are added, then neighbours of their sums.
+// SumOrder(i + j) = SumOrder(i) + SumOrder(j) where i is a multiple of a power of two above j.
+constexpr int SumOrder(int i) { return (i & 1) << 2 | (i & 2) | (i >> 2 & 1); }
 
 // Transposes kWidth vectors in place.
 JAX_PAGED_INLINE void Transpose(Vec* x) {

@@ -3,6 +3,8 @@
 // The handler of jax_paged.linear.v1 on CPU: out = x w^T, where w is 8-bit each column times its
 // scale, or each sum over a block of the depth.
 //
+// w may be packed (linear/packed.h): then it has an axis more.
+//
 // The rows of w are cut into blocks that the workers claim; linear/kernel.h does a block for all
 // rows of x. Each output is summed by one worker in one order, so the bits do not depend on the
 // number of threads.
@@ -16,6 +18,7 @@
 #include "common/integers.h"
 #include "cpu/handlers.h"
 #include "cpu/linear/kernels.h"
+#include "cpu/linear/packed_checks.h"
 #include "cpu/parallel_for.h"
 #include "cpu/scratch.h"
 #include "xla/ffi/api/ffi.h"
@@ -28,6 +31,8 @@ namespace {
 constexpr char kOp[] = "jax_paged.linear";
 constexpr int64_t kSerialBytes = 64 << 10;  // of w: less is not worth a second thread
 constexpr int64_t kParallelRows = 16;       // of x: fewer are loaded by the caller alone
+constexpr int64_t kItemsPerWorker = 4;      // of packed w, at least
+constexpr int64_t kMostBlocks = 16;         // of an item of packed w
 
 struct Projection {
   const char* x;
@@ -43,42 +48,99 @@ struct Projection {
   int64_t num_columns;
 };
 
+// Rows of x as the kernels want them.
+struct LoadedRows {
+  const float* data;
+  int64_t stride;
+};
+
+// What the workers of one call have: rows of x, and floats of their own.
+template <typename Work>
+void LoadAndRun(ffi::ThreadPool& pool, const Projection& call, const LinearKernels& kernels,
+                int64_t workers, int64_t own_floats, const Work& work) {
+  const int64_t padded_rows = PadLinearRows(call.num_rows);
+  const int64_t x_stride = LinearStride(call.depth);
+  const int64_t floats = padded_rows * x_stride + workers * own_floats;
+  const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
+  float* const rows = reinterpret_cast<float*>(scratch.data());
+  const auto load = [&](int64_t item, int64_t) {
+    const int64_t begin = item * kParallelRows;
+    const int64_t end = Clamp(begin + kParallelRows, 0, padded_rows);
+    kernels.load_rows(call.x, begin, end, call.num_rows, call.depth, rows, x_stride);
+  };
+  ParallelFor(pool, CeilDiv(padded_rows, kParallelRows), workers, load);
+  work(LoadedRows{rows, x_stride}, rows + padded_rows * x_stride);
+}
+
+int64_t Workers(const ffi::ThreadPool& pool, const Projection& call) {
+  const bool is_small = call.num_columns * call.depth * ByteWidth(call.w_dtype) < kSerialBytes;
+  return is_small ? 1 : Clamp(pool.num_threads(), 1, 1024);
+}
+
 void Multiply(ffi::ThreadPool& pool, const Projection& call) {
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
   const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
   const int64_t block = LinearBlockColumns(LinearRowBytes(call.w_dtype, depth, num_rows));
-  const int64_t workers =
-      num_columns * row_bytes < kSerialBytes ? 1 : Clamp(pool.num_threads(), 1, 1024);
-  const int64_t padded_rows = PadLinearRows(num_rows);
-  const int64_t x_stride = LinearStride(depth);
-  const int64_t sums_floats = padded_rows * RoundUp(block, kLinearColumns);
+  const int64_t workers = Workers(pool, call);
+  const int64_t sums_floats = PadLinearRows(num_rows) * RoundUp(block, kLinearColumns);
   const int64_t panel_floats = IsEightBit(call.w_dtype) ? LinearPanelFloats(depth, block) : 0;
-  const int64_t floats = padded_rows * x_stride + workers * (sums_floats + panel_floats);
-  const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
-  float* const rows = reinterpret_cast<float*>(scratch.data());
-  float* const sums = rows + padded_rows * x_stride;
-
-  const auto load = [&](int64_t item, int64_t) {
-    const int64_t begin = item * kParallelRows;
-    const int64_t end = Clamp(begin + kParallelRows, 0, padded_rows);
-    kernels.load_rows(call.x, begin, end, num_rows, depth, rows, x_stride);
-  };
-  ParallelFor(pool, CeilDiv(padded_rows, kParallelRows), workers, load);
-
-  const auto multiply = [&](int64_t item, int64_t worker) {
-    const int64_t begin = item * block;
-    const int64_t count = Clamp(num_columns - begin, 0, block);
-    float* const mine = sums + worker * (sums_floats + panel_floats);
-    const LinearBlocks blocks =
-        LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
-    kernels.sums(rows, x_stride, num_rows, call.w + begin * row_bytes, depth, count, blocks,
-                 mine + sums_floats, mine);
-    if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, count, mine);
-    StoreLinearSums(mine, num_rows, count, num_columns, call.out_dtype,
+  const int64_t own_floats = sums_floats + panel_floats;
+  LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
+    ParallelFor(pool, CeilDiv(num_columns, block), workers, [&](int64_t item, int64_t worker) {
+      const int64_t begin = item * block;
+      const int64_t count = Clamp(num_columns - begin, 0, block);
+      float* const mine = own + worker * own_floats;
+      const LinearBlocks blocks =
+          LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
+      kernels.sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count, blocks,
+                   mine + sums_floats, mine);
+      if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, /*most=*/8, count, mine);
+      kernels.store(mine, num_rows, /*most=*/8, count, num_columns, call.out_dtype,
                     call.out + begin * ByteWidth(call.out_dtype));
-  };
-  ParallelFor(pool, CeilDiv(num_columns, block), workers, multiply);
+    });
+  });
+}
+
+// The same of packed w. A worker claims some blocks that lie one behind the other, each of which
+// comes in while the one before is multiplied; behind the last one it guesses its next item.
+void MultiplyPacked(ffi::ThreadPool& pool, const Projection& call) {
+  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
+  const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
+  const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
+  const int64_t block = PackedBlockColumns(LinearRowBytes(call.w_dtype, depth, num_rows),
+                                           num_rows * depth * int64_t{sizeof(float)});
+  const int64_t workers = Workers(pool, call);
+  const int64_t of_item =
+      Clamp(num_columns / (block * workers * kItemsPerWorker), 1, kMostBlocks) * block;
+  const bool is_direct = call.out_dtype == Dtype::kFloat32;
+  const int64_t sums_floats = is_direct ? 0 : num_rows * block;
+  const int64_t panel_floats = IsEightBit(call.w_dtype) ? LinearPanelFloats(depth, block) : 0;
+  const int64_t own_floats = sums_floats + panel_floats;
+  LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
+    ParallelFor(pool, CeilDiv(num_columns, of_item), workers, [&](int64_t item, int64_t worker) {
+      float* const mine = own + worker * own_floats;
+      const int64_t end = Clamp((item + 1) * of_item, 0, num_columns);
+      for (int64_t begin = item * of_item; begin < end; begin += block) {
+        const int64_t count = Clamp(end - begin, 0, block);
+        const int64_t next = begin + block < end ? begin + block : (item + workers) * of_item;
+        const LinearBlocks blocks =
+            LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
+        char* const out = call.out + begin * ByteWidth(call.out_dtype);
+        float* const sums = is_direct ? reinterpret_cast<float*>(out) : mine;
+        const int64_t sums_stride = is_direct ? num_columns : count;
+        kernels.packed_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
+                            next < num_columns ? call.w + next * row_bytes : nullptr, blocks,
+                            mine + sums_floats, sums, sums_stride);
+        for (int64_t r = 0; call.scale && r < num_rows; ++r) {
+          ScaleLinearSums(call.scale + begin, /*num_rows=*/1, /*most=*/1, count,
+                          sums + r * sums_stride);
+        }
+        if (is_direct) continue;
+        kernels.store(mine, num_rows, /*most=*/1, count, num_columns, call.out_dtype, out);
+      }
+    });
+  });
 }
 
 ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
@@ -92,11 +154,17 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   if (failed(ReadDtype(kOp, "x", TypeOf(x), &call.dtype)) ||
       failed(ReadWeightDtype(kOp, "w", TypeOf(w), TypeOf(x), &call.w_dtype)) ||
       failed(ReadDtype(kOp, "out", TypeOf(*out), &call.out_dtype)) ||
-      failed(CheckRank(kOp, "x", Shape(x), 2)) || failed(CheckRank(kOp, "w", Shape(w), 2))) {
+      failed(CheckRank(kOp, "x", Shape(x), 2))) {
     return ffi::Error::InvalidArgument(error);
   }
-  const int64_t num_rows = Shape(x)[0], depth = Shape(x)[1], num_columns = Shape(w)[0];
-  if (failed(CheckShape(kOp, "w", Shape(w), {num_columns, depth})) ||
+  const int64_t num_rows = Shape(x)[0], depth = Shape(x)[1];
+  const bool is_packed = Shape(w).rank == 3;
+  if (!is_packed && failed(CheckRank(kOp, "w", Shape(w), 2))) {
+    return ffi::Error::InvalidArgument(error);
+  }
+  const int64_t num_columns = Shape(w)[0] * (is_packed ? kPanelOutputs : 1);
+  if (failed(is_packed ? CheckPacked(kOp, "w", call.dtype, call.w_dtype, Shape(w), 0, depth)
+                       : CheckShape(kOp, "w", Shape(w), {num_columns, depth})) ||
       failed(CheckWeightScale(kOp, "scale", call.w_dtype, Shape(scale), {num_columns},
                               {CeilDiv(num_columns, kScaleBlock), CeilDiv(depth, kScaleBlock)})) ||
       failed(CheckShape(kOp, "out", Shape(*out), {num_rows, num_columns}))) {
@@ -117,7 +185,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   call.depth = depth;
   call.num_columns = num_columns;
   try {
-    Multiply(pool, call);
+    is_packed ? MultiplyPacked(pool, call) : Multiply(pool, call);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
   }

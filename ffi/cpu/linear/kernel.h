@@ -260,14 +260,65 @@ inline void GateSums(Activation activation, float limit, const float* up, int64_
   }
 }
 
-// The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
+// kWidth columns of the sums of tiles of 8 rows, a vector for each of kWidth rows. Where that is 16
+// these are two tiles, `more` floats apart.
+template <typename F>
+JAX_PAGED_INLINE void TransposeTiles(const F* sums, int64_t more, Vec* rows) {
+  JAX_PAGED_UNROLL
+  for (int n = 0; n < kWidth; ++n) {
+    if constexpr (kWidth == 8) {
+      rows[n] = Load(sums + n * 8);
+    } else {
+      rows[n] = LoadHalves(sums + n * 8, sums + n * 8 + more);
+    }
+  }
+  Transpose(rows);
+}
+
+// Rows of `sums` (LinearSums, or with most = 1 PackedSums) to out[num_rows, out_stride], rounded
+// once.
 template <typename T>
-constexpr LinearKernels kSameWeights = {LoadLinearRows<T>, LinearSums<T>, GateSums};
-template <typename C>
-constexpr LinearKernelsOf kCodeWeights = {
-    {{LoadPlainRows<BFloat16>, LinearSums<C, float>, GateSums},
-     {LoadPlainRows<Float16>, LinearSums<C, float>, GateSums},
-     {LoadPlainRows<float>, LinearSums<C, float>, GateSums}}};
+void StoreRows(const float* sums, int64_t num_rows, int64_t most, int64_t count, int64_t out_stride,
+               T* out) {
+  const int64_t padded = RoundUp(count, kLinearColumns);
+  for (int64_t begin = 0; begin < num_rows;) {
+    const int tile = LinearTileRows(num_rows, begin, most);
+    const float* const from = sums + begin * padded;
+    T* const to = out + begin * out_stride;
+    const bool two = kWidth == 16 && tile == 8 && num_rows - begin > 8 &&
+                     LinearTileRows(num_rows, begin + 8) == 8;
+    const int64_t rows = Clamp(two ? 16 : tile, 0, num_rows - begin);
+    int64_t n = 0;
+    if (tile == 8) {
+      for (; n + kWidth <= count; n += kWidth) {
+        Vec of_rows[kWidth];
+        TransposeTiles(from + n * 8, two ? 8 * padded : 0, of_rows);
+        for (int64_t r = 0; r < rows; ++r) Store(to + r * out_stride + n, of_rows[r]);
+      }
+    } else if (tile == 1) {
+      for (; n + kWidth <= count; n += kWidth) Store(to + n, Load(from + n));
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* const of_tile = r < 8 ? from + r : from + 8 * padded + r - 8;
+      for (int64_t i = n; i < count; ++i) FromFloat(of_tile[i * tile], to + r * out_stride + i);
+    }
+    begin += two ? 16 : tile;
+  }
+}
+
+inline void StoreLinearSums(const float* sums, int64_t num_rows, int64_t most, int64_t count,
+                            int64_t out_stride, Dtype dtype, void* out) {
+  switch (dtype) {
+    case Dtype::kBFloat16:
+      return StoreRows(sums, num_rows, most, count, out_stride, static_cast<BFloat16*>(out));
+    case Dtype::kFloat16:
+      return StoreRows(sums, num_rows, most, count, out_stride, static_cast<Float16*>(out));
+    case Dtype::kFloat32:
+      return StoreRows(sums, num_rows, most, count, out_stride, static_cast<float*>(out));
+    default:  // 8-bit: not a dtype of outputs
+      return;
+  }
+}
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 

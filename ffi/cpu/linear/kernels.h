@@ -31,6 +31,18 @@ inline int64_t LinearBlockColumns(int64_t row_bytes) {
   return Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
 }
 
+// Packed weights: outputs of a panel, and of the panels of a tile.
+inline constexpr int64_t kPanelOutputs = 16;
+inline constexpr int64_t kPanelGroup = 3 * kPanelOutputs;
+
+// Columns of packed w that one worker takes at once, while those of the next block come in. All of
+// x passes over each block: where x does not stay in L2, blocks are as large as that holds.
+inline int64_t PackedBlockColumns(int64_t row_bytes, int64_t x_bytes) {
+  constexpr int64_t kXBytes = 512 << 10, kBlockBytes = 768 << 10;
+  if (x_bytes <= kXBytes) return kPanelGroup;
+  return Clamp(kBlockBytes / row_bytes / kPanelGroup * kPanelGroup, kPanelGroup, 8 * kPanelGroup);
+}
+
 // Floats that `count` columns of a chunk of the depth are staged in.
 inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
   return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
@@ -50,8 +62,10 @@ inline int64_t LinearStride(int64_t depth) {
   return stride + (chunk + RoundUp(stride, kPeriod) - stride) % kPeriod;
 }
 
-// Rows of the tile that starts at row0 of num_rows; the last one may reach beyond.
-inline int LinearTileRows(int64_t num_rows, int64_t row0) {
+// Rows of the tile that starts at row0 of num_rows; the last one may reach beyond. Where a tile has
+// one row at `most`, sums are ordered by rows.
+inline int LinearTileRows(int64_t num_rows, int64_t row0, int64_t most = 8) {
+  if (most == 1) return 1;
   const int64_t rest = num_rows - row0;
   return rest > 4 ? 8 : (rest > 2 ? 4 : static_cast<int>(rest));
 }
@@ -87,14 +101,21 @@ struct LinearKernels {
                     float* rows, int64_t x_stride);
   void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
                int64_t count, const LinearBlocks& blocks, float* panel, float* sums);
+  // Of packed w; null where there is no such kernel.
+  void (*packed_sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
+                      int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
+                      float* panel, float* sums, int64_t sums_stride);
   void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);
+  void (*store)(const float* sums, int64_t num_rows, int64_t most, int64_t count,
+                int64_t out_stride, Dtype dtype, void* out);
 };
 
-// sums *= scale[n], for `count` columns n of num_rows rows.
-inline void ScaleLinearSums(const float* scale, int64_t num_rows, int64_t count, float* sums) {
+// sums *= scale[n], for `count` columns n of num_rows rows, `most` in a tile.
+inline void ScaleLinearSums(const float* scale, int64_t num_rows, int64_t most, int64_t count,
+                            float* sums) {
   const int64_t padded = RoundUp(count, kLinearColumns);
   for (int64_t begin = 0; begin < num_rows;) {
-    const int tile = LinearTileRows(num_rows, begin);
+    const int tile = LinearTileRows(num_rows, begin, most);
     float* const to = sums + begin * padded;
     for (int64_t n = 0; n < count; ++n) {
       for (int r = 0; r < tile; ++r) to[n * tile + r] *= scale[n];
@@ -105,10 +126,10 @@ inline void ScaleLinearSums(const float* scale, int64_t num_rows, int64_t count,
 
 // sums += bias[n], for the same.
 template <typename T>
-void AddLinearBias(const T* bias, int64_t num_rows, int64_t count, float* sums) {
+void AddLinearBias(const T* bias, int64_t num_rows, int64_t most, int64_t count, float* sums) {
   const int64_t padded = RoundUp(count, kLinearColumns);
   for (int64_t begin = 0; begin < num_rows;) {
-    const int tile = LinearTileRows(num_rows, begin);
+    const int tile = LinearTileRows(num_rows, begin, most);
     float* const to = sums + begin * padded;
     for (int64_t n = 0; n < count; ++n) {
       const float addend = ToFloat(bias[n]);
@@ -117,45 +138,16 @@ void AddLinearBias(const T* bias, int64_t num_rows, int64_t count, float* sums) 
     begin += tile;
   }
 }
-inline void AddLinearBias(const void* bias, Dtype dtype, int64_t num_rows, int64_t count,
-                          float* sums) {
+inline void AddLinearBias(const void* bias, Dtype dtype, int64_t num_rows, int64_t most,
+                          int64_t count, float* sums) {
   switch (dtype) {
     case Dtype::kBFloat16:
-      return AddLinearBias(static_cast<const BFloat16*>(bias), num_rows, count, sums);
+      return AddLinearBias(static_cast<const BFloat16*>(bias), num_rows, most, count, sums);
     case Dtype::kFloat16:
-      return AddLinearBias(static_cast<const Float16*>(bias), num_rows, count, sums);
+      return AddLinearBias(static_cast<const Float16*>(bias), num_rows, most, count, sums);
     case Dtype::kFloat32:
-      return AddLinearBias(static_cast<const float*>(bias), num_rows, count, sums);
+      return AddLinearBias(static_cast<const float*>(bias), num_rows, most, count, sums);
     default:  // 8-bit: not a dtype of biases
-      return;
-  }
-}
-
-// Rows of `sums` (linear/kernel.h) to out[num_rows, out_stride], rounded once.
-template <typename T>
-void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, int64_t out_stride,
-                     T* out) {
-  const int64_t padded = RoundUp(count, kLinearColumns);
-  for (int64_t begin = 0; begin < num_rows;) {
-    const int tile = LinearTileRows(num_rows, begin);
-    const float* const from = sums + begin * padded;
-    for (int r = 0; r < tile && begin + r < num_rows; ++r) {
-      T* const to = out + (begin + r) * out_stride;
-      for (int64_t n = 0; n < count; ++n) FromFloat(from[n * tile + r], to + n);
-    }
-    begin += tile;
-  }
-}
-inline void StoreLinearSums(const float* sums, int64_t num_rows, int64_t count, int64_t out_stride,
-                            Dtype dtype, void* out) {
-  switch (dtype) {
-    case Dtype::kBFloat16:
-      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<BFloat16*>(out));
-    case Dtype::kFloat16:
-      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<Float16*>(out));
-    case Dtype::kFloat32:
-      return StoreLinearSums(sums, num_rows, count, out_stride, static_cast<float*>(out));
-    default:  // 8-bit: not a dtype of outputs
       return;
   }
 }

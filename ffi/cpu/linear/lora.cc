@@ -176,8 +176,8 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     const char* const w = call.a + (group.adapter * inner + begin) * call.depth * bytes;
     kernels.sums(x_rows + group.first_row * x_stride, x_stride, group.num_rows, w, call.depth,
                  count, /*blocks=*/{}, /*panel=*/nullptr, mine);
-    StoreLinearSums(mine, group.num_rows, count, inner, call.dtype,
-                    h + (group.first_row * inner + begin) * bytes);
+    kernels.store(mine, group.num_rows, /*most=*/8, count, inner, call.dtype,
+                  h + (group.first_row * inner + begin) * bytes);
   });
 
   by_rows([&](int64_t row, int64_t token) {

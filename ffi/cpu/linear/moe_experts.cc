@@ -25,6 +25,7 @@
 #include "common/moe_checks.h"
 #include "cpu/handlers.h"
 #include "cpu/linear/kernels.h"
+#include "cpu/linear/packed_checks.h"
 #include "cpu/parallel_for.h"
 #include "cpu/scratch.h"
 #include "xla/ffi/api/ffi.h"
@@ -78,8 +79,33 @@ Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens) 
   return pairs;
 }
 
-void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
-             int64_t num_tokens) {
+// Which of the weights are packed (linear/packed.h): those have an axis more.
+struct PackedExperts {
+  bool gate_up, down;
+};
+
+// The products of a group's rows with columns of one matrix, in the order of the kernels.
+struct Product {
+  const LinearKernels& kernels;
+  bool is_packed;
+  int64_t depth;
+
+  // Rows in a tile of sums, at most.
+  int64_t most() const { return is_packed ? 1 : 8; }
+
+  void Run(const float* x, int64_t x_stride, int64_t num_rows, const char* w, int64_t count,
+           const LinearBlocks& blocks, float* panel, float* sums) const {
+    if (is_packed) {
+      kernels.packed_sums(x, x_stride, num_rows, w, depth, count, /*next=*/nullptr, blocks, panel,
+                          sums, /*sums_stride=*/count);
+    } else {
+      kernels.sums(x, x_stride, num_rows, w, depth, count, blocks, panel, sums);
+    }
+  }
+};
+
+void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& packed,
+             int64_t first_token, int64_t num_tokens) {
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const Pairs pairs = SortPairs(call, first_token, num_tokens);
   const int64_t num_rows = static_cast<int64_t>(pairs.token_of.size());
@@ -96,8 +122,14 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
   const auto row_bytes = [&](int64_t depth) {
     return LinearRowBytes(call.w_dtype, depth, most_rows);
   };
-  const int64_t gate_block = LinearBlockColumns(2 * row_bytes(call.hidden));
-  const int64_t down_block = LinearBlockColumns(row_bytes(call.inner));
+  const auto block_columns = [&](bool is_packed, int64_t bytes_of_row, int64_t depth) {
+    const int64_t x_bytes = most_rows * depth * int64_t{sizeof(float)};
+    return is_packed ? PackedBlockColumns(bytes_of_row, x_bytes) : LinearBlockColumns(bytes_of_row);
+  };
+  const int64_t gate_block = block_columns(packed.gate_up, 2 * row_bytes(call.hidden), call.hidden);
+  const int64_t down_block = block_columns(packed.down, row_bytes(call.inner), call.inner);
+  const Product gate_up{kernels, packed.gate_up, call.hidden};
+  const Product down{kernels, packed.down, call.inner};
   const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
   const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
@@ -145,25 +177,25 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
       return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
                             call.hidden, begin);
     };
-    kernels.sums(x, x_stride, group.num_rows, w, call.hidden, count, blocks(0), panel, gate);
-    kernels.sums(x, x_stride, group.num_rows, w + call.inner * call.hidden * w_bytes, call.hidden,
-                 count, blocks(1), panel, up);
+    gate_up.Run(x, x_stride, group.num_rows, w, count, blocks(0), panel, gate);
+    gate_up.Run(x, x_stride, group.num_rows, w + call.inner * call.hidden * w_bytes, count,
+                blocks(1), panel, up);
     if (call.gate_up_scale) {
       const float* const scale = call.gate_up_scale + first;
-      ScaleLinearSums(scale, group.num_rows, count, gate);
-      ScaleLinearSums(scale + call.inner, group.num_rows, count, up);
+      ScaleLinearSums(scale, group.num_rows, gate_up.most(), count, gate);
+      ScaleLinearSums(scale + call.inner, group.num_rows, gate_up.most(), count, up);
     }
     if (call.gate_up_bias.data) {
       const MoeBias& bias = call.gate_up_bias;
       const char* const from = bias.data + first * ByteWidth(bias.dtype);
-      AddLinearBias(from, bias.dtype, group.num_rows, count, gate);
-      AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows, count,
-                    up);
+      AddLinearBias(from, bias.dtype, group.num_rows, gate_up.most(), count, gate);
+      AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows,
+                    gate_up.most(), count, up);
     }
-    kernels.gate(call.activation, limit, up,
-                 PadLinearRows(group.num_rows) * RoundUp(count, kLinearColumns), gate);
-    StoreLinearSums(gate, group.num_rows, count, call.inner, call.dtype,
-                    reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
+    const int64_t rows = packed.gate_up ? group.num_rows : PadLinearRows(group.num_rows);
+    kernels.gate(call.activation, limit, up, rows * RoundUp(count, kLinearColumns), gate);
+    kernels.store(gate, group.num_rows, gate_up.most(), count, call.inner, call.dtype,
+                  reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
   });
 
   ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
@@ -184,17 +216,19 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
     const int64_t first = group.expert * call.hidden + begin;  // row of down
     const LinearBlocks blocks =
         LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
-    kernels.sums(h_rows + group.first_row * h_stride, h_stride, group.num_rows,
-                 call.down + first * call.inner * w_bytes, call.inner, count, blocks,
-                 sums + worker * sums_floats + own_floats, mine);
-    if (call.down_scale) ScaleLinearSums(call.down_scale + first, group.num_rows, count, mine);
+    down.Run(h_rows + group.first_row * h_stride, h_stride, group.num_rows,
+             call.down + first * call.inner * w_bytes, count, blocks,
+             sums + worker * sums_floats + own_floats, mine);
+    if (call.down_scale) {
+      ScaleLinearSums(call.down_scale + first, group.num_rows, down.most(), count, mine);
+    }
     if (call.down_bias.data) {
       const MoeBias& bias = call.down_bias;
-      AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows, count,
-                    mine);
+      AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows,
+                    down.most(), count, mine);
     }
-    StoreLinearSums(mine, group.num_rows, count, call.hidden,
-                    y + group.first_row * call.hidden + begin);
+    kernels.store(mine, group.num_rows, down.most(), count, call.hidden, Dtype::kFloat32,
+                  y + group.first_row * call.hidden + begin);
   });
 
   ParallelFor(pool, CeilDiv(num_tokens, kRowsPerItem), workers, [&](int64_t item, int64_t worker) {
@@ -211,11 +245,32 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, int64_t first_token,
         for (int64_t d = 0; d < call.hidden; ++d) sum[d] += weight * from[d];
       }
       const int64_t element = (first_token + token) * call.hidden;
-      StoreLinearSums(sum, 1, call.hidden, call.hidden, call.out_dtype,
-                      call.out + element * ByteWidth(call.out_dtype));
+      kernels.store(sum, 1, /*most=*/1, call.hidden, call.hidden, call.out_dtype,
+                    call.out + element * ByteWidth(call.out_dtype));
     }
   });
 }
+
+// Experts with the shape that they have unpacked.
+class UnpackedShape {
+ public:
+  explicit UnpackedShape(const Array& array) : array_(array) {
+    if (array.shape.rank != 4) return;
+    const ShapeView& shape = array.shape;
+    dims_[0] = shape[0];
+    dims_[1] = shape[1] * kPanelOutputs;
+    dims_[2] = shape[2] * shape[3] / kPanelOutputs;
+  }
+  Array array() const {
+    Array array = array_;
+    if (array.shape.rank == 4) array.shape = {dims_, 3};
+    return array;
+  }
+
+ private:
+  Array array_;
+  int64_t dims_[3] = {};
+};
 
 ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
                       ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
@@ -224,16 +279,27 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
                       ffi::AnyBuffer down_bias, ffi::Buffer<ffi::F32> limit,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view activation) {
   MoeParams call = {};
-  const std::string error =
-      ReadMoe({ArrayOf(x), ArrayOf(gate_up), ArrayOf(down), ArrayOf(experts), ArrayOf(weights),
-               ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(gate_up_bias),
+  const PackedExperts packed = {Shape(gate_up).rank == 4, Shape(down).rank == 4};
+  UnpackedShape gate_up_shape(ArrayOf(gate_up)), down_shape(ArrayOf(down));
+  std::string error =
+      ReadMoe({ArrayOf(x), gate_up_shape.array(), down_shape.array(), ArrayOf(experts),
+               ArrayOf(weights), ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(gate_up_bias),
                ArrayOf(down_bias), ArrayOf(limit), ArrayOf(*out)},
               activation, &call);
+  const auto check = [&](const char* argument, const ShapeView& shape, int64_t depth) {
+    error = CheckPacked(kMoeOp, argument, call.dtype, call.w_dtype, shape, /*leading=*/1, depth);
+  };
+  if (error.empty() && packed.gate_up) check("gate_up", Shape(gate_up), call.hidden);
+  if (error.empty() && packed.down) check("down", Shape(down), call.inner);
+  if (error.empty() && packed.gate_up && call.inner % kPanelOutputs != 0) {
+    error = Mismatch(kMoeOp, "gate_up", "an inner size that is a multiple of 16 where it is packed",
+                     std::to_string(call.inner));
+  }
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
   const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
   try {
     for (int64_t token = 0; token < call.num_tokens; token += turn) {
-      RunTurn(pool, call, token, Clamp(call.num_tokens - token, 0, turn));
+      RunTurn(pool, call, packed, token, Clamp(call.num_tokens - token, 0, turn));
     }
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kMoeOp) + ": out of memory");

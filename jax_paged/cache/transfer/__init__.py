@@ -58,7 +58,8 @@ from jax_paged.checks.fields import (
     list_of,
     short,
 )
-from jax_paged.layout import kv_heads_axis, pages_shape
+from jax_paged.layout import kv_heads_axis, pages_shape, pool_of_v
+from jax_paged.ops.batch import pages_for
 
 __all__ = [
     "Geometry",
@@ -194,6 +195,7 @@ class Geometry:
         """
         check_state(state)
         shape = pages_shape(state.k_pages, state.layout)
+        v_pages = pool_of_v(state.k_pages, state.v_pages, state.layout)
         if tensor_degree is None:
             axis = kv_heads_axis(state.k_pages, state.layout)
             local = state.k_pages.sharding.shard_shape(state.k_pages.shape)
@@ -213,7 +215,7 @@ class Geometry:
             num_layers=state.k_pages.shape[0],
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            v_head_dim=pages_shape(state.v_pages, state.layout, "v").head_dim,
+            v_head_dim=pages_shape(v_pages, state.layout, "v").head_dim,
             dtype=state.k_pages.dtype.name,
             scales=scales,
         )
@@ -377,7 +379,8 @@ class Sender:
             rows go on to their next tokens when the last layer is among them.
 
         Raises:
-          ValueError: a size is wrong, or the layers are not in the state.
+          ValueError: a size is wrong, the layers are not in the state, or tokens that are to go
+            have slid out of their row's window: a row is sent before it lets go of them.
         """
         max_tokens = check_size("max_tokens", max_tokens)
         count = self.geometry.num_layers if num_layers is None else num_layers
@@ -392,6 +395,7 @@ class Sender:
                 due.append((row, begin, end))
         if not due:
             return []
+        _check_kept(state, due)
         padding = [(-1, 0, 0)] * (_power_of_two(len(due)) - len(due))  # few programs
         rows, begins, ends = np.array(due + padding, np.int32).T
         payload = read(
@@ -410,6 +414,19 @@ class Sender:
             if layer_begin + count == self.geometry.num_layers:
                 self._sent[row] = end
         return made
+
+
+def _check_kept(state: KVState, due: Sequence[tuple[int, int, int]]) -> None:
+    """Checks that no token of these ranges has slid away."""
+    table, windows = state.table, state.table.windows
+    if windows is None:
+        return
+    pinned, offset = np.asarray(windows.num_pinned), np.asarray(windows.slot_offset)
+    for row, begin, end in due:
+        first = pages_for(int(pinned[row]), table.page_size) * table.page_size + int(offset[row])
+        lost = max(begin, int(pinned[row]))
+        ok = offset[row] == 0 or lost >= min(first, end)
+        expect(bool(ok), "state", f"token {lost} of row {row}", "a row that it has slid out of")
 
 
 def deliver(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
 from jax_paged.cache.table import (
     STALE,
@@ -33,7 +34,7 @@ from jax_paged.checks import (
     kind_text,
 )
 from jax_paged.checks.status import Status, code
-from jax_paged.layout import pages_shape
+from jax_paged.layout import pages_shape, pool_of_v
 from jax_paged.ops import reference
 from jax_paged.ops.ranges import gather_kv, slots_of_ranges
 from jax_paged.ops.write import write_kv
@@ -64,7 +65,7 @@ class Inbox:
         """One that expects nothing, for the rows and layers of `state`.
 
         Raises:
-          ValueError: the state was made with windows=True.
+          ValueError: the state has latent rows or several groups.
         """
         check_state(state)
         rows, layers = state.table.max_seqs, state.k_pages.shape[0]
@@ -131,7 +132,7 @@ def _prepare(table, inbox, rows, num_tokens):
     )
     slots = slots_of_ranges(
         table.num_pages, table.page_size, table.pages_per_seq * table.page_size,
-        table.page_table, jnp.where(live, rows, -1), begins, ends,
+        table.page_table, jnp.where(live, rows, -1), begins, ends, *_slid(table),
     )  # fmt: skip
     return table, inbox, jnp.where(live, ids, -1), slots, status
 
@@ -171,12 +172,12 @@ def read(
 
     Args:
       rows, begins, ends: integers [N], as for `gather_kv`. What lies beyond a row's length is 0,
-        so a range that begins there sends nothing old.
+        so a range that begins there sends nothing old. So is what has slid out of its window.
       max_tokens: the longest range. Static.
       layer_begin: the first layer, may be traced. num_layers: how many; None = all. Static.
 
     Raises:
-      ValueError: a shape, dtype or size is wrong, or the state was made with windows=True.
+      ValueError: a shape, dtype or size is wrong, or the state has latent rows or several groups.
     """
     check_state(state)
     rows = as_index("rows", rows)
@@ -194,22 +195,23 @@ def _read(state, rows, begins, ends, layer_begin, max_tokens, num_layers):
     inside = (rows >= 0) & (rows < table.max_seqs)
     ends = jnp.minimum(ends, jnp.where(inside, table.seq_lens[jnp.where(inside, rows, 0)], 0))
     ranges = (table.page_table, rows, begins, ends)
+    slid = dict(zip(("num_pinned", "slot_offset"), _slid(table), strict=True))
     # 8-bit values are exact in bf16; without a scale they come as they are.
     dtype = jnp.bfloat16 if is_eight_bit(state.k_pages) else state.k_pages.dtype
 
     def one_layer(layer):
         k, v = gather_kv(
             state.k_pages, state.v_pages, *ranges, max_tokens=max_tokens, layer=layer, dtype=dtype,
-            layout=state.layout,
+            layout=state.layout, **slid,
         )  # fmt: skip
-        tokens = Payload(k.astype(state.k_pages.dtype), v.astype(state.v_pages.dtype))
+        tokens = Payload(k.astype(state.k_pages.dtype), v.astype(state.k_pages.dtype))
         if not is_per_token(state.k_scale):
             return tokens
         assert state.k_scale is not None
         assert state.v_scale is not None
         k_scale, v_scale = gather_kv(  # like pages with a head_dim of 1
             state.k_scale[..., None], state.v_scale[..., None], *ranges, max_tokens=max_tokens,
-            layer=layer,
+            layer=layer, **slid,
         )  # fmt: skip
         return tokens._replace(k_scale=k_scale[..., 0], v_scale=v_scale[..., 0])
 
@@ -262,11 +264,16 @@ def receive(
 
 
 def check_state(state: KVState) -> None:
-    """A ValueError for a state that cannot be transferred: of groups, latent, or with windows."""
+    """A ValueError for a state that cannot be transferred: of groups, or latent."""
     expect(isinstance(state, KVState), "state", "a KVState", kind_text(state))
     one = len(state.groups) == 1 and not state.groups[0].is_latent
     expect(one, "state", "one of K and V of a single group", f"one of {state.kinds}")
-    expect(state.table.windows is None, "state", "one made without windows", "one with windows")
+
+
+def _slid(table: PageTable) -> tuple[Any, Any]:
+    """num_pinned and slot_offset of all rows, or twice None."""
+    windows = table.windows
+    return (None, None) if windows is None else (windows.num_pinned, windows.slot_offset)
 
 
 def _check_payload(state: KVState, payload: Payload, sizes_of_slots: tuple[int, ...]) -> None:
@@ -277,7 +284,7 @@ def _check_payload(state: KVState, payload: Payload, sizes_of_slots: tuple[int, 
     )
     for pool, pages_, tokens, scale in (
         ("k", state.k_pages, payload.k, payload.k_scale),
-        ("v", state.v_pages, payload.v, payload.v_scale),
+        ("v", pool_of_v(state.k_pages, state.v_pages, state.layout), payload.v, payload.v_scale),
     ):
         shape = pages_shape(pages_, state.layout, "k" if pool == "k" else "v")
         axes = "num_layers N max_tokens num_kv_heads head_dim"
@@ -314,8 +321,9 @@ def _write(
     is_new = jnp.any(among[None] & (received < ends[:, None]), axis=1)
     gap = jnp.any(among[None] & (received < begins[:, None]), axis=1)
     own = slots_of_ranges(
-        table.num_pages, table.page_size, width, table.page_table, safe, begins, ends
-    )
+        table.num_pages, table.page_size, width, table.page_table, safe, begins, ends,
+        *_slid(table),
+    )  # fmt: skip
     token = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     elsewhere = jnp.any((token < ends[:, None]) & (slots != own), axis=1)
     is_own = table.is_live[safe] & (inbox.ids[safe] == ids) & (ids >= 0)

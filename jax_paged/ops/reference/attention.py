@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged.checks import is_per_token
-from jax_paged.layout import Layout, Pool, is_stacked, pages_shape, slots_first
+from jax_paged.layout import Layout, Pool, is_stacked, pages_shape, pool_of_v, slots_first
 from jax_paged.ops.reference.scales import QMAX, head_scale
 from jax_paged.ops.rope import apply_rope
 
@@ -157,6 +157,7 @@ def ragged_paged_attention(
     """`jax_paged.ragged_paged_attention` in jax.numpy, one row at a time. Differentiable."""
     num_tokens, _, head_dim = q.shape
     rows = page_table.shape[0]
+    v_pages = pool_of_v(k_pages, v_pages, layout)
     v_head_dim = pages_shape(v_pages, layout, "v").head_dim
     sm_scale = jnp.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
@@ -238,6 +239,7 @@ def paged_attention(
     sm_scale = jnp.float32(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
     layer = jnp.int32(0 if layer is None else layer)
     k, has_page = _gather_rows(k_pages, page_table, layer, layout, "k", k_scale)
+    v_pages = pool_of_v(k_pages, v_pages, layout)
     v, _ = _gather_rows(v_pages, page_table, layer, layout, "v", v_scale)
     rows, capacity = k.shape[:2]
     window, pinned, offset = (
@@ -266,12 +268,11 @@ def paged_attention(
 
 def mla_paged_attention(
     q, kv_pages, page_table, seq_lens, cu_q_lens, num_seqs=None, *,
-    sm_scale, v_head_dim, layer=None, kv_scale=None, causal=True, return_lse=False,
+    v_head_dim, kv_scale=None, **options
 ):  # fmt: skip
     """`jax_paged.mla_paged_attention` in jax.numpy: one KV head, its V cut out of K."""
     k_pages = kv_pages[..., None, :, :]
     return ragged_paged_attention(
         q, k_pages, k_pages[..., :v_head_dim], page_table, seq_lens, cu_q_lens, num_seqs,
-        layer=layer, sm_scale=sm_scale, causal=causal, return_lse=return_lse,
-        k_scale=kv_scale, v_scale=kv_scale,
+        k_scale=kv_scale, v_scale=kv_scale, **options,
     )  # fmt: skip

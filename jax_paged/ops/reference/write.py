@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes to the pages in jax.numpy. Differentiable."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jax_paged.checks import RopeStyle, is_per_token
-from jax_paged.layout import SLOT_AXIS, Layout, Pool, pages_rank, pages_shape
+from jax_paged.layout import (
+    SLOT_AXIS,
+    Layout,
+    Pool,
+    is_one_pool,
+    of_slots,
+    pages_rank,
+    pages_shape,
+    pool_of_v,
+    side_by_side,
+)
 from jax_paged.ops.reference.scales import QMAX, head_scale, quantize, token_scale
 from jax_paged.ops.rope import apply_rope
 
@@ -39,7 +51,8 @@ def write_kv(
 ):  # fmt: skip
     """`jax_paged.write_kv` in jax.numpy: a scatter that drops what has no slot."""
     index = jnp.int32(0 if layer is None else layer)
-    k, v, k_tokens, v_tokens = quantized(k_pages, v_pages, k, v, index, k_scale, v_scale)
+    v_pool = pool_of_v(k_pages, v_pages, layout)
+    k, v, k_tokens, v_tokens = quantized(k_pages, v_pool, k, v, index, k_scale, v_scale)
     written = scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout)
     if k_tokens is None:
         return written
@@ -61,7 +74,7 @@ def read_tokens(pages, slots, layer, layout: Layout, pool: Pool) -> jax.Array:
     index = (page, *(slice(None),) * (SLOT_AXIS[layout] - 1), offset)
     if shape.num_layers is not None:
         index = (jnp.broadcast_to(layer, page.shape), *index)
-    return pages[index].reshape(slots.shape[0], shape.num_kv_heads, shape.head_dim)
+    return of_slots(pages[index], shape, layout, pool)
 
 
 def last_of_equal(slot_mapping, num_slots):
@@ -76,7 +89,7 @@ def last_of_equal(slot_mapping, num_slots):
     return order, jnp.where(wins & (slot >= 0) & (slot < num_slots), slot, num_slots)
 
 
-def scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout: Layout):
+def scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout: Layout) -> tuple[Any, Any]:
     """Writes tokens that have the dtype of their pages."""
     shape = pages_shape(k_pages, layout)
     num_slots = shape.num_pages * shape.page_size
@@ -96,6 +109,8 @@ def scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout: Layout):
             tokens = tokens.reshape(*tokens.shape[:2], *pages.shape[-3::2])
         return pages.at[index].set(tokens, mode="drop")
 
+    if is_one_pool(layout):
+        return scatter(k_pages, side_by_side(k, v), "k"), None
     return scatter(k_pages, k, "k"), scatter(v_pages, v, "v")
 
 
@@ -118,7 +133,8 @@ def qkv_heads(
     q_norm, k_norm, eps, num_q_heads, style: RopeStyle, layout: Layout,
 ):  # fmt: skip
     """What qkv_norm_rope_write returns and writes: q in qkv's dtype, k in f32, v, and the slots."""
-    shape, v_shape = pages_shape(k_pages, layout), pages_shape(v_pages, layout, "v")
+    shape = pages_shape(k_pages, layout)
+    v_shape = pages_shape(pool_of_v(k_pages, v_pages, layout), layout, "v")
     heads = num_q_heads + shape.num_kv_heads
     qk, v = jnp.split(qkv, [heads * shape.head_dim], axis=1)
     qk = qk.reshape(qk.shape[0], heads, shape.head_dim)

@@ -31,7 +31,7 @@ from jax_paged.models.checkpoint.hf_config import config_from_hf
 from jax_paged.models.checkpoint.weights import open_checkpoint
 from jax_paged.models.decoder.config import DecoderConfig
 from jax_paged.models.decoder.parameters import expected_tensors, random_source
-from jax_paged.models.testing import small_hf_config
+from jax_paged.models.testing import small_hf_config, stored_tensors
 
 Files = dict[str, bytes | None]  # name → content; None: a folder stands there
 
@@ -145,9 +145,10 @@ def _vocabulary() -> tuple[list[str], list[str]]:
 
 
 def _raw(model_type: str) -> dict[str, Any]:
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}} if model_type == "gpt_oss" else {}
     return small_hf_config(
         model_type, vocab_size=len(_vocabulary()[0]), eos_token_id=1, bos_token_id=0,
-        tie_word_embeddings=model_type == "llama", rms_norm_eps=2**-20,
+        tie_word_embeddings=model_type == "llama", rms_norm_eps=2**-20, **mxfp4,
     )  # fmt: skip
 
 
@@ -172,16 +173,13 @@ _ROPES: tuple[dict[str, Any] | None, ...] = (
 )  # fmt: skip
 
 
+FOLDERS = ("llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3_text", "gpt_oss")
+
+
 @functools.cache
 def folder_files(model_type: str) -> Files:
     """A valid folder: its configuration, tokenizer and weights in two files."""
-    tensors = {}
-    for name, value in _tensors(model_type).items():
-        prefix, experts, part = name.partition(".experts.")
-        if experts:
-            tensors |= {f"{prefix}.experts.{e}.{part}": value[e] for e in range(len(value))}
-        else:
-            tensors[name] = value
+    tensors = stored_tensors(config_from_hf(_raw(model_type)), _tensors(model_type))
     shards = {f"model-{i}.safetensors": sorted(tensors)[i::2] for i in range(2)}
     tokens, merges = _vocabulary()
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -212,7 +210,7 @@ _TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 
 def hostile_folder(rng: np.random.Generator) -> Files:
     """A folder with one or two of its text files mutated, or gone, or with a stranger."""
-    files = dict(folder_files(_pick(rng, ("llama", "qwen2", "qwen3", "qwen3_moe", "phi3"))))
+    files = dict(folder_files(_pick(rng, FOLDERS)))
     content = json.loads(files["config.json"] or b"")
     files["config.json"] = json.dumps(content | {"rope_scaling": _pick(rng, _ROPES)}).encode()
     for _ in range(int(rng.integers(1, 3))):
@@ -239,7 +237,7 @@ def hostile_folder(rng: np.random.Generator) -> Files:
 
 def hostile_safetensors(rng: np.random.Generator) -> Files:
     """A folder with one file of weights mutated: its header, its bytes, or its tensors."""
-    files = dict(folder_files(_pick(rng, ("llama", "qwen3_moe"))))
+    files = dict(folder_files(_pick(rng, ("llama", "qwen3_moe", "gpt_oss"))))
     name = _pick(rng, ("model-0.safetensors", "model-1.safetensors"))
     data = files[name] or b""
     end = 8 + int.from_bytes(data[:8], "little")
@@ -467,10 +465,11 @@ def read_checkpoint(folder: Path) -> None:
             out = np.empty(shape, np.float32)
             checkpoint.fill(name, out)
             assert np.isfinite(out).all(), name
-    frequencies = config.rope.frequencies(config.head_dim)
-    assert np.isfinite(frequencies).all(), config.rope
-    assert (frequencies > 0).all(), config.rope
-    assert 0 < config.rope.attention_factor < _INF, config.rope
+    for rope in (config.rope, config.local_rope or config.rope):
+        frequencies = rope.frequencies(config.head_dim)
+        assert np.isfinite(frequencies).all(), rope
+        assert (frequencies > 0).all(), rope
+        assert 0 < rope.attention_factor < _INF, rope
     assert 0 < config.rms_norm_eps < _INF, config.rms_norm_eps
     assert all(type(i) is int for i in (*config.eos_token_ids, *tokenizer.eos_ids))
     ids = tokenizer.encode("abc é 12\n</s>")

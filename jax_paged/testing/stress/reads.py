@@ -14,7 +14,14 @@ from jax_paged.ops.merge import merge_attention_states
 
 from .. import cascade, flat, mla
 from ..cases import Batch, Case
-from ..options import ATTENTION_FACTORS, LOGIT_FACTORS, attend, attention_case
+from ..options import (
+    ATTENTION_FACTORS,
+    LOGIT_FACTORS,
+    attend,
+    attention_case,
+    random_parents,
+    trees_of,
+)
 from ..oracle import TOLERANCES, assert_attention_close, dense_oracle
 from .op import DTYPES, FP8, WILD, Op, Row
 
@@ -156,6 +163,7 @@ RAGGED = {
     **LOGIT_FACTORS,
     "alibi": (False, True),
     "sinks": (False, True),
+    "tree": (False, True),
     "dead": (0, 1),
 }
 
@@ -173,6 +181,9 @@ def _ragged(row: Row, seed: int, implementation: Any) -> float:
         options["alibi_slopes"] = np.float32(rng.uniform(0.001, 0.5, heads))
     if row["sinks"]:
         options["sinks"] = rng.standard_normal(heads, "f4")
+    if row["tree"] and row["causal"]:
+        sizes = (min(n, int(rng.integers(q, q + 9))) for q, n in zip(q_lens, kv_lens, strict=True))
+        options |= trees_of([random_parents(rng, size, "forest") for size in sizes])
     result = made.attend(implementation=implementation, **options)
     return _close(result, dense_oracle(made.paged, **options))
 

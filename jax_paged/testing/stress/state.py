@@ -26,7 +26,7 @@ from jax_paged.cache.layers import write
 from jax_paged.cache.state import KVState
 from jax_paged.cache.trees import NO_TREE
 from jax_paged.checks.status import Status
-from jax_paged.layout import slots_first
+from jax_paged.layout import POOLS, pool_of_v, slots_first
 
 from ..oracle import ancestors
 from .page_model import Config, Model, Row
@@ -39,7 +39,7 @@ WIDE = 2**31 - 1
 
 CONFIGS = [
     Config(num_pages=9, max_seqs=5, pages_per_seq=6, page_size=1, layout="HND"),
-    Config(num_pages=5, max_seqs=5, pages_per_seq=3, page_size=2, layout="NHD"),
+    Config(num_pages=5, max_seqs=5, pages_per_seq=3, page_size=2, layout="rpa"),
     Config(num_pages=9, max_seqs=6, pages_per_seq=4, page_size=5, layout="NHD"),
     Config(num_pages=7, max_seqs=6, pages_per_seq=3, page_size=16, layout="HND"),
     Config(num_pages=9, max_seqs=5, pages_per_seq=6, page_size=1, layout="NHD", windows=True),
@@ -73,7 +73,10 @@ def _step(kv, rows, q_lens, values, parents, size):
 def _observe(kv):
     """All that the checks look at, in one transfer; pools as [layer, page, slot]."""
     table = kv.table
-    pools = [slots_first(pool, kv.layout)[..., 0, 0] for pool in (kv.k_pages, kv.v_pages)]
+    both = kv.k_pages, pool_of_v(kv.k_pages, kv.v_pages, kv.layout)
+    pools = [
+        slots_first(x, kv.layout, pool)[..., 0, 0] for x, pool in zip(both, POOLS, strict=True)
+    ]
     queries = {
         "free_rows": table.free_rows,
         "num_free": table.free_pages,

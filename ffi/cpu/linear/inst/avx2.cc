@@ -27,6 +27,7 @@ JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 #include "cpu/attention/common.h"
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
+#include "cpu/linear/packed.h"
 // clang-format on
 namespace jax_paged::cpu::avx2 {
 constexpr LinearKernelTable kLinear = {

@@ -25,6 +25,7 @@
 #include "cpu/attention/common.h"
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
+#include "cpu/linear/packed.h"
 // clang-format on
 namespace jax_paged::cpu::generic {
 constexpr LinearKernelTable kLinear = {
