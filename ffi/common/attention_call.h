@@ -70,6 +70,7 @@ struct AttentionCall {
   int64_t num_q_heads;
   int64_t max_seqs;
   int64_t pages_per_seq;
+  bool is_run;  // a row's pages follow each other: page_table has the first alone
   PoolShape k_pool;
   PoolShape v_pool;  // latent pages: its head_dim counts; where its rows lie, k_pool tells
   bool is_latent;
@@ -77,7 +78,7 @@ struct AttentionCall {
   const void* q;
   void* k_pages;
   void* v_pages;              // latent: k_pages; else of the first row of V
-  const int32_t* page_table;  // [max_seqs, pages_per_seq]
+  const int32_t* page_table;  // [max_seqs, pages_per_seq], of runs [max_seqs, 1]
   const int32_t* seq_lens;    // [max_seqs]
   const int32_t* cu_q_lens;   // [max_seqs + 1]
   const int32_t* num_seqs;    // [1]
@@ -242,8 +243,10 @@ class AttentionReader {
     const ShapeView table = source_.Find("page_table").shape;
     if (!Take(CheckRank(kAttentionOp, "page_table", table, 2))) return false;
     const int64_t rows = call_.max_seqs = table[0];
-    call_.pages_per_seq = table[1];
-    return Need("page_table", {rows, table[1]}, &call_.page_table) &&
+    const int64_t run = source_.Attribute("run_pages", int64_t{0});
+    call_.is_run = run > 0;
+    call_.pages_per_seq = call_.is_run ? run : table[1];
+    return Need("page_table", {rows, call_.is_run ? 1 : table[1]}, &call_.page_table) &&
            Need("seq_lens", {rows}, &call_.seq_lens) &&
            Need("cu_q_lens", {rows + 1}, &call_.cu_q_lens) &&
            Need("num_seqs", {1}, &call_.num_seqs) && Need("layer", {}, &call_.layer) &&

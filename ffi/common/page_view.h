@@ -113,7 +113,7 @@ struct PageView {
   int64_t page_size;
   PageStrides strides;
 
-  bool IsPage(int32_t page) const { return page >= 0 && page < num_pages; }
+  bool IsPage(int64_t page) const { return page >= 0 && page < num_pages; }
   bool IsSlot(int32_t slot) const { return slot >= 0 && slot < num_pages * page_size; }
 
   // First byte of the token at `offset` in `page`, which must be a page of the pool.

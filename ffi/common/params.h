@@ -19,7 +19,7 @@ struct AttentionParams {
   float* lse;                 // [T, num_q_heads], natural log
   PageView k;                 // the layer's pages, kv_dtype
   PageView v;                 // the same, v_head_dim wide
-  const int32_t* page_table;  // [S, pages_per_seq]
+  const int32_t* page_table;  // [S, pages_per_seq]; of runs [S, 1]
   int64_t pages_per_seq;
   int32_t num_q_heads;
   int32_t num_kv_heads;
@@ -35,11 +35,24 @@ struct AttentionParams {
   float out_scale;  // what an fp8 output is divided by
   RopeTables rope;  // what q and k are turned by
   bool causal;
+  bool is_run;     // a row's pages follow each other: page_table has the first alone
   bool has_atoms;  // K and V rows are not contiguous in the pages (Layout::kVllm5d)
   Dtype dtype;
   Dtype kv_dtype;
   Dtype out_dtype;
 };
+
+// The page ids of one row.
+struct RowPages {
+  const int32_t* ids;
+  bool is_run;
+
+  int64_t operator[](int64_t i) const { return is_run ? int64_t{ids[0]} + i : ids[i]; }
+};
+
+inline RowPages PagesOf(const AttentionParams& params, int32_t row) {
+  return {params.page_table + row * (params.is_run ? 1 : params.pages_per_seq), params.is_run};
+}
 
 // Whether K and V are converted to floats in scratch, and the kernels of float serve the call.
 inline bool IsStaged(const AttentionParams& params) {

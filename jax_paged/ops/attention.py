@@ -261,7 +261,6 @@ def ragged_attention(
       cu_q_lens, cu_kv_lens: where each row starts; clamped to be monotone and within the arrays.
       num_seqs: scalar or [1]: how many rows are live; None = all. May be traced.
       max_kv_len: no row has more keys; longer ones are cut there. None: kv_tokens. Static.
-        The call makes an i32[num_seqs, max_kv_len] table of places: a tight value keeps it small.
       {options}
       k_scale: what 8-bit k is multiplied with; None: 1. A scalar, [num_kv_heads], or [kv_tokens,
         num_kv_heads, 1].
@@ -337,18 +336,18 @@ def ragged_attention(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _flat(max_kv_len, static, q, k, v, cu_q_lens, cu_kv_lens, traced):
-    # Each token is a page of one slot, and a row's page table counts up from its first token: so
-    # the kernels read k and v in place. (A copy to longer pages first was never faster on CPU.)
-    k_pages, v_pages = k[:, None], v[:, None]
+    # Each token is a page of one slot, so the kernels read k and v in place, and a row is a run of
+    # pages: of its page table there is the first column alone. (A copy to longer pages first was
+    # never faster on CPU.)
     bounds = jax.lax.cummax(jnp.clip(cu_kv_lens, 0, k.shape[0]))
-    page_table = bounds[:-1, None] + jnp.arange(max_kv_len, dtype=jnp.int32)[None]
-    options = traced | dict(static)
-    style = options.pop("rope_style")
-    if style:
-        options["rope"] += style
-    return ragged_paged_attention(
-        q, k_pages, v_pages, page_table, jnp.diff(bounds), cu_q_lens, layout="NHD", **options
-    )
+    given = traced | dict(static) | {
+        "q": q, "k_pages": k[:, None], "v_pages": v[:, None], "page_table": bounds[:-1, None],
+        "seq_lens": jnp.diff(bounds), "cu_q_lens": cu_q_lens, "layer": None, "layout": "NHD",
+    }  # fmt: skip
+    if given["rope_style"]:
+        given["rope"] += given["rope_style"]
+    static, arrays = check_call(given)
+    return attend_checked((*static, ("run_pages", max_kv_len)), arrays, given["return_lse"])
 
 
 def check_call(given: Mapping[str, Any]) -> tuple[Static, Arrays]:
@@ -424,6 +423,9 @@ def _reference(static: Static, arrays: Arrays) -> Any:
     known = dict(static)
     given: dict[str, Any] = options.of_reference(known, arrays) | {"return_lse": True}
     x = arrays
+    if "run_pages" in known:
+        run = jnp.arange(known["run_pages"], dtype=jnp.int32)
+        x = x | {"page_table": x["page_table"] + run[None]}
     if "kv_pages" in x:
         kv_pages = x["kv_pages"]
         given |= {"layer": x["layer"] if kv_pages.ndim == 4 else None}
@@ -497,12 +499,13 @@ def _pages(known: Mapping[str, Any], arrays: Arrays) -> PagesShape:
 def _words(known: Mapping[str, Any], arrays: Arrays) -> int:
     """The same of a call on one device."""
     pages, q, page_table = _pages(known, arrays), arrays["q"], arrays["page_table"]
+    pages_per_seq = known.get("run_pages", page_table.shape[1])
     return _cuda_workspace_words(
         max_seqs=page_table.shape[0],
         num_kv_heads=pages.num_kv_heads,
         group_size=q.shape[1] // pages.num_kv_heads,
         v_head_dim=pages.head_dim,
-        capacity=page_table.shape[1] * pages.page_size,
+        capacity=pages_per_seq * pages.page_size,
         max_tree=arrays["tree"].shape[1] if "tree" in arrays else 0,
         num_kv_splits=known.get("num_kv_splits", 0),
         split_tokens=known.get("split_tokens", 0),
@@ -518,11 +521,12 @@ def _call(static: Static, arrays: Arrays):
         counts_heads["k_scale"] = None
     axes = {name: at_heads(x, counts_heads.get(name)) for name, x in arrays.items()}
     axes |= pools_at_heads(arrays, known.get("layout"))
+    run = {"run_pages": known["run_pages"]} if "run_pages" in known else {}
     return tuple(
         ffi_call(
             TARGET,
             list(arrays.values()),
-            {"operands": ",".join(arrays), **options.attributes(known)},
+            {"operands": ",".join(arrays), **run, **options.attributes(known)},
             split=Split(axes, (f"- {KV_HEADS} -", f"- {KV_HEADS}"), fixed=PAGES),
             cuda_workspace_words=functools.partial(_words, known),
             implementation=known.get("implementation"),

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,14 @@ def test_k_and_v_are_not_copied():
     call = jax.jit(lambda q, k: ragged_attention(q, k, k, jnp.array([0, 1]), jnp.array([0, 5000])))
     compiled = call.lower(q, k).compile()
     assert not jax_paged.testing.pool_sized_ops(compiled, k)
+
+
+def test_no_array_has_a_place_for_each_row_and_token():
+    q, k = jnp.ones((7, 8, 64), jnp.float32), jnp.ones((5003, 2, 64), jnp.float32)
+    bounds = jnp.arange(8), jnp.arange(8) * 700
+    text = jax.jit(ragged_attention).lower(q, k, k, *bounds).compile().as_text()
+    assert "5003" in text
+    assert not re.search(r"\[(7,5003|5003,7|35021)\b", text)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
                 int64_t end, const WorkerScratch& scratch, int part, KeyBlock<T>* block) {
   const PageView& k = params.k;
   const PageView& v = params.v;
-  const int32_t* pages = params.page_table + row * params.pages_per_seq;
+  const RowPages pages = PagesOf(params, row);
   block->begin = begin;
   int count = 0;
   int seen = 0;
@@ -76,7 +76,7 @@ void GatherKeys(const AttentionParams& params, int32_t row, int32_t kv_head, int
     int64_t run = k.page_size - offset;
     if (run > end - token) run = end - token;
     token += run;
-    const int32_t id = pages[page];
+    const int64_t id = pages[page];
     if (!k.IsPage(id)) {
       for (int64_t i = 0; i < run; ++i) block->count_before[seen++] = static_cast<uint8_t>(count);
       continue;

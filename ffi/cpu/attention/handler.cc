@@ -122,6 +122,7 @@ AttentionParams MakeParams(const AttentionCall& call) {
   params.v = MakePageView(call.v_pages, call.is_latent ? call.k_pool : call.v_pool, layer);
   params.page_table = call.page_table;
   params.pages_per_seq = call.pages_per_seq;
+  params.is_run = call.is_run;
   params.num_q_heads = static_cast<int32_t>(call.num_q_heads);
   params.num_kv_heads = static_cast<int32_t>(call.k_pool.num_kv_heads);
   params.group_size = params.num_q_heads / params.num_kv_heads;

@@ -49,7 +49,7 @@ inline void ListScales(const KvScale& scale, const AttentionParams& params, int3
     for (int i = 0; i < kKeyBlock; ++i) scales[i] = all;
     return;
   }
-  const int32_t* pages = params.page_table + row * params.pages_per_seq;
+  const RowPages pages = PagesOf(params, row);
   const int64_t page_size = params.k.page_size;
   int64_t page = begin / page_size, offset = begin % page_size;
   int listed = 0;
@@ -58,7 +58,7 @@ inline void ListScales(const KvScale& scale, const AttentionParams& params, int3
     if (run > end - token) run = end - token;
     token += run;
     if (!params.k.IsPage(pages[page])) continue;
-    const int64_t first = (pages[page] * int64_t{params.num_kv_heads} + kv_head) * page_size;
+    const int64_t first = (pages[page] * params.num_kv_heads + kv_head) * page_size;
     const float* from = scale.data + first + offset;
     for (int64_t i = 0; i < run; ++i) scales[listed++] = from[i];
   }
@@ -68,11 +68,11 @@ inline void ListScales(const KvScale& scale, const AttentionParams& params, int3
 inline void PrefetchScales(const KvScale& scale, const AttentionParams& params, int32_t row,
                            int32_t kv_head, int64_t begin, int64_t end) {
   if (!scale.per_token || begin >= end) return;
-  const int32_t* pages = params.page_table + row * params.pages_per_seq;
+  const RowPages pages = PagesOf(params, row);
   const int64_t page_size = params.k.page_size;
   for (int64_t page = begin / page_size; page * page_size < end; ++page) {
     if (!params.k.IsPage(pages[page])) continue;
-    const int64_t first = (pages[page] * int64_t{params.num_kv_heads} + kv_head) * page_size;
+    const int64_t first = (pages[page] * params.num_kv_heads + kv_head) * page_size;
     const char* from = reinterpret_cast<const char*>(scale.data + first);
     for (int64_t i = 0; i < page_size * int64_t{sizeof(float)}; i += 64) Prefetch(from + i);
   }

@@ -103,7 +103,7 @@ struct AttentionArgs {
   Global<const char> q;        // [num_tokens, num_q_heads, head_dim]
   Global<const char> k_pages;  // strides below
   Global<const char> v_pages;
-  Global<const int32_t> page_table;  // [max_seqs, pages_per_seq]
+  Global<const int32_t> page_table;  // [max_seqs, table_width]
   Global<const int32_t> seq_lens;    // [max_seqs]
   Global<const int32_t> cu_q_lens;   // [max_seqs + 1]
   Global<const int32_t> num_seqs;    // [1]
@@ -144,7 +144,7 @@ struct AttentionArgs {
   PageStrides k_strides;
   PageStrides v_strides;
   PageStrides row_strides;  // in rows of a token and a KV head, which are the same of K and V
-  int64_t pages_per_seq;
+  int64_t table_width;
   int64_t num_slots;  // of kTileRows packed rows each
   FastDivide by_page_size;
   FastDivide by_group_size;
@@ -178,6 +178,7 @@ struct AttentionArgs {
   bool causal;
   bool rope_interleaved;
   bool is_latent;  // V is the front of K's rows
+  bool is_run;     // a row's pages follow each other: page_table has the first alone
   bool has_plan;   // it is an operand
 
   JAX_PAGED_HOST_DEVICE bool has_fixed_splits() const {

@@ -67,7 +67,7 @@ class DecodeLoader {
     if (!has_tile_ || token >= segment_.lengths.seq_len) return;
     const int32_t index = args.by_page_size(token);
     slot_ = token - index * args.page_size;
-    page_id_ = prim::LoadConst(args.page_table + (segment_.row * args.pages_per_seq + index));
+    page_id_ = PageOf(args, segment_.row, index);
   }
 
   JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {

@@ -67,7 +67,7 @@ class LatentLoader {
     if (token >= job_.end || token < job_.segment.first_key) return;
     const int32_t index = args.by_page_size(token);
     slot_ = token - index * args.page_size;
-    page_id_ = prim::LoadConst(args.page_table + (job_.segment.row * args.pages_per_seq + index));
+    page_id_ = PageOf(args, job_.segment.row, index);
   }
 
   JAX_PAGED_DEVICE void CopyTile(const AttentionArgs& args, int32_t stage) {

@@ -112,7 +112,8 @@ inline std::string MakeShape(const AttentionCall& call, AttentionArgs* args) {
   PoolShape rows = call.k_pool;
   rows.head_dim = rows.element_bytes = 1;
   args->row_strides = MakePageStrides(rows);
-  args->pages_per_seq = call.pages_per_seq;
+  args->table_width = call.is_run ? 1 : call.pages_per_seq;
+  args->is_run = call.is_run;
   args->by_page_size = MakeFastDivide(static_cast<int32_t>(call.k_pool.page_size));
   args->by_group_size = MakeFastDivide(static_cast<int32_t>(workspace.group_size));
   args->num_layers = static_cast<int32_t>(call.k_pool.num_layers);

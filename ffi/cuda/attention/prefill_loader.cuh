@@ -61,8 +61,7 @@ class PrefillLoader {
         return;
       }
     }
-    page_id_ = prim::LoadConst(args.page_table +
-                               (unit.row * args.pages_per_seq + args.by_page_size(token)));
+    page_id_ = PageOf(args, unit.row, args.by_page_size(token));
   }
 
   // Tells all threads what Find found.

@@ -107,6 +107,14 @@ JAX_PAGED_DEVICE bool AllHaveAngles(const AttentionArgs& args, const Segment& se
          HasAngle(args, TREES_AND_PINS ? last + SlidBy(args, segment.row, last) : last);
 }
 
+// The id of a row's page.
+JAX_PAGED_DEVICE int32_t PageOf(const AttentionArgs& args, int32_t row, int32_t index) {
+  const int32_t behind = args.is_run ? index : 0;  // how far from the page that is listed
+  const int32_t listed =
+      prim::LoadConst(args.page_table + (row * args.table_width + (index - behind)));
+  return static_cast<int32_t>(static_cast<uint32_t>(listed) + static_cast<uint32_t>(behind));
+}
+
 // Whether some query of a segment may see the stored token at `token`.
 template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE bool IsRead(const AttentionArgs& args, const Segment& segment, int32_t token) {

@@ -144,8 +144,7 @@ class SimtCta {
     int64_t v_offset = 0;
     if (exists) {
       const int32_t column = args_.by_page_size(token);  // of the page table
-      const int32_t page =
-          prim::LoadConst(args_.page_table + (segment.row * args_.pages_per_seq + column));
+      const int32_t page = PageOf(args_, segment.row, column);
       exists = page >= 0 && page < args_.num_pages;
       if (exists) {
         const int32_t slot = token - column * args_.page_size;
