@@ -4,9 +4,9 @@
     python benchmarks/documents.py    (`run_all.py` does it too)
 
 What stands between `<!-- measured -->` and `<!-- end -->` in `FILES` is replaced. README gets the
-rows of `PICKS`, docs/performance.md all rows, and docs/evaluating.md those of `lm_eval_peers.py`,
-which `run_all.py` does not run. Plots need matplotlib
-(`pip install 'jax_paged[plot]'`) and go to docs/plots.
+rows of `PICKS`, docs/performance.md all rows and those that miss their goals (goals.py), and
+docs/evaluating.md those of `lm_eval_peers.py`, which `run_all.py` does not run. Plots need
+matplotlib (`pip install 'jax_paged[plot]'`) and go to docs/plots.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import goals
 import harness
 
 ROOT = Path(__file__).parents[1]
@@ -203,6 +204,19 @@ def beside_hf(path: Path) -> str:
     return "\n\n".join([*parts, "\n".join(lines)])
 
 
+def below_goals(results: Mapping[str, Result]) -> str:
+    """docs/performance.md's list of the rows that miss a goal."""
+    lines = ["| benchmark | row | reached | goal | |", "| --- " * 5 + "|"]
+    for miss in goals.misses(results):
+        row = miss.row
+        what = f"{row['kind']}, {row.get('heads', row['case'])}, {row['size']}, {row['dtype']}"
+        unit = " %" if miss.goal.measure == "limit" else "×"
+        proof = f"[cannot be reached]({miss.proof})" if miss.proof else ""
+        reached = f"{miss.reached:.2f}{unit}" if unit == "×" else f"{miss.reached:.1f}{unit}"
+        lines.append(f"| {miss.benchmark} | {what} | {reached} | {miss.goal.text()} | {proof} |")
+    return "\n".join(lines)
+
+
 def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
     """Tokens per second where a row counts them, else the time of a call."""
     if all(row.get("unit") == "tok/s" for row in rows):
@@ -300,6 +314,7 @@ def write(results: Path = harness.RESULTS, root: Path = ROOT) -> None:
     replace(root / "README.md", summary(found, chosen))
     full = sections(found, TITLES, [f"plots/{name}" for name in made])
     replace(root / "docs" / "performance.md", full)
+    replace(root / "docs" / "performance.md", below_goals(found), "goals")
     replace(root / "docs" / "evaluating.md", beside_hf(results / "lm_eval.json"))
 
 
