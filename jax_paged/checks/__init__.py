@@ -145,7 +145,10 @@ def check_kv_dtype(name: str, pages: jax.Array, q_dtype: jnp.dtype | None = None
         allowed = FLOAT_DTYPES
         expected = " or ".join(d.name for d in FLOAT_DTYPES + EIGHT_BIT_DTYPES)
     ok = pages.dtype in allowed or is_eight_bit(pages)
-    expect(ok, name, f"dtype {expected}", pages.dtype.name)
+    got = pages.dtype.name
+    if got == "uint8":  # vLLM stores fp8 so
+        got += f", which {name}.view('float8_e4m3fn') makes fp8 pages of: once, XLA copies them"
+    expect(ok, name, f"dtype {expected}", got)
 
 
 def as_scale_of(pages: jax.Array, name: str, scale: Any) -> jax.Array:

@@ -167,6 +167,21 @@ def test_nan_stays_nan_in_fp8():
     assert np.argwhere(np.isnan(as_float(pages))).tolist() == [[0, 0, 2, 1, 3]]
 
 
+def test_fp8_that_is_stored_as_uint8_is_told_and_viewed():
+    codes = jnp.arange(256, dtype=jnp.uint8).reshape(4, 1, 8, 8)
+    q, table, lens = jnp.ones((1, 2, 8)), jnp.arange(4)[None], jnp.array([3])
+    text = r"k_pages: expected dtype .* got uint8, which k_pages\.view\('float8_e4m3fn'\) makes fp8"
+    with pytest.raises(ValueError, match=text):
+        paged_attention(q, codes, codes, table, lens)
+    pages = codes.view("float8_e4m3fn")
+    assert pages.dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(np.asarray(pages).view(np.uint8), codes)
+    one = jnp.asarray(np.asarray(codes).view(jnp.float8_e4m3fn))
+    np.testing.assert_array_equal(
+        paged_attention(q, pages, pages, table, lens), paged_attention(q, one, one, table, lens)
+    )
+
+
 def test_a_scale_per_token_for_one_pool_only_is_refused():
     k = tokens(9)
     write = functools.partial(
