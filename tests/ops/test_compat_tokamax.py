@@ -35,6 +35,10 @@ def theirs():
     return call
 
 
+def cache_of(rows, width, dtype="float32"):
+    return jnp.zeros((17, PAGE, rows, width), dtype)
+
+
 def call_of(dtype="float32", kv=None, seed=0):
     """Two decode rows, a prompt, a chunk, a row that is not there, and padding."""
     rng = np.random.default_rng(seed)
@@ -161,7 +165,8 @@ def test_a_cache_with_packed_rows_is_the_same_cache():
 
 def test_wild_pages_and_lengths_are_left_out():
     operands = call_of()
-    pages = operands["page_indices"].at[jnp.array([0, 4, 8])].set(jnp.array([-1, 999, 2**31 - 1]))
+    wild = jnp.array([-1, 999, 2**31 - 1], jnp.int32)
+    pages = operands["page_indices"].at[jnp.array([0, 4, 8])].set(wild)
     lens = operands["kv_lens"].at[2].set(2**31 - 1).at[3].set(-5)
     out, cache = ours(operands | {"page_indices": pages, "kv_lens": lens})
     assert np.isfinite(np.asarray(out)).all()
@@ -200,11 +205,11 @@ def test_the_cache_is_updated_in_place():
         ({"mask_value": -1e9}, NotImplementedError, "mask_value: .*expected None or at most -1e"),
         ({"sliding_window": 0}, ValueError, "sliding_window: expected None or an int > 0, got 0"),
         ({"soft_cap": -1.0}, ValueError, "soft_cap: expected None or a finite number > 0"),
-        ({"kv_cache": jnp.zeros((17, 4, 6, 128))}, ValueError, "keys: expected shape .*heads=3"),
-        ({"kv_cache": jnp.zeros((17, 4, 4, 8))}, ValueError, "kv_cache: expected rows of head_dim"),
-        ({"kv_cache": jnp.zeros((17, 4, 4, 20))}, NotImplementedError, "kv_cache: native kernels"),
-        ({"kv_cache": jnp.zeros((17, 4, 4, 128), "float16")}, ValueError, "kv_cache: expected dty"),
-        ({"kv_cache": jnp.zeros((17, 4, 4, 128), "int8")}, ValueError, "keys dtype: expected 'int"),
+        ({"kv_cache": cache_of(6, 128)}, ValueError, "keys: expected shape .*heads=3"),
+        ({"kv_cache": cache_of(4, 8)}, ValueError, "kv_cache: expected rows of head_dim"),
+        ({"kv_cache": cache_of(4, 20)}, NotImplementedError, "kv_cache: native kernels"),
+        ({"kv_cache": cache_of(4, 128, "float16")}, ValueError, "kv_cache: expected dty"),
+        ({"kv_cache": cache_of(4, 128, "int8")}, ValueError, "keys dtype: expected 'int"),
         ({"page_indices": jnp.zeros(14, "int32")}, ValueError, "page_indices: expected as many"),
         ({"distribution": jnp.zeros(2, "int32")}, ValueError, r"distribution: expected shape \[3"),
         ({"kv_lens": jnp.zeros(5, "float32")}, ValueError, "kv_lens: expected dtype int32"),
