@@ -169,7 +169,8 @@ def test_nan_stays_nan_in_fp8():
 
 def test_fp8_that_is_stored_as_uint8_is_told_and_viewed():
     codes = jnp.arange(256, dtype=jnp.uint8).reshape(4, 1, 8, 8)
-    q, table, lens = jnp.ones((1, 2, 8)), jnp.arange(4)[None], jnp.array([3])
+    q = jnp.ones((1, 2, 8), jnp.float32)
+    table, lens = jnp.arange(4)[None], jnp.array([3])
     text = r"k_pages: expected dtype .* got uint8, which k_pages\.view\('float8_e4m3fn'\) makes fp8"
     with pytest.raises(ValueError, match=text):
         paged_attention(q, codes, codes, table, lens)
