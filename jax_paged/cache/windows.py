@@ -216,7 +216,7 @@ def never_seen(table: Table, rows: jax.Array, num_tokens: jax.Array) -> jax.Arra
         return jnp.zeros(rows.shape, jnp.int32)
     window = jnp.where(table.is_live[rows], windows.window[rows], table.row_window)
     is_new = (table.seq_lens[rows] == 0) & (windows.num_pinned[rows] == 0) & (window > 0)
-    is_new &= num_tokens < INT32_MAX  # more than a row can have
+    is_new &= (num_tokens > 0) & (num_tokens < INT32_MAX)  # what a row can have
     begin = jnp.minimum(num_tokens - window, num_tokens - 2) + 1
     return jnp.where(is_new, jnp.maximum(begin, 0) // table.page_size * table.page_size, 0)
 

@@ -19,8 +19,8 @@ What travels are plain values: tickets and messages turn into bytes and back, an
 message may as well go from device to device by `jax.device_put`. A CRC finds damage. Fields that
 make no sense are a ValueError before memory is taken for what they promise. Stored values travel as
 they are, 8-bit ones with their scales. Layout, page size and the number of pages may differ; what
-both sides must have alike is their `Geometry`. Of layers with a window only those tokens travel
-which a new row will see.
+both sides must have alike is their `Geometry`. To a new row, layers with a window bring only what
+its next token will see: the sender's windows may have slid before.
 
 A message may be lost, come twice or out of turn: its tokens' numbers are its place in the sequence,
 as TCP counts bytes. `receive` takes only what leaves no gap, never writes a token twice and lets a
