@@ -30,7 +30,7 @@ from jax_paged.cache.table import (
     replace,
 )
 from jax_paged.cache.trees import token_owners
-from jax_paged.checks import expect
+from jax_paged.checks import INT32_MAX, expect
 from jax_paged.checks.status import Status
 from jax_paged.ops.batch import StepBatch, pages_for
 
@@ -203,6 +203,22 @@ def find_slides(table: Table, windows: Windows, rows: jax.Array) -> Slides:
     goes = (column >= first[:, None]) & (column < (first + count)[:, None])
     alone = goes & (table.ref_counts[jnp.maximum(table.page_table[rows], 0)] == 1)
     return Slides(first, count, jnp.sum(alone, axis=1, dtype=jnp.int32))
+
+
+def never_seen(table: Table, rows: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """How many of the first num_tokens[i] of rows (safe ids) need no place: i32[N], in whole pages.
+
+    They are left of the window of the next token: so of a row that has none yet and gets them at
+    once. At least one token stays; where some are pinned, all do.
+    """
+    windows = table.windows
+    if windows is None:
+        return jnp.zeros(rows.shape, jnp.int32)
+    window = jnp.where(table.is_live[rows], windows.window[rows], table.row_window)
+    is_new = (table.seq_lens[rows] == 0) & (windows.num_pinned[rows] == 0) & (window > 0)
+    is_new &= (num_tokens > 0) & (num_tokens < INT32_MAX)  # what a row can have
+    begin = jnp.minimum(num_tokens - window, num_tokens - 2) + 1
+    return jnp.where(is_new, jnp.maximum(begin, 0) // table.page_size * table.page_size, 0)
 
 
 def slide(table: T, windows: Windows, rows: jax.Array, index: jax.Array, slides: Slides) -> T:

@@ -15,37 +15,64 @@ SIZES = {
     "max_seqs": 4, "pages_per_seq": 6, "dtype": "float32",
 }  # fmt: skip
 CHUNK = 8
+COUNT = 32  # tokens of a flat batch
 
 
 def make(**changes) -> KVState:
-    return KVState.create(**(SIZES | changes))
+    sizes = SIZES | changes
+    if "layer_kinds" in changes:
+        del sizes["num_layers"]
+    return KVState.create(**sizes)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill(state, rows, q_lens, k, v):
-    state, batch, status = state.append(rows, q_lens, num_tokens=k.shape[1])
+    state, batch, status = state.append(rows, q_lens, num_tokens=COUNT)
     for layer in state.layers:
         state = write(k[layer], v[layer], state, batch, layer=layer)
     return state, status
 
 
 def append(state: KVState, row: int, count: int, seed: int) -> KVState:
-    """Adds random tokens to a row."""
+    """Adds random tokens to a row, the same to states whose pages alone differ."""
     rng = np.random.default_rng(seed)
-    v_pages = pool_of_v(state.k_pages, state.v_pages, state.layout)
-    head_dim = pages_shape(v_pages, state.layout, "v").head_dim
-    size = (state.k_pages.shape[0], 32, 2, head_dim)
-    k, v = (rng.standard_normal(size, "f4") for _ in "kv")
+    k, v = [], []
+    for layer in state.layers:
+        group = state.groups[state.find(layer)[0]]
+        if group.is_latent:
+            k.append(rng.standard_normal((COUNT, group.k_pages.shape[-1]), "f4"))
+            v.append(None)
+            continue
+        v_pages = pool_of_v(group.k_pages, group.v_pages, group.layout)
+        size = (COUNT, 2, pages_shape(v_pages, group.layout, "v").head_dim)
+        k.append(rng.standard_normal(size, "f4"))
+        v.append(rng.standard_normal(size, "f4"))
     state, statuses = _fill(state, np.array([row]), np.array([count]), k, v)
     assert not statuses.any()
     return state
 
 
-def tokens_of(state: KVState, row: int, end: int | None = None) -> Payload:
-    """All that is stored of a row, on the host."""
-    end = int(state.table.seq_lens[row]) if end is None else end
-    whole = transfer.read(state, [row], [0], [end], max_tokens=24)
-    return Payload(*(None if x is None else np.asarray(x)[:, 0, :end] for x in whole))
+def tokens_of(
+    state: KVState, row: int, end: int | None = None, *, begin: int = 0, group: int = 0
+) -> Payload:
+    """What a group stores of a row's tokens, on the host; 0 where they have slid away."""
+    end = int(state.groups[0].table.seq_lens[row]) if end is None else end
+    whole = transfer.read(state, [row], [begin], [end], max_tokens=64, group=group)
+    return Payload(*(None if x is None else np.asarray(x)[:, 0, : end - begin] for x in whole))
+
+
+def assert_same_row(
+    target: KVState, its: int, source: KVState, mine: int, length: int | None = None
+) -> None:
+    """Every group of both holds the same for what the row's next token sees."""
+    for number, kind in enumerate(target.kinds):
+        end = int(target.groups[number].table.seq_lens[its])
+        assert length is None or end == length
+        begin = max(0, end - kind + 1) if isinstance(kind, int) else 0
+        assert_same(*(
+            tokens_of(state, row, end, begin=begin, group=number)
+            for state, row in ((target, its), (source, mine))
+        ))  # fmt: skip
 
 
 def assert_same(mine: Payload, theirs: Payload) -> None:
@@ -56,7 +83,7 @@ def assert_same(mine: Payload, theirs: Payload) -> None:
 
 
 def open_row(state, inbox, row, count, **degrees):
-    begin = int(state.table.seq_lens[row])
+    begin = int(state.groups[0].table.seq_lens[row])
     state, inbox, ids, slots, status = transfer.prepare(state, inbox, [row], [count])
     assert status.tolist() == [Status.OK]
     geometry = Geometry.create(state, **degrees)

@@ -3,7 +3,8 @@
 
 The receiver `prepare`s a row and gives the sender a `Ticket`: which transfer this is, from which
 token on, and the slot of each token in the receiver's cache, compressed. A `Sender` turns that
-into `Message`s as its row grows; `deliver` writes them into the receiver's cache.
+into `Message`s as its row grows, for each group of layers its own; `deliver` writes them into the
+receiver's cache.
 
     # the receiver
     state, inbox, ids, slots, status = prepare(state, inbox, [row], [num_tokens])
@@ -18,7 +19,8 @@ What travels are plain values: tickets and messages turn into bytes and back, an
 message may as well go from device to device by `jax.device_put`. A CRC finds damage. Fields that
 make no sense are a ValueError before memory is taken for what they promise. Stored values travel as
 they are, 8-bit ones with their scales. Layout, page size and the number of pages may differ; what
-both sides must have alike is their `Geometry`.
+both sides must have alike is their `Geometry`. To a new row, layers with a window bring only what
+its next token will see: the sender's windows may have slid before.
 
 A message may be lost, come twice or out of turn: its tokens' numbers are its place in the sequence,
 as TCP counts bytes. `receive` takes only what leaves no gap, never writes a token twice and lets a
@@ -36,7 +38,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.cache.state import KVState
+from jax_paged.cache.page_table import PageTable
+from jax_paged.cache.pools import KVGroup
+from jax_paged.cache.state import KVState, LayerKind
 from jax_paged.cache.transfer.inbox import (
     Inbox,
     Payload,
@@ -54,8 +58,10 @@ from jax_paged.checks.fields import (
     TEXT,
     Domain,
     check_fields,
+    either,
     integer,
     list_of,
+    one_of,
     short,
 )
 from jax_paged.layout import kv_heads_axis, pages_shape, pool_of_v
@@ -152,13 +158,14 @@ def _check(name: str, value: Any, domains: Mapping[str, Domain]) -> None:
 
 _COUNT, _INDEX = integer(1), integer(0)
 _NAME = Domain("a text of at most 64 characters", lambda value: TEXT.has(value) and len(value) < 65)
+_KIND = either(one_of("full", "mla"), _COUNT)
 _GEOMETRY = {
     "tensor_degree": _COUNT, "pipeline_degree": _COUNT, "stage": _INDEX, "num_layers": _COUNT,
-    "num_kv_heads": _COUNT, "head_dim": _COUNT, "v_head_dim": _COUNT, "dtype": _NAME,
-    "scales": _NAME,
+    "layer_kinds": list_of(_KIND), "num_kv_heads": list_of(_COUNT), "head_dim": list_of(_COUNT),
+    "v_head_dim": list_of(_INDEX), "dtype": list_of(_NAME), "scales": list_of(_NAME),
 }  # fmt: skip
-_TICKET = {"id": _INDEX, "row": _INDEX, "begin": _INDEX, "positions": ANYTHING}  # see _runs
-_MESSAGE = _TICKET | {"end": _INDEX, "layer_begin": _INDEX}
+_TICKET = {"id": _INDEX, "row": _INDEX, "begin": _INDEX, "end": _INDEX, "positions": ANYTHING}
+_MESSAGE = _TICKET | {"group": _INDEX, "layer_begin": _INDEX}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,14 +176,27 @@ class Geometry:
     pipeline_degree: int  # stages that the layers are split over
     stage: int  # which of them this is
     num_layers: int  # of this stage
-    num_kv_heads: int  # of this state
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-    scales: str  # "none", "per token", or a digest of those that were given
+    layer_kinds: list[LayerKind]  # of these layers
+    # Of each group of layers, as this state has it; latent rows are one head and have no V.
+    num_kv_heads: list[int]
+    head_dim: list[int]
+    v_head_dim: list[int]
+    dtype: list[str]
+    scales: list[str]  # "none", "per token", or a digest of those that were given
 
     def __post_init__(self):
         _check("geometry", self, _GEOMETRY)
+        ok = len(self.layer_kinds) == self.num_layers
+        expect(ok, "geometry.layer_kinds", f"{self.num_layers} of them", len(self.layer_kinds))
+        count = len(self.groups)
+        for name in ("num_kv_heads", "head_dim", "v_head_dim", "dtype", "scales"):
+            have = len(getattr(self, name))
+            expect(have == count, f"geometry.{name}", f"one for each of {count} groups", have)
+
+    @property
+    def groups(self) -> list[LayerKind]:
+        """The kind of each group, as `KVState.kinds`."""
+        return list(dict.fromkeys(self.layer_kinds))
 
     @staticmethod
     def create(
@@ -194,37 +214,58 @@ class Geometry:
           ValueError: a degree is no integer or below 1, or the stage is not one of them.
         """
         check_state(state)
-        shape = pages_shape(state.k_pages, state.layout)
-        v_pages = pool_of_v(state.k_pages, state.v_pages, state.layout)
         if tensor_degree is None:
-            axis = kv_heads_axis(state.k_pages, state.layout)
-            local = state.k_pages.sharding.shard_shape(state.k_pages.shape)
-            tensor_degree = state.k_pages.shape[axis] // local[axis]
+            tensor_degree = max(map(_tensor_degree, state.groups))
         pipeline_degree = check_size("pipeline_degree", pipeline_degree)
         expect(0 <= stage < pipeline_degree, "stage", f"one of {pipeline_degree}", stage)
-        scales = "none"
-        if is_per_token(state.k_scale):
-            scales = "per token"
-        elif state.k_scale is not None:
-            both = [np.asarray(x).tobytes() for x in (state.k_scale, state.v_scale)]
-            scales = hashlib.blake2b(b"".join(both), digest_size=16).hexdigest()
+        heads, head_dims, v_head_dims = zip(*map(_sizes, state.groups), strict=True)
         return Geometry(
             tensor_degree=check_size("tensor_degree", tensor_degree),
             pipeline_degree=pipeline_degree,
             stage=stage,
-            num_layers=state.k_pages.shape[0],
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=pages_shape(v_pages, state.layout, "v").head_dim,
-            dtype=state.k_pages.dtype.name,
-            scales=scales,
+            num_layers=len(state.layer_kinds),
+            layer_kinds=list(state.layer_kinds),
+            num_kv_heads=list(heads),
+            head_dim=list(head_dims),
+            v_head_dim=list(v_head_dims),
+            dtype=[group.k_pages.dtype.name for group in state.groups],
+            scales=list(map(_scales, state.groups)),
         )
 
     def check(self, receiver: "Geometry") -> None:
         """Raises a ValueError that names the first field in which the receiver differs."""
         for name, mine in dataclasses.asdict(self).items():
             theirs = getattr(receiver, name)
-            expect(mine == theirs, name, f"{theirs}, as the receiver has it", mine)
+            expected = f"{short(theirs)}, as the receiver has it"
+            expect(mine == theirs, name, expected, short(mine))
+
+
+def _tensor_degree(group: KVGroup) -> int:
+    """How many devices the heads of a group are split over."""
+    if group.is_latent:
+        return 1
+    axis = kv_heads_axis(group.k_pages, group.layout)
+    local = group.k_pages.sharding.shard_shape(group.k_pages.shape)
+    return group.k_pages.shape[axis] // local[axis]
+
+
+def _sizes(group: KVGroup) -> tuple[int, int, int]:
+    """num_kv_heads, head_dim and v_head_dim of a group."""
+    if group.is_latent:
+        return 1, group.k_pages.shape[-1], 0
+    k = pages_shape(group.k_pages, group.layout)
+    v_pages = pool_of_v(group.k_pages, group.v_pages, group.layout)
+    return k.num_kv_heads, k.head_dim, pages_shape(v_pages, group.layout, "v").head_dim
+
+
+def _scales(group: KVGroup) -> str:
+    """Which scales a group has, for `Geometry`."""
+    if group.k_scale is None:
+        return "none"
+    if is_per_token(group.k_scale):
+        return "per token"
+    given = [np.asarray(x).tobytes() for x in (group.k_scale, group.v_scale) if x is not None]
+    return hashlib.blake2b(b"".join(given), digest_size=16).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,13 +275,19 @@ class Ticket:
     id: int  # of the transfer
     row: int  # of the receiver
     begin: int  # the first token that it waits for
-    positions: list[int]  # compressed: the receiver's slots of the tokens from there on
+    end: int  # the token behind the last one
+    # Of each group, compressed: the receiver's slots of the tokens up to `end`. A group with a
+    # window may wait for the last ones alone.
+    positions: list[list[int]]
     geometry: Geometry
 
     def __post_init__(self):
         _check("ticket", self, _TICKET)
-        total = int(_runs(self.positions)[1].sum())
-        expect(self.begin + total < 2**31, "ticket", "an end below 2147483648", self.begin + total)
+        count = len(self.geometry.groups)
+        ok = isinstance(self.positions, (list, tuple)) and len(self.positions) == count
+        expect(ok, "positions", f"a list for each of {count} groups", short(self.positions))
+        least = min(self.begins)
+        expect(least >= self.begin, "positions", f"none before token {self.begin}", least)
 
     @staticmethod
     def create(
@@ -248,15 +295,17 @@ class Ticket:
         *, geometry: Geometry | None = None,
     ) -> "Ticket":  # fmt: skip
         """Of what `prepare` returned for a row; geometry: None = `Geometry.create(state)`."""
-        positions = compress_positions(np.asarray(slots)[:num_tokens])
+        positions = [compress_positions(x[x >= 0]) for x in np.asarray(slots)]
         geometry = Geometry.create(state) if geometry is None else geometry
         expect(int(id) >= 0, "id", "that of a prepared transfer", int(id))
-        return Ticket(int(id), int(row), int(begin), positions, geometry)
+        return Ticket(
+            int(id), int(row), int(begin), int(begin) + int(num_tokens), positions, geometry
+        )
 
     @property
-    def end(self) -> int:
-        """The token behind the last one that the row waits for."""
-        return self.begin + sum(self.positions[2::2])
+    def begins(self) -> list[int]:
+        """The first token that each group waits for."""
+        return [self.end - int(_runs(one)[1].sum()) for one in self.positions]
 
     def to_bytes(self) -> bytes:
         """For `from_bytes`, anywhere."""
@@ -274,14 +323,15 @@ class Ticket:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Tokens begin ≤ t < end of some layers, on their way to a row."""
+    """Tokens begin ≤ t < end of some layers of a group, on their way to a row."""
 
     id: int  # of the transfer
     row: int  # of the receiver
     begin: int
     end: int
     positions: list[int]  # compressed: the receiver's slots of these tokens
-    layer_begin: int
+    group: int  # its number in the state
+    layer_begin: int  # the first of the group's layers
     payload: Payload  # [num_layers, max_tokens, …], of one row; what lies behind `end` is padding
 
     def __post_init__(self):
@@ -289,15 +339,18 @@ class Message:
         count, total = self.end - self.begin, int(_runs(self.positions)[1].sum())
         expect(count > 0, "message", f"an end behind begin={self.begin}", self.end)
         expect(total == count, "positions", f"{count} slots, one for each token", total)
-        k = self.payload.k
+        is_latent = self.payload.v is None
+        axes = "num_layers, max_tokens" + ", num_kv_heads" * (not is_latent)
         for name, x in self.payload._asdict().items():
             if x is None:
-                expect(name.endswith("_scale"), f"payload.{name}", "an array", None)
+                expect(name != "k", f"payload.{name}", "an array", None)
                 continue
-            ok = x.ndim == (3 if name.endswith("_scale") else 4) and x.shape[1] >= count
-            ok &= x.shape[:3] == k.shape[:3] and x.size > 0
-            axes = "num_layers, max_tokens, num_kv_heads" + ", head_dim" * (x.ndim == 4)
-            expected = f"[{axes}] of at least {count} tokens, the same for all arrays"
+            is_scale = name.endswith("_scale")
+            of_head = x.shape if is_scale else x.shape[:-1]
+            ok = x.ndim == 4 - is_latent - is_scale and x.shape[1] >= count
+            ok &= of_head == self.payload.k.shape[:-1] and x.size > 0
+            of_x = axes + ", head_dim" * (not is_scale)
+            expected = f"[{of_x}] of at least {count} tokens, the same for all arrays"
             expect(bool(ok), f"payload.{name}", expected, list(x.shape))
 
     def to_bytes(self) -> bytes:
@@ -343,7 +396,7 @@ class Sender:
         expect(row not in self._tickets, "row", "one receiver per row", f"a second for row {row}")
         left = f"more than {length} tokens waited for: at least one is left to prefill"
         expect(ticket.begin >= length or ticket.end > length, "ticket", left, ticket.end)
-        self._tickets[row], self._sent[row] = ticket, ticket.begin
+        self._tickets[row], self._sent[row] = ticket, min(ticket.begins)
 
     def unmark(self, row: int) -> None:
         """Sends no more of the row; an unknown row stays unknown."""
@@ -370,13 +423,16 @@ class Sender:
         self, state: KVState, lengths: Mapping[int, int], *, max_tokens: int,
         layer_begin: int = 0, num_layers: int | None = None,
     ) -> list[Message]:  # fmt: skip
-        """The next message of each marked row that has grown, at most one per row.
+        """The next messages of marked rows that have grown: of a row at most one for each group.
 
         Args:
           lengths: tokens that each row has now; a marked row that is left out waits.
           max_tokens: most tokens of a message; fixed, as programs are compiled for it.
-          layer_begin, num_layers: of which layers; None = all. With fewer than all of them, the
-            rows go on to their next tokens when the last layer is among them.
+          layer_begin, num_layers: of which layers of the state, from 0 on; None = all. With fewer
+            than all of them, the rows go on to their next tokens when the last layer is among them.
+
+        Returns:
+          One group after the other.
 
         Raises:
           ValueError: a size is wrong, the layers are not in the state, or tokens that are to go
@@ -387,42 +443,61 @@ class Sender:
         ok = 0 <= layer_begin < layer_begin + count <= self.geometry.num_layers
         within = f"layers within [0, {self.geometry.num_layers})"
         expect(ok, "layer_begin", within, f"[{layer_begin}, {layer_begin + count})")
-        due = []
+        due = {}
         for row, ticket in self._tickets.items():
             begin = self._sent[row]
             end = min(lengths.get(row, 0), ticket.end, begin + max_tokens)
             if begin < end:
-                due.append((row, begin, end))
-        if not due:
+                due[row] = begin, end
+        made = []
+        kinds = self.geometry.layer_kinds
+        before, among = kinds[:layer_begin], kinds[layer_begin : layer_begin + count]
+        for group, kind in enumerate(self.geometry.groups):
+            layers = before.count(kind), among.count(kind)
+            made += self._of_group(state, group, due, max_tokens, *layers)
+        if layer_begin + count == self.geometry.num_layers:
+            self._sent |= {row: end for row, (_, end) in due.items()}
+        return made
+
+    def _of_group(
+        self, state: KVState, group: int, due: Mapping[int, tuple[int, int]], max_tokens: int,
+        layer_begin: int, num_layers: int,
+    ) -> list[Message]:  # fmt: skip
+        """The messages of some layers of a group; due: row → (begin, end)."""
+        begins_of = {row: self._tickets[row].begins[group] for row in due}
+        ranges = [
+            (row, max(begin, begins_of[row]), end)
+            for row, (begin, end) in due.items()
+            if begins_of[row] < end
+        ]
+        if not ranges or num_layers == 0:
             return []
-        _check_kept(state, due)
-        padding = [(-1, 0, 0)] * (_power_of_two(len(due)) - len(due))  # few programs
-        rows, begins, ends = np.array(due + padding, np.int32).T
+        _check_kept(state.groups[group].table, ranges)
+        padding = [(-1, 0, 0)] * (_power_of_two(len(ranges)) - len(ranges))  # few programs
+        rows, begins, ends = np.array(ranges + padding, np.int32).T
         payload = read(
-            state, rows, begins, ends, max_tokens=max_tokens, layer_begin=layer_begin,
-            num_layers=count,
+            state, rows, begins, ends, max_tokens=max_tokens, group=group, layer_begin=layer_begin,
+            num_layers=num_layers,
         )  # fmt: skip
         made = []
-        for i, (row, begin, end) in enumerate(due):
-            ticket = self._tickets[row]
-            slots = expand_positions(
-                ticket.positions, begin=begin - ticket.begin, end=end - ticket.begin
-            )
+        for i, (row, begin, end) in enumerate(ranges):
+            ticket, first = self._tickets[row], begins_of[row]
+            slots = expand_positions(ticket.positions[group], begin=begin - first, end=end - first)
             own = Payload(*(None if x is None else x[:, i] for x in payload))
             positions = compress_positions(slots)
-            made.append(Message(ticket.id, ticket.row, begin, end, positions, layer_begin, own))
-            if layer_begin + count == self.geometry.num_layers:
-                self._sent[row] = end
+            made.append(
+                Message(ticket.id, ticket.row, begin, end, positions, group, layer_begin, own)
+            )
         return made
 
 
-def _check_kept(state: KVState, due: Sequence[tuple[int, int, int]]) -> None:
-    """Checks that no token of these ranges has slid away."""
-    table, windows = state.table, state.table.windows
+def _check_kept(table: PageTable, ranges: Sequence[tuple[int, int, int]]) -> None:
+    """Checks that no token of these ranges, (row, begin, end), has slid away."""
+    windows = table.windows
     if windows is None:
         return
     pinned, offset = np.asarray(windows.num_pinned), np.asarray(windows.slot_offset)
-    for row, begin, end in due:
+    for row, begin, end in ranges:
         first = pages_for(int(pinned[row]), table.page_size) * table.page_size + int(offset[row])
         lost = max(begin, int(pinned[row]))
         ok = offset[row] == 0 or lost >= min(first, end)
@@ -434,6 +509,8 @@ def deliver(
 ) -> tuple[KVState, Inbox, jax.Array]:
     """`receive` for messages to different rows, all of the same layers; the pages are donated.
 
+    Those of different groups go by calls of their own.
+
     Returns:
       (state, inbox, status i32[len(messages)]).
 
@@ -442,8 +519,9 @@ def deliver(
         does not fit the pages. Nothing has changed then.
     """
     expect(len(messages) > 0, "messages", "at least one", 0)
-    layers = {(m.layer_begin, m.payload.k.shape[0]) for m in messages}
-    expect(len(layers) == 1, "messages", "the same layers in all", sorted(layers))
+    layers = {(m.group, m.layer_begin, m.payload.k.shape[0]) for m in messages}
+    text = "the same layers of one group in all"
+    expect(len(layers) == 1, "messages", text, sorted(layers))
     kinds = {_kinds(m.payload) for m in messages}
     expect(len(kinds) == 1, "messages", "arrays of the same kinds in all", short(sorted(kinds)))
     width = max(m.payload.k.shape[1] for m in messages)
@@ -458,8 +536,10 @@ def deliver(
     )  # fmt: skip
     columns = [[m.row, m.id, m.begin, m.end] for m in messages]
     rows, ids, begins, ends = np.array(columns, np.int32).T
-    layer_begin = messages[0].layer_begin
-    return receive(state, inbox, rows, ids, begins, ends, slots, payload, layer_begin=layer_begin)
+    group, layer_begin, _ = layers.pop()
+    return receive(
+        state, inbox, rows, ids, begins, ends, slots, payload, group=group, layer_begin=layer_begin
+    )
 
 
 def _kinds(payload: Payload) -> tuple[str, ...]:

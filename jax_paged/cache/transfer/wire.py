@@ -27,7 +27,7 @@ from jax_paged.checks.fields import (
     list_of,
 )
 
-_MAGIC = b"jaxpkv02"
+_MAGIC = b"jaxpkv03"
 _DTYPES = [dtype.name for dtype in FLOAT_DTYPES + EIGHT_BIT_DTYPES]
 _SHAPE = list_of(integer())
 _ARRAY = Domain(

@@ -481,13 +481,13 @@ def read_checkpoint(folder: Path) -> None:
 
 
 class Caches:
-    """A sender that has a row, a receiver that waits for it, a ticket and a message."""
+    """A sender that has a row, a receiver that waits for it, a ticket and a message per group."""
 
     def __init__(self):
         def create():
             return KVState.create(
-                num_layers=3, num_pages=24, page_size=4, num_kv_heads=2, head_dim=8, max_seqs=4,
-                pages_per_seq=6, dtype=jnp.float32,
+                layer_kinds=("full", 3, "mla"), num_pages=24, page_size=4, num_kv_heads=2,
+                head_dim=8, latent_dim=8, max_seqs=4, pages_per_seq=6, dtype=jnp.float32,
             )  # fmt: skip
 
         source = create()
@@ -500,8 +500,9 @@ class Caches:
         self.ticket = Ticket.create(target, ids[0], 2, 0, 8, slots[0])
         sender = Sender(source)
         sender.mark(1, self.ticket, 6)
-        (self.message,) = sender.messages(source, {1: 6}, max_tokens=8)
-        self.frames = {"ticket": self.ticket.to_bytes(), "message": self.message.to_bytes()}
+        messages = sender.messages(source, {1: 6}, max_tokens=8)
+        self.frames = {"ticket": self.ticket.to_bytes()}
+        self.frames |= {f"message of group {m.group}": m.to_bytes() for m in messages}
 
     def read(self, kind: str, data: bytes) -> None:
         """Takes the bytes for a ticket or a message and uses it.

@@ -30,7 +30,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "ffi/cpu/write/write_kv.cc": (2, "write_kv"),
     "ffi/cpu/write/zero_pool.cc": (1, "zero_pool"),
     # Page state
-    "jax_paged/cache/transfer/inbox.py": (2, "transfer transfer_between"),
+    "jax_paged/cache/transfer/inbox.py": (2, "transfer transfer_groups transfer_between"),
     "jax_paged/cache/share.py": (2, "pages pages_shared page_trees"),
     "jax_paged/cache/handles.py": (1, "page_handles"),
     "jax_paged/cache/holds.py": (2, "page_holds prefix_cache"),
@@ -44,7 +44,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "jax_paged/cache/page_table.py": (1, "pages append"),
     "jax_paged/cache/pools.py": (1, "state groups"),
     "jax_paged/cache/state.py": (1, "groups state state_machine"),
-    "jax_paged/cache/transfer/__init__.py": (1, "transfer transfer_between"),
+    "jax_paged/cache/transfer/__init__.py": (1, "transfer transfer_groups transfer_between"),
     # Engine and scheduler
     "models/serving/batch.py": (1, "engine generate kv_dtype cli"),
     "models/serving/engine.py": (2, "engine"),
