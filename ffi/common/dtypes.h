@@ -45,6 +45,11 @@ inline constexpr int32_t kScaleBlock = 128;
 
 inline bool IsEightBit(Dtype dtype) { return static_cast<int>(dtype) >= kNumDtypes; }
 
+// The largest number that an 8-bit dtype has.
+inline float LargestCode(Dtype dtype) {
+  return dtype == Dtype::kInt8 ? 127.0f : (dtype == Dtype::kFloat8E4M3 ? 448.0f : 57344.0f);
+}
+
 inline int64_t ByteWidth(Dtype dtype) {
   return IsEightBit(dtype) ? 1 : (dtype == Dtype::kFloat32 ? 4 : 2);
 }

@@ -102,7 +102,8 @@ class NamedOperands {
   std::string problem_;
 };
 
-// The pages of one pool as XLA gives them: mostly the same memory twice.
+// The pages of one pool, or its scales, as XLA gives them: mostly the same memory twice. A result
+// of no elements is that of no pool.
 struct PagesOfCall {
   xla::ffi::AnyBuffer operand, result;
 };
@@ -153,6 +154,8 @@ auto BindQkv(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()         // qkv
       .template Arg<ffi::AnyBuffer>()         // k_pages
       .template Arg<ffi::AnyBuffer>()         // v_pages
+      .template Arg<ffi::AnyBuffer>()         // k_scale
+      .template Arg<ffi::AnyBuffer>()         // v_scale
       .template Arg<ffi::Buffer<ffi::S32>>()  // positions
       .template Arg<ffi::Buffer<ffi::S32>>()  // slot_mapping
       .template Arg<ffi::Buffer<ffi::F32>>()  // cos
@@ -165,28 +168,38 @@ auto BindQkv(Binding&& binding) {
       .template Attr<std::string_view>("layout")
       .template Ret<ffi::AnyBuffer>()   // q
       .template Ret<ffi::AnyBuffer>()   // k_pages
-      .template Ret<ffi::AnyBuffer>();  // v_pages
+      .template Ret<ffi::AnyBuffer>()   // v_pages
+      .template Ret<ffi::AnyBuffer>()   // k_scale
+      .template Ret<ffi::AnyBuffer>();  // v_scale
 }
 
 // What `BindQkv` binds, and a workspace: see `HandleWriteKv`.
 template <auto RUN, typename Context, typename... Workspace>
 xla::ffi::Error HandleQkv(Context context, xla::ffi::AnyBuffer qkv, xla::ffi::AnyBuffer k_pages,
-                          xla::ffi::AnyBuffer v_pages, xla::ffi::Buffer<xla::ffi::S32> positions,
+                          xla::ffi::AnyBuffer v_pages, xla::ffi::AnyBuffer k_scale,
+                          xla::ffi::AnyBuffer v_scale, xla::ffi::Buffer<xla::ffi::S32> positions,
                           xla::ffi::Buffer<xla::ffi::S32> slot_mapping,
                           xla::ffi::Buffer<xla::ffi::F32> cos, xla::ffi::Buffer<xla::ffi::F32> sin,
                           xla::ffi::AnyBuffer q_norm, xla::ffi::AnyBuffer k_norm,
                           xla::ffi::Buffer<xla::ffi::S32> layer, float eps, std::string_view style,
                           std::string_view layout, xla::ffi::Result<xla::ffi::AnyBuffer> q,
                           xla::ffi::Result<xla::ffi::AnyBuffer> k_result,
-                          xla::ffi::Result<xla::ffi::AnyBuffer> v_result, Workspace... workspace) {
+                          xla::ffi::Result<xla::ffi::AnyBuffer> v_result,
+                          xla::ffi::Result<xla::ffi::AnyBuffer> k_scale_result,
+                          xla::ffi::Result<xla::ffi::AnyBuffer> v_scale_result,
+                          Workspace... workspace) {
   QkvParams params = {};
   const std::string error =
-      ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(positions),
-               ArrayOf(slot_mapping), ArrayOf(cos), ArrayOf(sin), ArrayOf(q_norm), ArrayOf(k_norm),
-               ArrayOf(layer), ArrayOf(*q), ArrayOf(*k_result), ArrayOf(*v_result)},
+      ReadQkv({ArrayOf(qkv), ArrayOf(k_pages), ArrayOf(v_pages), ArrayOf(k_scale), ArrayOf(v_scale),
+               ArrayOf(positions), ArrayOf(slot_mapping), ArrayOf(cos), ArrayOf(sin),
+               ArrayOf(q_norm), ArrayOf(k_norm), ArrayOf(layer), ArrayOf(*q), ArrayOf(*k_result),
+               ArrayOf(*v_result), ArrayOf(*k_scale_result), ArrayOf(*v_scale_result)},
               eps, style, layout, &params);
   if (!error.empty()) return xla::ffi::Error::InvalidArgument(error);
-  const PagesOfCall pages[] = {{k_pages, *k_result}, {v_pages, *v_result}};
+  const PagesOfCall pages[] = {{k_pages, *k_result},
+                               {v_pages, *v_result},
+                               {k_scale, *k_scale_result},
+                               {v_scale, *v_scale_result}};
   return RUN(context, params, pages, workspace...);
 }
 

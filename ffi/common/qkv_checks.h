@@ -17,15 +17,45 @@ namespace jax_paged {
 
 inline constexpr char kQkvOp[] = "jax_paged.qkv_norm_rope_write";
 
+// Layout rpa: k_pages hold V too, and v_pages and their result have no elements.
 struct QkvArrays {
-  Array qkv, k_pages, v_pages, positions, slot_mapping, cos, sin;
+  Array qkv, k_pages, v_pages;
+  Array k_scale, v_scale;  // [0]: none; [num_kv_heads]: given; of rank 3 or 4: pools, written
+  Array positions, slot_mapping, cos, sin;
   Array q_norm, k_norm;  // of no elements: none
   Array layer;
   Array q, k_result, v_result;
+  Array k_scale_result, v_scale_result;  // [0] unless the scales are pools
 };
 
+// Reads the scale of K or V, beside pages of the shape `pages`.
+inline std::string ReadQkvScale(const char* name, const Array& scale, const Array& result,
+                                const PoolShape& pages, Dtype kv_dtype, QkvScale* read) {
+  const std::string result_name = std::string(name) + " result";
+  const int64_t nothing[] = {0};
+  const int64_t dims[] = {pages.num_layers, pages.num_pages, pages.num_kv_heads, pages.page_size};
+  ShapeView expected = {nothing, 1}, expected_result = {nothing, 1};
+  if (IsEightBit(kv_dtype) && scale.shape.rank > 1) {
+    const bool is_stacked = scale.shape.rank == 4 || pages.num_layers > 1;
+    expected = is_stacked ? ShapeView{dims, 4} : ShapeView{dims + 1, 3};
+    expected_result = expected;
+    read->computed = static_cast<float*>(result.data);
+  } else if (IsEightBit(kv_dtype) && scale.shape.count() > 0) {
+    expected = {dims + 2, 1};
+    read->given = static_cast<const float*>(scale.data);
+  }
+  for (std::string error :
+       {CheckType(kQkvOp, name, scale.type, TypeOf<float>()),
+        CheckType(kQkvOp, result_name.c_str(), result.type, TypeOf<float>()),
+        CheckSameShape(kQkvOp, name, scale.shape, expected),
+        CheckSameShape(kQkvOp, result_name.c_str(), result.shape, expected_result)}) {
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
 // Checks all and fills `params`, whose pages are those of the results.
-inline std::string ReadQkv(const QkvArrays& in, float eps, std::string_view style,
+inline std::string ReadQkv(QkvArrays in, float eps, std::string_view style,
                            std::string_view layout_name, QkvParams* params) {
   std::string error;
   const auto failed = [&](std::string text) {
@@ -36,33 +66,41 @@ inline std::string ReadQkv(const QkvArrays& in, float eps, std::string_view styl
   const auto type = in.qkv.type;
   Layout layout = Layout::kHnd;
   if (failed(ReadDtype(kQkvOp, "qkv", type, &p.dtype)) ||
-      failed(CheckType(kQkvOp, "k_pages", in.k_pages.type, type)) ||
-      failed(CheckType(kQkvOp, "v_pages", in.v_pages.type, type)) ||
+      failed(ReadKvDtype(kQkvOp, "k_pages", in.k_pages.type, type, &p.kv_dtype)) ||
+      failed(CheckType(kQkvOp, "v_pages", in.v_pages.type, in.k_pages.type)) ||
       failed(CheckType(kQkvOp, "q result", in.q.type, type)) ||
-      failed(CheckType(kQkvOp, "k_pages result", in.k_result.type, type)) ||
-      failed(CheckType(kQkvOp, "v_pages result", in.v_result.type, type)) ||
+      failed(CheckType(kQkvOp, "k_pages result", in.k_result.type, in.k_pages.type)) ||
+      failed(CheckType(kQkvOp, "v_pages result", in.v_result.type, in.k_pages.type)) ||
       failed(ReadDtype(kQkvOp, "q_norm", in.q_norm.type, &p.norm_dtype)) ||
       failed(CheckType(kQkvOp, "k_norm", in.k_norm.type, in.q_norm.type)) ||
       failed(CheckType(kQkvOp, "positions", in.positions.type, TypeOf<int32_t>())) ||
       failed(CheckType(kQkvOp, "slot_mapping", in.slot_mapping.type, TypeOf<int32_t>())) ||
       failed(CheckType(kQkvOp, "cos", in.cos.type, TypeOf<float>())) ||
       failed(CheckType(kQkvOp, "sin", in.sin.type, TypeOf<float>())) ||
-      failed(CheckType(kQkvOp, "layer", in.layer.type, TypeOf<int32_t>()))) {
+      failed(CheckType(kQkvOp, "layer", in.layer.type, TypeOf<int32_t>())) ||
+      failed(ReadLayout(kQkvOp, layout_name.data(), layout_name.size(), &layout))) {
     return error;
   }
-  const int64_t element_bytes = ByteWidth(p.dtype);
-  if (failed(ReadLayout(kQkvOp, layout_name.data(), layout_name.size(), &layout)) ||
-      failed(layout == Layout::kHnd || layout == Layout::kNhd
-                 ? std::string()
-                 : Mismatch(kQkvOp, "layout", "\"HND\" or \"NHD\"",
-                            "\"" + std::string(layout_name) + "\"")) ||
-      failed(ReadPoolShape(kQkvOp, "k_pages", in.k_pages.shape, layout, Pool::kKeys, element_bytes,
+  if (layout == Layout::kRpa) {
+    if (failed(CheckShape(kQkvOp, "v_pages", in.v_pages.shape, {0})) ||
+        failed(CheckShape(kQkvOp, "v_pages result", in.v_result.shape, {0}))) {
+      return error;
+    }
+    in.v_pages = in.k_pages;
+    in.v_result = in.k_result;
+  }
+  const int64_t element_bytes = ByteWidth(p.kv_dtype);
+  if (failed(ReadPoolShape(kQkvOp, "k_pages", in.k_pages.shape, layout, Pool::kKeys, element_bytes,
                            &p.k_pool)) ||
       failed(ReadPoolShape(kQkvOp, "v_pages", in.v_pages.shape, layout, Pool::kValues,
                            element_bytes, &p.v_pool)) ||
       failed(CheckSamePool(kQkvOp, p.k_pool, p.v_pool, in.v_pages.shape)) ||
       failed(CheckSameShape(kQkvOp, "k_pages result", in.k_result.shape, in.k_pages.shape)) ||
       failed(CheckSameShape(kQkvOp, "v_pages result", in.v_result.shape, in.v_pages.shape)) ||
+      failed(ReadQkvScale("k_scale", in.k_scale, in.k_scale_result, p.k_pool, p.kv_dtype,
+                          &p.k_scale)) ||
+      failed(ReadQkvScale("v_scale", in.v_scale, in.v_scale_result, p.v_pool, p.kv_dtype,
+                          &p.v_scale)) ||
       failed(CheckRank(kQkvOp, "slot_mapping", in.slot_mapping.shape, 1)) ||
       failed(CheckRank(kQkvOp, "q result", in.q.shape, 3)) ||
       failed(CheckRank(kQkvOp, "cos", in.cos.shape, 2)) ||
@@ -118,7 +156,7 @@ inline std::string ReadQkv(const QkvArrays& in, float eps, std::string_view styl
   p.layer = static_cast<const int32_t*>(in.layer.data);
   p.q = in.q.data;
   p.k_pages = in.k_result.data;
-  p.v_pages = in.v_result.data;
+  p.v_pages = static_cast<char*>(in.v_result.data) + p.v_pool.first_byte();
   return "";
 }
 

@@ -80,7 +80,7 @@ nb::dict Registrations() {
   handlers["jax_paged.attention.v1"] = nb::capsule(reinterpret_cast<void*>(AttentionHandler));
   handlers["jax_paged.merge_attention_states.v1"] =
       nb::capsule(reinterpret_cast<void*>(MergeStatesHandler));
-  handlers["jax_paged.qkv_norm_rope_write.v1"] =
+  handlers["jax_paged.qkv_norm_rope_write.v2"] =
       nb::capsule(reinterpret_cast<void*>(QkvNormRopeWriteHandler));
   handlers["jax_paged.write_kv.v1"] = nb::capsule(reinterpret_cast<void*>(WriteKvHandler));
   handlers["jax_paged.copy_rows.v1"] = nb::capsule(reinterpret_cast<void*>(CopyRowsHandler));

@@ -7,16 +7,19 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+
 #include "common/ffi_checks.h"
 
 namespace jax_paged::cuda {
 
 // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
-inline cudaError_t CopyUnlessAliased(cudaStream_t stream, const PagesOfCall (&pages)[2]) {
+template <size_t POOLS>
+cudaError_t CopyUnlessAliased(cudaStream_t stream, const PagesOfCall (&pages)[POOLS]) {
   for (const auto& [from, to] : pages) {
-    if (from.untyped_data() == to.untyped_data() || from.size_bytes() == 0) continue;
+    if (from.untyped_data() == to.untyped_data() || to.size_bytes() == 0) continue;
     const cudaError_t error = cudaMemcpyAsync(to.untyped_data(), from.untyped_data(),
-                                              from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+                                              to.size_bytes(), cudaMemcpyDeviceToDevice, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

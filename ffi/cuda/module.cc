@@ -28,7 +28,7 @@ NB_MODULE(_cuda, m) {
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MergeStatesHandler));
     handlers["jax_paged.moe_experts.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::MoeExpertsHandler));
-    handlers["jax_paged.qkv_norm_rope_write.v1"] =
+    handlers["jax_paged.qkv_norm_rope_write.v2"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::QkvNormRopeWriteHandler));
     handlers["jax_paged.write_kv.v1"] =
         nb::capsule(reinterpret_cast<void*>(jax_paged::cuda::WriteKvHandler));

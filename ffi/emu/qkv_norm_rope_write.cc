@@ -31,13 +31,13 @@ struct RunQkv {
 std::string QkvNormRopeWrite(Call& in) {
   QkvParams params = {};
   const Array workspace = in.Result("workspace");
-  std::string error =
-      ReadQkv({in.Find("qkv"), in.Find("k_pages"), in.Find("v_pages"), in.Find("positions"),
-               in.Find("slot_mapping"), in.Find("cos"), in.Find("sin"), in.Find("q_norm"),
-               in.Find("k_norm"), in.Find("layer"), in.Result("q"), in.Result("k_pages"),
-               in.Result("v_pages")},
-              in.Attribute("eps", 0.0f), in.Attribute("style", std::string_view()),
-              in.Attribute("layout", std::string_view()), &params);
+  std::string error = ReadQkv(
+      {in.Find("qkv"), in.Find("k_pages"), in.Find("v_pages"), in.Find("k_scale"),
+       in.Find("v_scale"), in.Find("positions"), in.Find("slot_mapping"), in.Find("cos"),
+       in.Find("sin"), in.Find("q_norm"), in.Find("k_norm"), in.Find("layer"), in.Result("q"),
+       in.Result("k_pages"), in.Result("v_pages"), in.Result("k_scale"), in.Result("v_scale")},
+      in.Attribute("eps", 0.0f), in.Attribute("style", std::string_view()),
+      in.Attribute("layout", std::string_view()), &params);
   if (!error.empty()) return error;
   const cuda::QkvArgs args = cuda::MakeQkvArgs(params, static_cast<int32_t*>(workspace.data));
   error = cuda::CheckWrittenTokens(kQkvOp, params.num_tokens, args.ctas_per_token,

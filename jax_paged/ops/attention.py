@@ -38,7 +38,7 @@ from jax_paged.native.sharding import KV_HEADS, PAGES, Split, at_heads, pools_at
 from jax_paged.ops import options, reference
 from jax_paged.ops.options import Arrays, Call, Static, check_out_dtype, documented
 from jax_paged.ops.plan import AttentionPlan, facts_of, plan_words, words_of
-from jax_paged.ops.reference import head_scale, layer_scale
+from jax_paged.ops.reference import layer_scale, scale_of_layer
 from jax_paged.ops.rope import Rope
 
 TARGET = "jax_paged.attention.v1"
@@ -565,12 +565,10 @@ def _attention(static: Static, arrays: Arrays):
     pages = _pages(dict(static), arrays)
 
     def of_layer(scale):
-        if is_per_token(scale):
-            return scale
-        if "kv_pages" in arrays:
+        if "kv_pages" in arrays and not is_per_token(scale):
             return layer_scale(scale, arrays["layer"])[None]
-        stacked = pages.num_layers is not None
-        return head_scale(scale, arrays["layer"], pages.num_kv_heads, stacked=stacked)
+        layer = None if pages.num_layers is None else arrays["layer"]
+        return scale_of_layer(scale, layer, pages.num_kv_heads)
 
     scales = {x: of_layer(arrays[x]) for x in ("k_scale", "v_scale") if x in arrays}
     return _differentiable(static, arrays | scales)

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jax_paged.checks import INT32_MAX
-from jax_paged.layout import POOLS, Layout, pages_rank
-
-_PAGES = tuple(f"{pool}_pages" for pool in POOLS)
+from jax_paged.layout import Layout, pages_rank
 
 
 def every(x: jax.Array, is_batched: bool, batch: int) -> jax.Array:
@@ -26,21 +24,30 @@ def flat_rows(pool: jax.Array, leading: int) -> jax.Array:
 
 
 def write_of_each(
-    op: str, native: Callable[..., Any], layout: Layout, operands: Sequence[str]
+    op: str,
+    native: Callable[..., Any],
+    layout: Layout,
+    operands: Sequence[str],
+    results: Sequence[str],
 ) -> Callable[..., Any]:
     """A native write of tokens that vmap runs for one element after another, each with own pages.
 
     Elements are layers of one pool, which a loop carries. One call for all tokens would need the
     batch as pages, and XLA copies a pool that is reshaped before it is updated in place.
 
-    operands: their names. The results end in k_pages and v_pages.
+    operands, results: their names; the last results may be left out. A result that has the name of
+      an operand is a pool, unless that is none: None, or a scale that is given.
     """
     call = custom_vmap(native)
 
     @call.def_vmap
     def each(batch, in_batched, *given):
         x, is_batched = (dict(zip(operands, y, strict=True)) for y in (given, in_batched))
-        pools = {name: x[name] for name in _PAGES if x[name] is not None}
+        pools = {
+            name: x[name]
+            for name in results
+            if (have := x.get(name)) is not None and have.ndim - is_batched[name] >= 3
+        }
         for name in pools:
             if not is_batched[name]:
                 raise NotImplementedError(
@@ -59,15 +66,12 @@ def write_of_each(
             layer = now["layer"]
             has_layer = (layer >= 0) & (layer < num_layers)
             now["layer"] = jnp.where(has_layer, index * num_layers + layer, -1)
-            *rest, k_pages, v_pages = call(*(now[name] for name in operands))
-            written = dict(zip(_PAGES, (k_pages, v_pages), strict=True))
-            return {name: written[name] for name in pages}, tuple(rest)
+            out = dict(zip(results, call(*(now[name] for name in operands)), strict=False))
+            return {name: out.pop(name) for name in pages}, out
 
         written, rest = jax.lax.scan(write_one, flat, (jnp.arange(batch, dtype=jnp.int32), own))
-        pages = (
-            written[name].reshape(pools[name].shape) if name in pools else None for name in _PAGES
-        )
-        out = (*rest, *pages)
+        found = rest | {name: x.reshape(pools[name].shape) for name, x in written.items()}
+        out = tuple(found[name] for name in results if name in found)
         return out, tuple(None if y is None else True for y in out)
 
     return call

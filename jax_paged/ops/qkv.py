@@ -7,7 +7,7 @@ The pages are donated, as `write_kv` does.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +30,25 @@ from jax_paged.checks import (
     is_eight_bit,
     is_per_token,
 )
-from jax_paged.layout import POOLS, Layout, is_one_pool, is_stacked, pages_shape, pool_of_v
+from jax_paged.layout import (
+    Layout,
+    PagesShape,
+    is_one_pool,
+    is_stacked,
+    pages_shape,
+    pool_of_v,
+)
 from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import KV_HEADS, PAGES, Split, at_heads, pools_at_heads
+from jax_paged.native.sharding import KV_HEADS, PAGES, WHOLE, Split, at_heads, pools_at_heads
 from jax_paged.ops import reference
 from jax_paged.ops.fold import write_of_each
 from jax_paged.ops.write import (
     check_written_scales,
     cuda_workspace_words,
     refusing_gradients,
-    write_checked,
 )
 
-TARGET = "jax_paged.qkv_norm_rope_write.v1"
-_OPERANDS = (
-    "qkv", "k_pages", "v_pages", "positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm",
-    "layer",
-)  # fmt: skip
+TARGET = "jax_paged.qkv_norm_rope_write.v2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,8 @@ def qkv_norm_rope_write(
       layer: which layer of stacked pages; may be traced. With a traced one out of range nothing is
         written; one that the host knows is a ValueError.
       k_scale, v_scale: of 8-bit pages, as for `write_kv`: given, or pools of scales per token and
-        head, which are computed and written. Those pools are donated.
+        head, which are computed and written. Those pools are donated. K and V are quantized from
+        f32.
       implementation: None = native on CPU and CUDA, reference elsewhere; "native"; "reference".
 
     Returns:
@@ -118,9 +121,6 @@ def qkv_norm_rope_write(
       NotImplementedError: under differentiation, under vmap where elements share a pool, or for a
         head_dim or rotary_dim that the native kernels lack (implementation="reference" offers all).
         Other vmap is that of `write_kv`.
-
-    With 8-bit pages, and pages of layout "vllm5d" or "rpa", the write is native, as in `write_kv`,
-    and what comes before it is XLA's.
 
     >>> import jax.numpy as jnp
     >>> k_pages, v_pages = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 4, 8))
@@ -138,43 +138,78 @@ def qkv_norm_rope_write(
         qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, rotary_dim,
         layer, k_scale, v_scale, spec,
     )  # fmt: skip
-    operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm, k_norm, index)
-    by_parts = layout == "vllm5d" and implementation != "reference"
-    if is_eight_bit(k_pages) or by_parts or is_one_pool(layout):
-        scales, pools = given, None
-        if is_per_token(given[0]):
-            scales, pools = None, given
-        return _qkv_and_write(spec, k_pages, v_pages, pools, scales, operands[:1] + operands[3:])
-    return _qkv(spec, *operands)
+    scales, pools = given, None
+    if is_per_token(given[0]):
+        scales, pools = None, given
+    rest = (positions, slot_mapping, cos, sin, q_norm, k_norm, index)
+    return _qkv(spec, qkv, k_pages, v_pages, pools, scales, *rest)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
-def _qkv_and_write(spec: QkvSpec, k_pages, v_pages, scale_pools, scales, operands):
-    qkv, positions, slot_mapping, cos, sin, q_norm, k_norm, layer = operands
-    q, k, v, slots = reference.qkv_heads(
-        qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, q_norm=q_norm, k_norm=k_norm,
-        eps=spec.eps, num_q_heads=spec.num_q_heads, style=spec.style, layout=spec.layout,
-    )  # fmt: skip
-    written = (k_pages, v_pages, scale_pools, scales, k, v, slots, layer)
-    return q, *write_checked(spec.layout, spec.implementation, *written)
+class _Operands(NamedTuple):
+    """The operands of the target, in order."""
+
+    qkv: Any
+    k_pages: Any
+    v_pages: Any  # [0]: None
+    k_scale: Any  # [num_kv_heads] of the layer, or a pool; [0]: None
+    v_scale: Any
+    positions: Any
+    slot_mapping: Any
+    cos: Any
+    sin: Any
+    q_norm: Any  # [0]: None
+    k_norm: Any
+    layer: Any
+
+    def given(self) -> dict[str, Any]:
+        """By name, those that are not None."""
+        optional = ("v_pages", "k_scale", "v_scale", "q_norm", "k_norm")
+        named = self._asdict()
+        return {name: x for name, x in named.items() if name not in optional or x.shape != (0,)}
+
+    def is_pool(self, name: str) -> bool:
+        return getattr(self, name).ndim >= 3
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-def _qkv(spec: QkvSpec, qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *rest):
-    *norms, layer = rest
+# Those after q have the shape of the operand of that name where it is a pool, else [0].
+_RESULTS = ("q", "k_pages", "v_pages", "k_scale", "v_scale")
+
+
+def _none(dtype: Any) -> np.ndarray:
+    return np.zeros(0, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3, 4))
+def _qkv(spec: QkvSpec, qkv, k_pages, v_pages, scale_pools, scales, *rest):
+    *rest, q_norm, k_norm, layer = rest
+    norms = (q_norm, k_norm)
     same = all(norm is None or norm.dtype == qkv.dtype for norm in norms)
     dtype = qkv.dtype if same else jnp.float32
-    weights = (np.zeros(0, dtype) if norm is None else norm.astype(dtype) for norm in norms)
-    operands = (qkv, k_pages, v_pages, positions, slot_mapping, cos, sin, *weights, layer)
-    if spec.implementation == "reference":
-        return _qkv_reference(spec, *operands)
-    return _qkv_native(spec)(*operands)
-
-
-def _qkv_split(spec: QkvSpec, qkv, k_pages, v_pages, *rest) -> Split:
-    k_shape, v_shape = (
-        pages_shape(x, spec.layout, pool) for x, pool in zip((k_pages, v_pages), POOLS, strict=True)
+    weights = (_none(dtype) if norm is None else norm.astype(dtype) for norm in norms)
+    of_layer = layer if is_stacked(k_pages, spec.layout) else None
+    num_kv_heads = pages_shape(k_pages, spec.layout).num_kv_heads
+    given = (
+        _none(np.float32) if x is None else reference.scale_of_layer(x, of_layer, num_kv_heads)
+        for x in (scales if scale_pools is None else scale_pools)
     )
+    v_pool = _none(k_pages.dtype) if is_one_pool(spec.layout) else v_pages
+    operands = (qkv, k_pages, v_pool, *given, *rest, *weights, layer)
+    run = functools.partial(_qkv_reference, spec)
+    if spec.implementation != "reference":
+        run = _qkv_native(spec)
+    q, k_pages, v_pool, *pools = run(*operands)
+    v_pages = None if is_one_pool(spec.layout) else v_pool
+    return q, k_pages, v_pages, *(() if scale_pools is None else pools)
+
+
+def _shapes(spec: QkvSpec, x: _Operands) -> tuple[PagesShape, PagesShape]:
+    """Of the pools of K and V."""
+    v_pool = pool_of_v(x.k_pages, x.v_pages, spec.layout)
+    return pages_shape(x.k_pages, spec.layout, "k"), pages_shape(v_pool, spec.layout, "v")
+
+
+def _qkv_split(spec: QkvSpec, x: _Operands) -> Split:
+    k_shape, v_shape = _shapes(spec, x)
     kinds = (
         spec.num_q_heads * k_shape.head_dim,
         k_shape.num_kv_heads * k_shape.head_dim,
@@ -193,33 +228,36 @@ def _qkv_split(spec: QkvSpec, qkv, k_pages, v_pages, *rest) -> Split:
         ]
         return jnp.concatenate(own, axis=1), *rest
 
-    pools = pools_at_heads({"k_pages": k_pages, "v_pages": v_pages}, spec.layout)
-    names = ("positions", "slot_mapping", "cos", "sin", "q_norm", "k_norm", "layer")
-    whole = {name: at_heads(x, None) for name, x in zip(names, rest, strict=True)}
-    axes = {"qkv": at_heads(qkv, None)} | pools | whole
-    return Split(axes, (f"- {KV_HEADS} -", *pools.values()), fixed=PAGES, arrange=arrange)
-
-
-def _local_spec(spec: QkvSpec, qkv, k_pages, v_pages) -> QkvSpec:
-    """The spec for these operands, which may be those of one device of several."""
-    k_shape = pages_shape(k_pages, spec.layout, "k")
-    v_shape = pages_shape(v_pages, spec.layout, "v")
-    rest = k_shape.num_kv_heads * (k_shape.head_dim + v_shape.head_dim)
-    return dataclasses.replace(spec, num_q_heads=(qkv.shape[1] - rest) // k_shape.head_dim)
+    given = x.given()
+    axes = {name: at_heads(array, None) for name, array in x._asdict().items()}
+    axes |= pools_at_heads(given, spec.layout)
+    axes |= {
+        name: at_heads(given[name], given[name].ndim - 2 if x.is_pool(name) else 0)
+        for name in ("k_scale", "v_scale")
+        if name in given
+    }
+    pools = (axes[name] if x.is_pool(name) else WHOLE for name in _RESULTS[1:])
+    return Split(axes, (f"- {KV_HEADS} -", *pools), fixed=PAGES, arrange=arrange)
 
 
 def _qkv_reference(spec: QkvSpec, *operands):
-    *operands, q_norm, k_norm, layer = operands
-    spec = _local_spec(spec, *operands[:3])
-    return reference.qkv_norm_rope_write(
-        *operands,
-        q_norm=q_norm if q_norm.size else None,
-        k_norm=k_norm if k_norm.size else None,
-        eps=spec.eps,
-        num_q_heads=spec.num_q_heads,
-        style=spec.style,
-        layer=layer if is_stacked(operands[1], spec.layout) else None,
+    operands = _Operands(*operands)
+    x = _Operands(**dict.fromkeys(_Operands._fields) | operands.given())
+    k_shape, v_shape = _shapes(spec, x)
+    # On one device of several, its own heads of q.
+    kv_width = k_shape.num_kv_heads * (k_shape.head_dim + v_shape.head_dim)
+    num_q_heads = (x.qkv.shape[1] - kv_width) // k_shape.head_dim
+    q, k, v, slots = reference.qkv_heads(
+        x.qkv, x.k_pages, x.v_pages, x.positions, x.slot_mapping, x.cos, x.sin, q_norm=x.q_norm,
+        k_norm=x.k_norm, eps=spec.eps, num_q_heads=num_q_heads, style=spec.style,
         layout=spec.layout,
+    )  # fmt: skip
+    layer = x.layer if is_stacked(x.k_pages, spec.layout) else None
+    pools = (x.k_pages, x.v_pages, x.k_scale, x.v_scale)
+    written = (q, *reference.write_to_layer(pools, k, v, slots, layer, spec.layout))
+    found = dict(zip(_RESULTS, written, strict=False))
+    return tuple(
+        getattr(operands, name)[:0] if found.get(name) is None else found[name] for name in _RESULTS
     )
 
 
@@ -228,22 +266,23 @@ def _qkv_native(spec: QkvSpec):
     """The native op for one set of static options."""
 
     def call(*operands):
-        attributes = {"eps": np.float32(spec.eps), "style": spec.style, "layout": spec.layout}
+        x = _Operands(*operands)
         return tuple(
             ffi_call(
                 TARGET,
-                operands,
-                attributes,
-                split=_qkv_split(spec, *operands),
-                aliases={1: 1, 2: 2},
-                cuda_workspace_words=cuda_workspace_words(operands[4].shape[0]),
+                x,
+                {"eps": np.float32(spec.eps), "style": spec.style, "layout": spec.layout},
+                split=_qkv_split(spec, x),
+                aliases={i: i for i, name in enumerate(_RESULTS) if i and x.is_pool(name)},
+                cuda_workspace_words=cuda_workspace_words(x.slot_mapping.shape[0]),
                 implementation=spec.implementation,
                 reference=functools.partial(_qkv_reference, spec),
             )
         )
 
     op = "qkv_norm_rope_write"
-    return refusing_gradients(op, write_of_each(op, call, spec.layout, _OPERANDS))
+    each = write_of_each(op, call, spec.layout, _Operands._fields, _RESULTS)
+    return refusing_gradients(op, each)
 
 
 def check_qkv(

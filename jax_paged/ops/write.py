@@ -117,17 +117,21 @@ def write_kv(
     if is_per_token(k_scale):
         scales, pools = None, scales
     operands = (k_pages, v_pages, pools, scales, k, v, slot_mapping, index)
-    return write_checked(layout, implementation, *operands)
+    return _write_kv(layout, implementation, *operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3, 4))
-def write_checked(
+def _write_kv(
     layout, implementation, k_pages, v_pages, scale_pools, scales, k, v, slot_mapping, layer
 ):
     """Quantizes k and v where the pages are 8-bit, and writes them and their scales."""
-    k_scale, v_scale = scales if scale_pools is None else scale_pools
+    of_layer = layer if is_stacked(k_pages, layout) else None
+    k_scale, v_scale = (
+        reference.scale_of_layer(scale, of_layer, k.shape[1])
+        for scale in (scales if scale_pools is None else scale_pools)
+    )
     v_pool = pool_of_v(k_pages, v_pages, layout)
-    k, v, k_tokens, v_tokens = reference.quantized(k_pages, v_pool, k, v, layer, k_scale, v_scale)
+    k, v, k_tokens, v_tokens = reference.quantized(k_pages, v_pool, k, v, k_scale, v_scale)
     operands = (k_pages, v_pages, k, v, slot_mapping, layer)
     if implementation == "reference":
         written = reference_write(layout, *operands)
@@ -135,8 +139,7 @@ def write_checked(
         written = native_write(layout, implementation)(*operands)
     if scale_pools is None:
         return written
-    layer = layer if is_stacked(v_pool, layout, "v") else None
-    scales = reference.write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, layer)
+    scales = reference.write_scales(k_scale, v_scale, k_tokens, v_tokens, slot_mapping, of_layer)
     return (*written, *scales)
 
 
@@ -204,8 +207,9 @@ def native_write(layout: Layout, implementation: Implementation):
             return reference_write(layout, k_pages, v_pages, *rest)
         return reference_write(layout, k_pages, None, *rest)[0], v_pages
 
-    names = ("k_pages", "v_pages", "k", "v", "slot_mapping", "layer")
-    return refusing_gradients("write_kv", write_of_each("write_kv", call, layout, names))
+    pools = ("k_pages", "v_pages")
+    names = (*pools, "k", "v", "slot_mapping", "layer")
+    return refusing_gradients("write_kv", write_of_each("write_kv", call, layout, names, pools))
 
 
 def cuda_workspace_words(tokens: int) -> int:

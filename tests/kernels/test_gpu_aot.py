@@ -123,7 +123,7 @@ def test_every_layer_calls_our_handlers(compiled):
     most, all_but_one = (2 * layers, 2 * layers - 1) if name == "generate" else (layers, layers)
     assert ours == {
         "jax_paged.attention_plan.v1": 2 if name == "generate" else 1,  # of a step
-        "jax_paged.qkv_norm_rope_write.v1": most,
+        "jax_paged.qkv_norm_rope_write.v2": most,
         "jax_paged.attention.v1": all_but_one,
         "jax_paged.moe_experts.v1": all_but_one,
     }

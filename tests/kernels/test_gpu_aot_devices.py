@@ -132,7 +132,7 @@ def test_a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone(of_experts)
     assert found == {"all-reduce": 2 * layers, "all-gather": layers}
     assert collections.Counter(meshes.targets(compiled)) == {
         "jax_paged.attention_plan.v1": 1,
-        "jax_paged.qkv_norm_rope_write.v1": layers,
+        "jax_paged.qkv_norm_rope_write.v2": layers,
         "jax_paged.attention.v1": layers,
         "jax_paged.moe_experts.v1": layers,
     }

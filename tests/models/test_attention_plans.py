@@ -91,7 +91,7 @@ def test_a_decode_step_of_48_layers_plans_once():
     assert calls(text) == {
         "jax_paged.attention_plan.v1": 1,
         "jax_paged.attention.v1": LAYERS,
-        "jax_paged.qkv_norm_rope_write.v1": LAYERS,
+        "jax_paged.qkv_norm_rope_write.v2": LAYERS,
     }
     # The kernels know that there is one query in a row, and so launch no prefill.
     for target in ("attention_plan", "attention"):

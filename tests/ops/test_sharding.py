@@ -369,7 +369,7 @@ def a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone():
         counts = collections.Counter(meshes.targets(compiled))
         assert counts == {
             "jax_paged.linear.v1": 3 * layers + 1,  # with the router, and the head
-            "jax_paged.qkv_norm_rope_write.v1": layers,
+            "jax_paged.qkv_norm_rope_write.v2": layers,
             "jax_paged.attention.v1": layers,
             "jax_paged.moe_experts.v1": layers,
         }

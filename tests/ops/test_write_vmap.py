@@ -109,16 +109,23 @@ def test_nested_vmap_equals_the_loop(implementation):
 
 
 @pytest.mark.parametrize("tables", [None, 0])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int8, scales of heads", "int8, of tokens"])
 @pytest.mark.parametrize("num_layers", [None, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_projections_of_a_batch_have_the_bits_of_a_loop(
     layout, num_layers, dtype, tables, implementation
 ):
-    if dtype == "int8":
+    is_int8 = dtype.startswith("int8")
+    if is_int8:
         layout = "HND" if layout == "vllm5d" else layout  # whose K has another shape in 8 bits
     pools = pools_of_each(layout=layout, num_layers=num_layers)
-    pools = codes_of_each(pools) if dtype == "int8" else pools
+    pools = codes_of_each(pools) if is_int8 else pools
+    layers = () if num_layers is None else (num_layers,)
+    shape = {"int8, scales of heads": (3, *layers, 2), "int8, of tokens": (3, *layers, 7, 2, 5)}
+    scales = [None, None]
+    if dtype in shape:
+        drawn = np.random.default_rng(2).uniform(0.01, 0.1, (2, *shape[dtype]))
+        scales = [jnp.asarray(x, jnp.float32) for x in drawn]
     rng = np.random.default_rng(1)
     width = 5 * 16 + 2 * head_dims(layout)[1]
     qkv = jnp.asarray(rng.standard_normal((3, 7, width), "f4"))
@@ -131,14 +138,16 @@ def test_projections_of_a_batch_have_the_bits_of_a_loop(
     )
     layer = None if num_layers is None else jnp.array([1, 2, 0])
 
-    def call(qkv, k_pages, v_pages, positions, slots, cos, sin, norm, layer):
+    def call(qkv, k_pages, v_pages, positions, slots, cos, sin, norm, layer, k_scale, v_scale):
         return qkv_norm_rope_write(
             qkv, k_pages, v_pages, positions, slots, cos, sin, q_norm=norm, k_norm=norm,
-            num_q_heads=3, layer=layer, layout=layout, implementation=implementation,
+            num_q_heads=3, layer=layer, layout=layout, k_scale=k_scale, v_scale=v_scale,
+            implementation=implementation,
         )  # fmt: skip
 
-    axes = (0, 0, 0, 0, 0, tables, tables, tables, 0)
-    assert_the_loop(call, axes, qkv, *pools, positions, jnp.array(SLOTS), cos, sin, norm, layer)
+    axes = (0, 0, 0, 0, 0, tables, tables, tables, 0, 0, 0)
+    operands = (qkv, *pools, positions, jnp.array(SLOTS), cos, sin, norm, layer, *scales)
+    assert_the_loop(call, axes, *operands)
 
 
 def test_more_rows_than_i32_counts_are_refused():

@@ -262,7 +262,7 @@ LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
     "jax_paged.merge_attention_states.v1": (merge_attention_states, (Q, LSE, Q, LSE)),
-    "jax_paged.qkv_norm_rope_write.v1": (
+    "jax_paged.qkv_norm_rope_write.v2": (
         functools.partial(qkv_norm_rope_write, num_q_heads=2),
         (QKV, PAGES, PAGES, ROW, ROW, ANGLES, ANGLES),
     ),

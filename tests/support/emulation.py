@@ -49,13 +49,13 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DJAX_PAG
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 TYPES = {name: i for i, name in enumerate(DTYPES)} | {"int32": -1}  # of the C++ ArrayType
 CHOICE = ("chosen_stages", "chosen_ctas", "chosen_prefill_rows", "chosen_latent_rows")
-# The results of the targets jax_paged.<op>.v1 that have emulated kernels.
+# The results of the targets jax_paged.<op>.v… that have emulated kernels.
 RESULTS = {
     "attention": ("out", "lse"),
     "attention_plan": ("plan",),
     "merge_attention_states": ("out", "lse"),
     "moe_experts": ("out",),
-    "qkv_norm_rope_write": ("q", "k_pages", "v_pages"),
+    "qkv_norm_rope_write": ("q", "k_pages", "v_pages", "k_scale", "v_scale"),
     "write_kv": ("k_pages", "v_pages"),
 }
 
@@ -198,7 +198,7 @@ def call(
     loaded: ctypes.CDLL | None = None,
     touched: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, int]:
-    """Runs the kernels of jax_paged.<op>.v1 on arrays by name; raises EmulationError.
+    """Runs the kernels of the target jax_paged.<op> on arrays by name; raises EmulationError.
 
     Args:
       operands, attributes: as the FFI target gets them.

@@ -30,7 +30,7 @@ HANDLERS = {
     "jax_paged.attention_plan.v1": "SimAttentionPlan",
     "jax_paged.merge_attention_states.v1": "SimMergeStates",
     "jax_paged.moe_experts.v1": "SimMoeExperts",
-    "jax_paged.qkv_norm_rope_write.v1": "SimQkvNormRopeWrite",
+    "jax_paged.qkv_norm_rope_write.v2": "SimQkvNormRopeWrite",
     "jax_paged.write_kv.v1": "SimWriteKv",
 }
 # -lineinfo tells which line of the source an instruction comes from, and changes no instruction.

@@ -137,19 +137,30 @@ def ranges():
     return call, pools + rows, (POOL, POOL, *[WHOLE] * 4), (POOL, POOL), ["jax_paged.write_kv.v1"]
 
 
-def packed(kv_dtype):
+def packed(kv_dtype=None, scale=None, layout="HND"):
     """qkv as one array that is whole, as plain jit has it."""
-    call = make_call("float32", 32, heads=(16, 8), tokens=7)
-    pages = [np.nan_to_num(x).astype(kv_dtype) for x in (call.k_pages, call.v_pages)]
-    scale = {} if kv_dtype == "float32" else {"k_scale": 0.1, "v_scale": 0.1}
+    call = make_call(
+        "float32", 32, heads=(16, 8), tokens=7, kv_dtype=kv_dtype, scale=scale, layout=layout
+    )
+    names = ("k_pages", "v_pages", "k_scale", "v_scale")
+    pools = {name: x for name in names if (x := getattr(call, name)) is not None}
 
-    def run(qkv, k_pages, v_pages, *rest):
-        return jp.qkv_norm_rope_write(qkv, k_pages, v_pages, *rest, num_q_heads=16, **scale)
+    def run(qkv, positions, slots, cos, sin, *pools_now):
+        given = {"v_pages": None} | dict(zip(pools, pools_now, strict=True))
+        results = jp.qkv_norm_rope_write(
+            qkv, positions=positions, slot_mapping=slots, cos=cos, sin=sin, num_q_heads=16,
+            layout=layout, **given,
+        )  # fmt: skip
+        return tuple(x for x in results if x is not None)
 
-    operands = [call.qkv, *pages, call.positions, call.slot_mapping, call.cos, call.sin]
-    native = "qkv_norm_rope_write" if kv_dtype == "float32" else "write_kv"
-    specs = (WHOLE, POOL, POOL, *[WHOLE] * 4)
-    return run, operands, specs, (TOKENS, POOL, POOL), [f"jax_paged.{native}.v1"]
+    operands = [call.qkv, call.positions, call.slot_mapping, call.cos, call.sin, *pools.values()]
+    of_pages = P(None, None, "tp") if layout in ("NHD", "rpa") else POOL
+    specs = [of_pages if name.endswith("pages") else POOL for name in pools]
+    if scale == "head":
+        specs[-2:] = [P("tp")] * 2
+    results = [spec for spec, x in zip(specs, pools.values(), strict=True) if x.ndim >= 3]
+    used = ["jax_paged.qkv_norm_rope_write.v2"]
+    return run, operands, (*[WHOLE] * 5, *specs), (TOKENS, *results), used
 
 
 CALLS = {
@@ -165,8 +176,11 @@ CALLS = {
     "moves": functools.partial(moves, layers=False),
     "moves in layers": functools.partial(moves, layers=True),
     "ranges": ranges,
-    "packed qkv": functools.partial(packed, "float32"),
-    "packed qkv, int8": functools.partial(packed, "int8"),
+    "packed qkv": packed,
+    "packed qkv, rpa": functools.partial(packed, layout="rpa"),
+    "packed qkv, vllm5d, int8": functools.partial(packed, "int8", layout="vllm5d"),
+    "packed qkv, int8, scales of heads": functools.partial(packed, "int8", "head"),
+    "packed qkv, rpa, int8, scales of tokens": functools.partial(packed, "int8", "token", "rpa"),
 }
 # Inside shard_map the columns of packed qkv would be in the order of devices.
 IN_SHARD_MAP = [name for name in CALLS if not name.startswith("packed")]

@@ -74,13 +74,21 @@ inline int64_t LayOutScratch(float* base, int64_t head_dim, int64_t v_head_dim, 
   return size;
 }
 
+// Where qkv_norm_rope_write writes K or V: a layer.
+struct QkvTarget {
+  PageView pages;
+  int64_t head_dim;
+  const float* given_scale;  // see QkvScale
+  PageView scales;           // base null: none is computed
+};
+
 // A call of qkv_norm_rope_write and what the handler prepared for it.
 struct QkvWork {
   const QkvParams* params;
   const float* q_norm;  // [head_dim], null: none
   const float* k_norm;
-  PageView k;  // of the layer
-  PageView v;
+  QkvTarget k;
+  QkvTarget v;
 };
 
 // Two attention results of the same queries, to be merged into one; rows are tokens x query heads.

@@ -19,8 +19,8 @@ inline constexpr int64_t kSerialBytes = 200'000;
 
 // XLA aliases results to operands and copies beforehand where it cannot; be safe if it did not.
 inline void CopyUnlessAliased(const xla::ffi::AnyBuffer& from, const xla::ffi::AnyBuffer& to) {
-  if (from.untyped_data() != to.untyped_data() && from.size_bytes() > 0) {
-    std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
+  if (from.untyped_data() != to.untyped_data() && to.size_bytes() > 0) {
+    std::memcpy(to.untyped_data(), from.untyped_data(), to.size_bytes());
   }
 }
 

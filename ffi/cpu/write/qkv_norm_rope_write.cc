@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handler of jax_paged.qkv_norm_rope_write.v1 on CPU.
+// The handler of jax_paged.qkv_norm_rope_write.v2 on CPU.
 //
 // Items of work: some KV heads of all tokens, in order, so that of two tokens for one slot the
 // later one wins in every head; and blocks of tokens, for q. Bound by memory; few tokens are the
@@ -36,8 +36,17 @@ const float* NormWeights(const void* weights, Dtype dtype, int64_t head_dim, flo
   return floats;
 }
 
+QkvTarget MakeTarget(void* pages, const PoolShape& shape, const QkvScale& scale, int64_t layer) {
+  QkvTarget target = {};
+  target.pages = MakePageView(pages, shape, layer);
+  target.head_dim = shape.head_dim;
+  target.given_scale = scale.given;
+  if (scale.computed) target.scales = MakePageView(scale.computed, ScalePool(shape), layer);
+  return target;
+}
+
 ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, const QkvParams& params,
-                            const PagesOfCall (&pages)[2]) {
+                            const PagesOfCall (&pages)[4]) {
   for (const PagesOfCall& of : pages) CopyUnlessAliased(of.operand, of.result);
 
   float q_floats[kMaxQkvHeadDim], k_floats[kMaxQkvHeadDim];
@@ -51,8 +60,8 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, const QkvParams& params,
   int64_t page_items = 0;
   const int32_t layer_index = *params.layer;
   if (layer_index >= 0 && layer_index < params.k_pool.num_layers) {
-    work.k = MakePageView(params.k_pages, params.k_pool, layer_index);
-    work.v = MakePageView(params.v_pages, params.v_pool, layer_index);
+    work.k = MakeTarget(params.k_pages, params.k_pool, params.k_scale, layer_index);
+    work.v = MakeTarget(params.v_pages, params.v_pool, params.v_scale, layer_index);
     page_items = Clamp(workers, 1, heads);
   }
   const int64_t block = CeilDiv(params.num_tokens, workers == 1 ? 1 : workers * kBlocksPerWorker);

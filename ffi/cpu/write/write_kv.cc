@@ -8,7 +8,6 @@
 // caller alone.
 
 #include <cstdint>
-#include <cstring>
 
 #include "common/ffi_checks.h"
 #include "common/integers.h"
@@ -16,34 +15,13 @@
 #include "cpu/handlers.h"
 #include "cpu/parallel_for.h"
 #include "cpu/write/in_place.h"
+#include "cpu/write/write_row.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace jax_paged::cpu {
 namespace {
-
-// One head's row of a token, atom by atom.
-template <int ATOM_BYTES>
-void WriteAtoms(char* to, const char* from, int64_t token_bytes, int64_t atom_stride) {
-  for (int64_t b = 0; b < token_bytes; b += ATOM_BYTES, to += atom_stride) {
-    std::memcpy(to, from + b, ATOM_BYTES);
-  }
-}
-
-void WriteRow(char* to, const char* from, int64_t token_bytes, const PageStrides& strides) {
-  if (strides.atom_bytes == token_bytes) {
-    std::memcpy(to, from, static_cast<size_t>(token_bytes));
-  } else if (strides.atom_bytes == kKeyAtomBytes) {
-    WriteAtoms<kKeyAtomBytes>(to, from, token_bytes, strides.atom);
-  } else if (strides.atom_bytes == 4) {
-    WriteAtoms<4>(to, from, token_bytes, strides.atom);
-  } else if (strides.atom_bytes == 2) {
-    WriteAtoms<2>(to, from, token_bytes, strides.atom);
-  } else {
-    WriteAtoms<1>(to, from, token_bytes, strides.atom);
-  }
-}
 
 // Writes heads [head_begin, head_end) of tokens [num_tokens, num_kv_heads, token_bytes].
 void WriteHeads(const PageView& pages, const char* tokens, const int32_t* slots, int64_t num_tokens,

@@ -6,11 +6,11 @@
 #define JAX_PAGED_CUDA_ATTENTION_PREFILL_FINISH_CUH_
 
 #include "cuda/attention/args.h"
-#include "cuda/attention/fp8.cuh"
 #include "cuda/attention/logits.cuh"
 #include "cuda/attention/prefill_tile.cuh"
 #include "cuda/attention/prefill_unit.cuh"
 #include "cuda/attention/segment.cuh"
+#include "cuda/codes.cuh"
 #include "cuda/prim.h"
 
 namespace jax_paged::cuda {

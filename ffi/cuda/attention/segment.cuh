@@ -18,9 +18,9 @@
 
 #include "common/integers.h"
 #include "cuda/attention/args.h"
-#include "cuda/attention/fp8.cuh"
 #include "cuda/attention/logits.cuh"
 #include "cuda/attention/tree.cuh"
+#include "cuda/codes.cuh"
 #include "cuda/prim.h"
 #include "cuda/warp_search.cuh"
 

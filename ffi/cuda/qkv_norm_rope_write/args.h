@@ -18,7 +18,17 @@ namespace jax_paged::cuda {
 
 inline constexpr int32_t kQkvThreads = 128;
 inline constexpr int32_t kLaneElements = 16;  // of a head, in the registers of one lane
+inline constexpr int32_t kWholeRow = 31;      // an atom_shift
 static_assert(kLaneElements * 32 == kMaxQkvHeadDim, "a warp holds the widest head");
+
+// Where K or V goes.
+struct QkvPool {
+  Global<char> pages;  // the pool's first row
+  PoolSlots slots;
+  int32_t atom_shift;               // log2 of an atom's bytes; kWholeRow where a row is one atom
+  Global<const float> given_scale;  // [num_kv_heads] of 8-bit pages; null: see computed_scale
+  Global<char> computed_scale;      // the pool of scales; null: none, and without both scales are 1
+};
 
 struct QkvArgs {
   Global<const char> qkv;  // [num_tokens, width]
@@ -28,12 +38,10 @@ struct QkvArgs {
   Global<const float> sin;
   Global<const char> q_norm;  // [head_dim], if has_q_norm
   Global<const char> k_norm;
-  Global<char> q;  // [num_tokens, num_q_heads, head_dim]
-  Global<char> k_pages;
-  Global<char> v_pages;
+  Global<char> q;         // [num_tokens, num_q_heads, head_dim]
+  QkvPool pools[2];       // K, V
+  PoolSlots scale_slots;  // of both pools of scales
 
-  PoolSlots k_slots;
-  PoolSlots v_slots;
   int64_t width;  // elements of qkv per token
   int32_t num_q_heads;
   int32_t num_kv_heads;
@@ -48,14 +56,34 @@ struct QkvArgs {
   bool has_q_norm;
   bool has_k_norm;
   bool norm_is_f32;
+  bool is_eight_bit;     // pages hold codes of kv_dtype
+  bool computes_scales;  // of K or of V
+  Dtype kv_dtype;
+  float scale_of_largest;  // 1 / LargestCode(kv_dtype)
 };
+
+inline QkvPool MakeQkvPool(const PoolShape& shape, void* pages, const QkvScale& scale) {
+  QkvPool pool = {};
+  pool.pages = Global<char>(static_cast<char*>(pages));
+  pool.slots = MakePoolSlots(shape);
+  pool.atom_shift = kWholeRow;
+  if (shape.layout == Layout::kVllm5d) {
+    pool.atom_shift = 0;
+    while (int64_t{1} << pool.atom_shift < pool.slots.strides.atom_bytes) ++pool.atom_shift;
+  }
+  if (scale.given) pool.given_scale = Global<const float>(scale.given);
+  if (scale.computed) {
+    pool.computed_scale = Global<char>(reinterpret_cast<char*>(scale.computed));
+  }
+  return pool;
+}
 
 // The launch depends on shapes and attributes alone.
 inline int32_t NumCtas(const QkvArgs& args) { return args.tokens.num_tokens * args.ctas_per_token; }
 
 // workspace: as CheckWrittenTokens asks for, which says too whether a grid takes all the CTAs.
 inline QkvArgs MakeQkvArgs(const QkvParams& in, int32_t* workspace) {
-  QkvArgs args;
+  QkvArgs args = {};
   args.qkv = Global<const char>(static_cast<const char*>(in.qkv));
   args.tokens = MakeWrittenTokens(in.slot_mapping, in.positions, in.num_tokens, in.max_positions,
                                   in.k_pool.num_slots(), workspace);
@@ -65,10 +93,13 @@ inline QkvArgs MakeQkvArgs(const QkvParams& in, int32_t* workspace) {
   args.q_norm = Global<const char>(static_cast<const char*>(in.q_norm));
   args.k_norm = Global<const char>(static_cast<const char*>(in.k_norm));
   args.q = Global<char>(static_cast<char*>(in.q));
-  args.k_pages = Global<char>(static_cast<char*>(in.k_pages));
-  args.v_pages = Global<char>(static_cast<char*>(in.v_pages));
-  args.k_slots = MakePoolSlots(in.k_pool);
-  args.v_slots = MakePoolSlots(in.v_pool);
+  args.pools[0] = MakeQkvPool(in.k_pool, in.k_pages, in.k_scale);
+  args.pools[1] = MakeQkvPool(in.v_pool, in.v_pages, in.v_scale);
+  args.scale_slots = MakePoolSlots(ScalePool(in.k_pool));
+  args.kv_dtype = in.kv_dtype;
+  args.is_eight_bit = IsEightBit(in.kv_dtype);
+  args.computes_scales = in.k_scale.computed || in.v_scale.computed;
+  args.scale_of_largest = 1.0f / LargestCode(in.kv_dtype);
   args.width = in.width();
   args.num_q_heads = static_cast<int32_t>(in.num_q_heads);
   args.num_kv_heads = static_cast<int32_t>(in.k_pool.num_kv_heads);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// XLA FFI handler of jax_paged.qkv_norm_rope_write.v1 on CUDA: checks, fills QkvArgs,
-// launches. Operands, attributes and results are those of the CPU handler; the fourth result is the
+// XLA FFI handler of jax_paged.qkv_norm_rope_write.v2 on CUDA: checks, fills QkvArgs,
+// launches. Operands, attributes and results are those of the CPU handler; the sixth result is the
 // workspace.
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 ffi::Error QkvNormRopeWrite(cudaStream_t stream, const QkvParams& params,
-                            const PagesOfCall (&pages)[2], ffi::ResultBuffer<ffi::S32> workspace) {
+                            const PagesOfCall (&pages)[4], ffi::ResultBuffer<ffi::S32> workspace) {
   const QkvArgs args = MakeQkvArgs(params, workspace->typed_data());
   const std::string error = CheckWrittenTokens(kQkvOp, params.num_tokens, args.ctas_per_token,
                                                static_cast<int64_t>(workspace->element_count()));

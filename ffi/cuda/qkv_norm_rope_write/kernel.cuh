@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/codes.cuh"
 #include "cuda/prim.h"
 #include "cuda/qkv_norm_rope_write/args.h"
 #include "cuda/written_tokens.cuh"
@@ -31,12 +32,39 @@ namespace jax_paged::cuda {
 inline constexpr int32_t kQkvWarps = kQkvThreads / kWarpLanes;
 inline constexpr int32_t kQkvSharedBytes = kQkvWarps * 4;
 
+// What is stored at once, by its bytes.
+template <int BYTES>
+using WordOf = std::conditional_t<
+    BYTES == 16, Word4,
+    std::conditional_t<BYTES == 8, Word2,
+                       std::conditional_t<BYTES == 4, uint32_t,
+                                          std::conditional_t<BYTES == 2, uint16_t, uint8_t>>>>;
+
+// Stores BYTES bytes of elements. apart: the distance of elements in bytes; 0: they are neighbours.
+template <int BYTES, int ELEMENT_BYTES>
+JAX_PAGED_DEVICE void StoreElements(Global<char> to, const uint32_t (&words)[(BYTES + 3) / 4],
+                                    int64_t apart) {
+  if (apart == 0) {
+    if constexpr (BYTES == 2) {
+      prim::Store(to.As<uint16_t>(), static_cast<uint16_t>(words[0]));
+    } else {
+      prim::Store(to.As<WordOf<BYTES>>(), prim::BitCast<WordOf<BYTES>>(words));
+    }
+    return;
+  }
+  using Element = WordOf<ELEMENT_BYTES>;
+  JAX_PAGED_UNROLL
+  for (int32_t b = 0; b < BYTES; b += ELEMENT_BYTES) {
+    prim::Store((to + b / ELEMENT_BYTES * apart).As<Element>(),
+                static_cast<Element>(words[b / 4] >> b % 4 * 8));
+  }
+}
+
 // VEC elements of T, read and written at once.
 template <typename T, int VEC>
 struct QkvChunk {
   static constexpr int32_t kBytes = VEC * static_cast<int32_t>(sizeof(T));
-  using Word =
-      std::conditional_t<kBytes == 16, Word4, std::conditional_t<kBytes == 8, Word2, uint32_t>>;
+  using Word = WordOf<kBytes>;
   struct Words {
     uint32_t word[kBytes / 4];
   };
@@ -54,17 +82,28 @@ struct QkvChunk {
     }
   }
 
-  JAX_PAGED_DEVICE static void Store(Global<char> to, const float (&x)[VEC]) {
-    Words out;
+  JAX_PAGED_DEVICE static void Store(Global<char> to, const float (&x)[VEC], int64_t apart) {
+    uint32_t words[kBytes / 4];
     JAX_PAGED_UNROLL
     for (int32_t i = 0; i < kBytes / 4; ++i) {
       if constexpr (sizeof(T) == 4) {
-        out.word[i] = prim::BitCast<uint32_t>(x[i]);
+        words[i] = prim::BitCast<uint32_t>(x[i]);
       } else {
-        out.word[i] = prim::PackPair<T>(x[2 * i], x[2 * i + 1]);
+        words[i] = prim::PackPair<T>(x[2 * i], x[2 * i + 1]);
       }
     }
-    prim::Store(to.As<Word>(), prim::BitCast<Word>(out));
+    StoreElements<kBytes, static_cast<int>(sizeof(T))>(to, words, apart);
+  }
+
+  // The codes of x / scale.
+  JAX_PAGED_DEVICE static void StoreCodes(Global<char> to, const float (&x)[VEC], Dtype dtype,
+                                          float scale, int64_t apart) {
+    uint32_t words[(VEC + 3) / 4] = {};
+    JAX_PAGED_UNROLL
+    for (int32_t i = 0; i < VEC; ++i) {
+      words[i / 4] |= EightBitCode(dtype, x[i] / scale) << i % 4 * 8;
+    }
+    StoreElements<VEC, 1>(to, words, apart);
   }
 };
 
@@ -90,6 +129,25 @@ JAX_PAGED_DEVICE void Turn(float* a, float* b, float cos, float sin) {
   const float first = *a * cos - *b * sin;
   *b = *b * cos + *a * sin;
   *a = first;
+}
+
+// The largest magnitude of a head, of which the lane has x; NaN where it has one.
+template <int PAIRS, int VEC>
+JAX_PAGED_DEVICE float LargestOfHead(const float (&x)[PAIRS][2][VEC], int32_t lanes_per_head) {
+  uint32_t largest = 0;  // as bits, of which those of NaN are the largest
+  const auto take = [&](uint32_t bits) { largest = bits > largest ? bits : largest; };
+  JAX_PAGED_UNROLL
+  for (int32_t i = 0; i < PAIRS; ++i) {
+    JAX_PAGED_UNROLL
+    for (int32_t j = 0; j < 2; ++j) {
+      JAX_PAGED_UNROLL
+      for (int32_t e = 0; e < VEC; ++e) take(prim::BitCast<uint32_t>(x[i][j][e]) & 0x7fffffffu);
+    }
+  }
+  for (int32_t mask = lanes_per_head / 2; mask > 0; mask /= 2) {
+    take(prim::ShuffleXor(largest, mask));
+  }
+  return prim::BitCast<float>(largest);
 }
 
 template <typename T, int VEC>
@@ -145,7 +203,7 @@ JAX_PAGED_DEVICE void QkvCta(const QkvArgs& args) {
   if (first_head + heads_per_cta > first_k) {  // the same for all threads, and so is the barrier
     slot = prim::LoadConst(args.tokens.slot_mapping + token);
     layer = prim::LoadConst(args.layer);
-    writes = has_position && args.k_slots.IsSlot(layer, slot) &&
+    writes = has_position && args.pools[0].slots.IsSlot(layer, slot) &&
              !IsOverwritten<kQkvThreads>(args.tokens, token, slot);
   }
 
@@ -212,16 +270,34 @@ JAX_PAGED_DEVICE void QkvCta(const QkvArgs& args) {
     }
   }
 
+  const QkvPool& pool = args.pools[is_v ? 1 : 0];
+  const int32_t kv_head = head - (is_v ? first_v : first_k);
+  float largest = 0.0f;
+  if (args.computes_scales) largest = LargestOfHead(x, args.lanes_per_head);
+
   if (!is_head || !(is_q || writes)) return;
+  const bool is_code = args.is_eight_bit && !is_q;
   Global<char> target;
+  float scale = 1.0f;
   if (is_q) {
     const int64_t q_row = int64_t{token} * args.num_q_heads + head;
     target = args.q + q_row * args.head_dim * static_cast<int64_t>(sizeof(T));
-  } else if (is_v) {
-    target = args.v_pages + args.v_slots.Offset(layer, slot, head - first_v);
   } else {
-    target = args.k_pages + args.k_slots.Offset(layer, slot, head - first_k);
+    target = pool.pages + pool.slots.Offset(layer, slot, kv_head);
+    if (pool.given_scale) scale = prim::LoadConst(pool.given_scale + kv_head);
+    if (pool.computed_scale) {
+      scale = largest * args.scale_of_largest;
+      const Global<char> to = pool.computed_scale + args.scale_slots.Offset(layer, slot, kv_head);
+      if (lane == 0) prim::Store(to.As<float>(), scale);
+    }
+    if (scale == 0.0f) scale = 1.0f;
   }
+
+  // Where rows are cut into atoms, a chunk lies within one, or each of its elements is one.
+  const int32_t atom_shift = is_q ? kWholeRow : pool.atom_shift;
+  const int32_t chunk_bytes = is_code ? VEC : Chunk::kBytes;
+  const int64_t atom = pool.slots.strides.atom;
+  const int64_t apart = chunk_bytes >> atom_shift > 1 ? atom : 0;
   JAX_PAGED_UNROLL
   for (int32_t i = 0; i < kPairs; ++i) {
     const int32_t chunk[2] = {first_chunk(i), second_chunk(i)};
@@ -232,7 +308,14 @@ JAX_PAGED_DEVICE void QkvCta(const QkvArgs& args) {
         JAX_PAGED_UNROLL
         for (int32_t e = 0; e < VEC; ++e) x[i][j][e] = 0.0f;
       }
-      Chunk::Store(target + int64_t{chunk[j]} * Chunk::kBytes, x[i][j]);
+      const uint32_t byte = static_cast<uint32_t>(chunk[j] * chunk_bytes);
+      const Global<char> to =
+          target + ((byte >> atom_shift) * atom + (byte & ((1u << atom_shift) - 1)));
+      if (is_code) {
+        Chunk::StoreCodes(to, x[i][j], args.kv_dtype, scale, apart);
+      } else {
+        Chunk::Store(to, x[i][j], apart);
+      }
     }
   }
 }

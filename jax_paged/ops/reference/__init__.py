@@ -14,6 +14,7 @@ from jax_paged.ops.reference.scales import QMAX as QMAX
 from jax_paged.ops.reference.scales import head_scale as head_scale
 from jax_paged.ops.reference.scales import layer_scale as layer_scale
 from jax_paged.ops.reference.scales import quantize as quantize
+from jax_paged.ops.reference.scales import scale_of_layer as scale_of_layer
 from jax_paged.ops.reference.scales import token_scale as token_scale
 from jax_paged.ops.reference.write import last_of_equal as last_of_equal
 from jax_paged.ops.reference.write import qkv_heads as qkv_heads
@@ -23,3 +24,4 @@ from jax_paged.ops.reference.write import read_tokens as read_tokens
 from jax_paged.ops.reference.write import scatter_tokens as scatter_tokens
 from jax_paged.ops.reference.write import write_kv as write_kv
 from jax_paged.ops.reference.write import write_scales as write_scales
+from jax_paged.ops.reference.write import write_to_layer as write_to_layer

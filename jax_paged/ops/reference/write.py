@@ -18,15 +18,15 @@ from jax_paged.layout import (
     pool_of_v,
     side_by_side,
 )
-from jax_paged.ops.reference.scales import QMAX, head_scale, quantize, token_scale
+from jax_paged.ops.reference.scales import QMAX, quantize, scale_of_layer, token_scale
 from jax_paged.ops.rope import apply_rope
 
 
-def quantized(k_pages, v_pages, k, v, layer, k_scale, v_scale):
+def quantized(k_pages, v_pages, k, v, k_scale, v_scale):
     """k and v in the dtype of the pages, and the scales of their tokens where those are stored.
 
-    Returns (k, v, scales [tokens, num_kv_heads] of k, of v), the latter None unless per token.
-    The rank of v_pages tells in every layout whether the pages are stacked.
+    The scales are those of `scale_of_layer`. Returns (k, v, scales [tokens, num_kv_heads] of k,
+    of v), the latter None unless per token.
     """
     results, token_scales = [], []
     for pages, x, scale in ((k_pages, k, k_scale), (v_pages, v, v_scale)):
@@ -37,8 +37,7 @@ def quantized(k_pages, v_pages, k, v, layer, k_scale, v_scale):
             scale = token_scale(x, pages.dtype)
             x = quantize(x, scale[..., None], pages.dtype)
         else:
-            one = jnp.ones((), jnp.float32) if scale is None else scale
-            scale = head_scale(one, layer, x.shape[1], stacked=v_pages.ndim == 5)
+            scale = jnp.ones(1, jnp.float32) if scale is None else scale
             x = quantize(x, scale[None, :, None], pages.dtype)
         results.append(x)
         token_scales.append(scale if per_token else None)
@@ -50,9 +49,16 @@ def write_kv(
     layer=None, k_scale=None, v_scale=None, layout: Layout = "HND",
 ):  # fmt: skip
     """`jax_paged.write_kv` in jax.numpy: a scatter that drops what has no slot."""
-    index = jnp.int32(0 if layer is None else layer)
+    k_scale, v_scale = (scale_of_layer(x, layer, k.shape[1]) for x in (k_scale, v_scale))
+    pools = (k_pages, v_pages, k_scale, v_scale)
+    return write_to_layer(pools, k, v, slot_mapping, layer, layout)
+
+
+def write_to_layer(pools, k, v, slot_mapping, layer, layout: Layout) -> tuple[Any, ...]:
+    """The same; pools: k_pages, v_pages, and k_scale and v_scale of `scale_of_layer`."""
+    k_pages, v_pages, k_scale, v_scale = pools
     v_pool = pool_of_v(k_pages, v_pages, layout)
-    k, v, k_tokens, v_tokens = quantized(k_pages, v_pool, k, v, index, k_scale, v_scale)
+    k, v, k_tokens, v_tokens = quantized(k_pages, v_pool, k, v, k_scale, v_scale)
     written = scatter_tokens(k_pages, v_pages, k, v, slot_mapping, layer, layout)
     if k_tokens is None:
         return written

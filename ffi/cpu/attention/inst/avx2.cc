@@ -16,6 +16,7 @@
 #include "common/tree.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/isa/isa.h"
+#include "cpu/write/write_row.h"
 
 #define JAX_PAGED_ISA avx2
 

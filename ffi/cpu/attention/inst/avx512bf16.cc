@@ -23,6 +23,7 @@
 #include "cpu/attention/kernels.h"
 #include "cpu/isa/code_tables.h"
 #include "cpu/isa/isa.h"
+#include "cpu/write/write_row.h"
 
 #define JAX_PAGED_ISA avx512bf16
 #define JAX_PAGED_DOT_BFLOAT16

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// f32 to fp8, in integer arithmetic: the instructions for it begin with sm_89.
+// f32 to 8 bits. To fp8 in integer arithmetic: the instructions for it begin with sm_89.
 
-#ifndef JAX_PAGED_CUDA_ATTENTION_FP8_CUH_
-#define JAX_PAGED_CUDA_ATTENTION_FP8_CUH_
+#ifndef JAX_PAGED_CUDA_CODES_CUH_
+#define JAX_PAGED_CUDA_CODES_CUH_
 
 #include "common/dtypes.h"
 #include "cuda/prim.h"
@@ -42,6 +42,19 @@ JAX_PAGED_DEVICE uint32_t Fp8Quad(Dtype dtype, const Float4& x, float scale) {
          Fp8Code(dtype, x.z / scale) << 16 | Fp8Code(dtype, x.w / scale) << 24;
 }
 
+// The nearest int8, ties to even, clamped to 127 either way; NaN: 0.
+JAX_PAGED_DEVICE uint32_t Int8Code(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has the number in its low bits
+  const float low = x < -127.0f ? -127.0f : x;
+  const float y = low > 127.0f ? 127.0f : low;
+  return y == y ? prim::BitCast<uint32_t>(y + kRound) & 0xffu : 0u;
+}
+
+// The code of x in any 8-bit dtype.
+JAX_PAGED_DEVICE uint32_t EightBitCode(Dtype dtype, float x) {
+  return dtype == Dtype::kInt8 ? Int8Code(x) : Fp8Code(dtype, x);
+}
+
 }  // namespace jax_paged::cuda
 
-#endif  // JAX_PAGED_CUDA_ATTENTION_FP8_CUH_
+#endif  // JAX_PAGED_CUDA_CODES_CUH_
