@@ -213,21 +213,33 @@ def write_call(seed, tokens=20):
     return lambda how: write_kv(pages + 0, pages + 1, k, v, slots, implementation=how)
 
 
-def qkv_call(seed, tokens=11):
+def qkv_call(seed, tokens=11, kv_dtype="float32"):
     rng = np.random.default_rng(seed)
     qkv = jnp.asarray(rng.standard_normal((tokens, 8 * 32), "f4"))
     slots = jnp.asarray(rng.integers(0, 48, tokens), jnp.int32)
     angles = jnp.asarray(rng.standard_normal((64, 16), "f4"))
     positions = jnp.asarray(rng.integers(0, 70, tokens), jnp.int32)  # some of no position
     pages = jnp.asarray(rng.standard_normal((6, 2, 8, 32), "f4"))
-    return lambda how: qkv_norm_rope_write(
-        qkv, pages + 0, pages + 1, positions, slots, jnp.cos(angles), jnp.sin(angles),
-        num_q_heads=4, implementation=how,
-    )  # fmt: skip
+    pages = [(10 * x).astype(kv_dtype) for x in (pages, pages + 1)]
+    scales = [None, None] if kv_dtype == "float32" else [jnp.ones((6, 2, 8), jnp.float32)] * 2
+
+    def call(how):
+        k_pages, v_pages, k_scale, v_scale = jax.tree.map(jnp.copy, [*pages, *scales])
+        results = qkv_norm_rope_write(
+            qkv, k_pages, v_pages, positions, slots, jnp.cos(angles), jnp.sin(angles),
+            num_q_heads=4, k_scale=k_scale, v_scale=v_scale, implementation=how,
+        )  # fmt: skip
+        return tuple(x.astype(jnp.float32) for x in results)
+
+    return call
 
 
 def many_writes_call(seed):
     return write_call(seed, tokens=2600)
+
+
+def qkv_of_int8_call(seed):
+    return qkv_call(seed, kv_dtype="int8")
 
 
 def many_qkv_call(seed):
@@ -238,7 +250,7 @@ def many_qkv_call(seed):
     "make",
     [
         attention_call, planned_call, merge_call, experts_call, write_call, qkv_call,
-        many_writes_call, many_qkv_call,
+        qkv_of_int8_call, many_writes_call, many_qkv_call,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

@@ -37,16 +37,22 @@ Call WriteKv(const std::string& name, XLA_FFI_DataType type, const std::string& 
   return call;
 }
 
-Call Qkv(const std::string& name, XLA_FFI_DataType type, const std::string& style) {
+// kv_type: of the pages; where it is 8-bit, scales per token are computed.
+Call Qkv(const std::string& name, XLA_FFI_DataType type, const std::string& style,
+         XLA_FFI_DataType kv_type) {
   constexpr int64_t kTokens = 180, kHeads = 4, kKvHeads = 3, kDim = 64, kPages = 30, kPageSize = 8;
   const std::vector<int64_t> dims = {2, kPages, kKvHeads, kPageSize, kDim};
+  std::vector<int64_t> scales = {0};
+  if (kv_type != type) scales = {2, kPages, kKvHeads, kPageSize};
   const std::vector<int32_t> positions = Shuffled(kTokens);
   Call call;
   call.name = name;
   call.handler = cpu::QkvNormRopeWriteHandler;
   call.operands = {Random(type, {kTokens, (kHeads + 2 * kKvHeads) * kDim}),
-                   Unused(type, dims),
-                   Unused(type, dims),
+                   Unused(kv_type, dims),
+                   Unused(kv_type, dims),
+                   Unused(kF32, scales),
+                   Unused(kF32, scales),
                    Ints({kTokens}, positions),
                    Slots(kTokens, kPages * kPageSize),
                    Random(kF32, {kTokens, kDim / 2}),
@@ -54,8 +60,11 @@ Call Qkv(const std::string& name, XLA_FFI_DataType type, const std::string& styl
                    Random(type, {kDim}),
                    Random(type, {kDim}),
                    Ints({}, {0})};
-  call.results = {
-      {type, {kTokens, kHeads, kDim}, -1, /*is_real=*/true}, {type, dims, 1}, {type, dims, 2}};
+  call.results = {{type, {kTokens, kHeads, kDim}, -1, /*is_real=*/true},
+                  {kv_type, dims, 1},
+                  {kv_type, dims, 2},
+                  {kF32, scales, 3},
+                  {kF32, scales, 4}};
   call.attributes = {{"eps", 1e-6f}, {"style", style}, {"layout", "HND"}};
   return call;
 }
@@ -170,8 +179,9 @@ Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w,
 std::vector<Call> OtherCalls() {
   std::vector<Call> calls = {WriteKv("write_kv in place", kBf16, "NHD", /*in_place=*/true),
                              WriteKv("write_kv to a copy", kF32, "HND", /*in_place=*/false),
-                             Qkv("qkv_norm_rope_write f32", kF32, "half"),
-                             Qkv("qkv_norm_rope_write f16", kF16, "interleaved"),
+                             Qkv("qkv_norm_rope_write f32", kF32, "half", kF32),
+                             Qkv("qkv_norm_rope_write f16", kF16, "interleaved", kF16),
+                             Qkv("qkv_norm_rope_write fp8", kBf16, "half", kFp8),
                              Merge("merge f32", kF32),
                              Merge("merge bf16", kBf16),
                              CopyRows("copy_rows"),
