@@ -10,6 +10,8 @@ and RoPE is what a model without the fused op would run. Behind the dtype of qkv
 pages, whose scales are per token and head, and a layout that is not HND.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,13 +57,16 @@ def separate(case, layout, qkv, pools, positions, slots, cos, sin, q_norm, k_nor
         x = x * root * weight.astype(jnp.float32)[None, None]
         return apply_rope(x, cos[positions], sin[positions]).astype(qkv.dtype)
 
+    k_pages, v_pages, scales = by_name(pools)
     k = norm_and_turn(k, k_norm)
-    written = jax_paged.write_kv(*pools[:2], k, v, slots, layout=layout, **scales_of(pools))
+    written = jax_paged.write_kv(k_pages, v_pages, k, v, slots, layout=layout, **scales)
     return norm_and_turn(q, q_norm), *written
 
 
-def scales_of(pools):
-    return dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
+def by_name(pools) -> tuple[Any, Any, dict[str, Any]]:
+    """(k_pages, v_pages, scales by name) of `make_pools`."""
+    k_pages, v_pages, *scales = pools
+    return k_pages, v_pages, dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
 
 def make_pools(case: Case, tokens: int, dtype: str, layout: Layout) -> list[jax.Array | None]:
@@ -86,10 +91,11 @@ def measure(bench: Bench, case: Case, tokens: int, dtype: str, kv: str, layout: 
 
     def fused(implementation):
         def call(qkv, pools, positions, slots, cos, sin, q_norm, k_norm):
+            k_pages, v_pages, scales = by_name(pools)
             return jax_paged.qkv_norm_rope_write(
-                qkv, *pools[:2], positions, slots, cos, sin, q_norm=q_norm, k_norm=k_norm,
+                qkv, k_pages, v_pages, positions, slots, cos, sin, q_norm=q_norm, k_norm=k_norm,
                 num_q_heads=case.num_q_heads, layout=layout, implementation=implementation,
-                **scales_of(pools),
+                **scales,
             )  # fmt: skip
 
         return call
