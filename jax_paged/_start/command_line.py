@@ -415,6 +415,13 @@ def _add_cascade(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_groups(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--groups", action="store_true",
+        help="layers with windows free what they no longer see; no prefix cache (Engine, groups)",
+    )  # fmt: skip
+
+
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS,
@@ -452,6 +459,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "--no-prefix-cache", action="store_true", help="compute every prompt in full"
     )
     _add_cascade(parser)
+    _add_groups(parser)
     parser.add_argument(
         "--one-by-one", action="store_true",
         help="one request at a time, for comparison: the same as --max-seqs 1 --no-prefix-cache",
@@ -501,6 +509,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="DIR", help="write a profile of the run there (jax.profiler)"
     )
     _add_cascade(parser)
+    _add_groups(parser)
     parser.add_argument(
         "--redundant-experts", type=int, metavar="N",
         help="over several devices: slots of a layer beyond one for each expert; experts can then "

@@ -82,14 +82,14 @@ class Service:
         self.metrics = Metrics(engine)
         self.is_draining = False
         self.num_active = 0  # answers that were let in and have not ended
-        self._stops, self._max_seqs = list(stop_tokens), engine.state.table.max_seqs
+        self._stops, self._max_seqs = list(stop_tokens), engine.state.max_seqs
         self.on_failure, self._rebalance_seconds = on_failure, rebalance_seconds
         self._gate = Gate(self.limits, api_key=api_key, local_only=local_only)
         self._token_bytes = TokenBytes(tokenizer)
         self._threads = ThreadPoolExecutor(2, "prompts")
         self._created = int(time.time())
         # A request's tokens are within the context and the pool.
-        pool = engine.num_pages * engine.state.table.page_size
+        pool = engine.num_pages * engine.page_size
         self._most_tokens = min(engine.config.context_length, pool)
         self._running: set[Reply] = set()
         self._worker: Worker | None = None

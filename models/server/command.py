@@ -214,7 +214,7 @@ def _service(options: argparse.Namespace, key: str | None, prefill: Prefiller | 
         adapters = {name: load_adapter(folder, config) for name, folder in folders.items()}
         options.status.tell(checkpoint.title)
         slots = _slots(adapters)
-        sizes = estimate_for(options, checkpoint, slots)
+        sizes = estimate_for(options, checkpoint, slots, groups=options.groups)
         options.status.tell(str(sizes))
         model = checkpoint.load()
     engine = create_engine(
@@ -223,7 +223,8 @@ def _service(options: argparse.Namespace, key: str | None, prefill: Prefiller | 
         num_pages=sizes.num_pages,
         max_seqs=options.max_seqs,
         max_tokens=max(options.max_tokens, options.max_seqs),
-        prefix_cache=not options.no_prefix_cache,
+        prefix_cache=False if options.no_prefix_cache else None,
+        groups=options.groups,
         cascade=options.cascade,
         kv_dtype=options.kv_dtype,
         logprobs=options.logprobs,
@@ -253,8 +254,9 @@ def _service(options: argparse.Namespace, key: str | None, prefill: Prefiller | 
 
 
 def estimate_for(
-    options: argparse.Namespace, checkpoint: Checkpoint, slots: Mapping[str, int]
-) -> Estimate:
+    options: argparse.Namespace, checkpoint: Checkpoint, slots: Mapping[str, int], *,
+    groups: bool = False,
+) -> Estimate:  # fmt: skip
     """What the model and its slots for adapters take, and how many pages the rest holds."""
     model: Any = checkpoint.shapes()
     if slots:
@@ -262,7 +264,8 @@ def estimate_for(
         model = AdaptedModel(model, jax.eval_shape(create), None)
     return estimate(
         model, max_seqs=options.max_seqs, pages=options.pages,
-        share=options.kv_memory_share, kv_dtype=options.kv_dtype,
+        share=options.kv_memory_share, kv_dtype=options.kv_dtype, groups=groups,
+        max_tokens=max(options.max_tokens, options.max_seqs),
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def _server(options: argparse.Namespace, trace: list[Arrival]) -> Iterator[str]:
     command = [sys.executable, "-P", "-m", "jax_paged", "serve"]
     for name, value in given.items():
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    for name in ("no-prefix-cache", "cascade"):
+    for name in ("no-prefix-cache", "cascade", "groups"):
         command += [f"--{name}"] if getattr(options, name.replace("-", "_")) else []
     command += [] if options.program_cache else ["--no-program-cache"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:

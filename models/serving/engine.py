@@ -36,6 +36,7 @@ from ..decoder.stream import Decode, as_searches
 from ..distributed.processes import Processes
 from .adapters import AdapterSlots
 from .between import BetweenEngines
+from .groups import check_groups
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import PrefixCache
@@ -63,7 +64,12 @@ class Engine(BetweenEngines):
       page_size: tokens in a page.
       max_tokens: most tokens of a step, at least max_seqs · (1 + max_drafts): prompts are fed in
         chunks that fill a step up.
-      prefix_cache: whether full pages are kept and found again by requests that start alike.
+      prefix_cache: whether full pages are kept and found again by requests that start alike. None =
+        if there are not several groups.
+      groups: whether layers with windows have pools of their own, which free what they no longer
+        see. num_pages and pages_per_seq are then those of the layers that see most; the other pools
+        have what max_seqs requests need at once. Models without such layers are served as without
+        it. Several groups have no prefix cache, swapping or draft model, and requests no windows.
       max_drafts: guesses per row and step (`speculate`), looked up in the request's own text unless
         there is a draft model; the engine then waits for each step, because it guesses from the
         tokens that came out of it.
@@ -113,7 +119,8 @@ class Engine(BetweenEngines):
         pages_per_seq: int | None = None,
         page_size: int = PAGE_SIZE,
         max_tokens: int = 256,
-        prefix_cache: bool = True,
+        prefix_cache: bool | None = None,
+        groups: bool = False,
         max_drafts: int = 0,
         draft_branches: int = 1,
         draft_model: Model | None = None,
@@ -164,12 +171,18 @@ class Engine(BetweenEngines):
         check_count("swap_pages", swap_pages, int(swaps))
         self.swap_pages = swap_pages
         check_window(window, num_pinned)
+        asked = None if window is None else (int(window), int(num_pinned))
+        self._window, has_cache = asked, prefix_cache is None or bool(prefix_cache)
+        if groups:
+            self._window, has_cache = check_groups(
+                model, window=asked, draft_model=draft_model, prefix_cache=prefix_cache,
+                preemption=preemption,
+            )  # fmt: skip
         if logprobs is not None:
             check_count("logprobs", logprobs, 0)
             few = logprobs <= model.config.vocab_size
             expect(few, "logprobs", f"at most vocab_size={model.config.vocab_size}", logprobs)
         self.logprobs, self.prompt_logprobs = logprobs, bool(prompt_logprobs)
-        self._window = None if window is None else (int(window), int(num_pinned))
         self._row_limit = row_limit(model, window)
         if pages_per_seq is None:
             most = pages_for(model.config.context_length, page_size)
@@ -180,7 +193,8 @@ class Engine(BetweenEngines):
         sizes = {
             "num_pages": num_pages, "max_seqs": max_seqs, "pages_per_seq": pages_per_seq,
             "page_size": page_size, "kv_dtype": kv_dtype, "max_tree": max_drafts + 1,
-            "windows": window is not None, "layout": layout,
+            "windows": window is not None, "layout": layout, "groups": bool(groups),
+            "max_tokens": max_tokens,
         }  # fmt: skip
         self._branches, self._has_drafter = draft_branches, draft_model is not None
         self._draft_parents: list[int] = []  # of a draft model's trees
@@ -190,9 +204,9 @@ class Engine(BetweenEngines):
         slots = None if max_adapters is None else (max_adapters, max_rank)
         self._processes = processes
         self._runner = ModelRunner(model, draft_model, sizes, num_holds, slots, processes)
-        state = self._runner.device.state
-        dtypes = (np.dtype(model.dtype).name, state.k_pages.dtype.name)
-        self._salt = repr((model.config, *dtypes, state.layout, self._window))
+        pages = self._runner.device.state.groups[0]
+        dtypes = (np.dtype(model.dtype).name, pages.k_pages.dtype.name)
+        self._salt = repr((model.config, *dtypes, pages.layout, asked))
         self.page_size = page_size
         self.weight_version = 0  # how often `update_weights` was called
         self._adapters: AdapterSlots | None = None
@@ -203,7 +217,7 @@ class Engine(BetweenEngines):
             Scheduler(
                 num_pages=num_pages, max_seqs=max_seqs, pages_per_seq=pages_per_seq,
                 page_size=page_size, step_sizes=sizes_of_steps, swap_pages=swap_pages,
-                cache=PrefixCache(num_pages, page_size, self._salt) if prefix_cache else None,
+                cache=PrefixCache(num_pages, page_size, self._salt) if has_cache else None,
                 chunk_pages=chunk_pages(pages_per_seq), window=self._window,
             )
             for _ in range(self._runner.num_replicas)

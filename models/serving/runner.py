@@ -27,13 +27,13 @@ from jax_paged.native.sharding import create_over
 
 from ..decoder.adapters import AdaptedModel, Adapter, Adapters, param_specs, put_adapter
 from ..decoder.executables import compiled
-from ..decoder.generation import state_creator
 from ..decoder.partition import DP, Partition, put
 from ..decoder.placement import Balance, ExpertLayers
 from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
 from ..distributed.orders import Order
 from ..distributed.processes import Processes
 from ..progress import progress_bar
+from .groups import counted, engine_state
 from .handover import check_alike
 from .logit_edits import everything, memory_of
 from .plan import fill_plan, has_constraint, page_orders
@@ -59,7 +59,7 @@ class ModelRunner:
     Args:
       model: if it is on a mesh, each replica of that has a state of its own.
       draft_model: on one device or on the same mesh. None = none.
-      sizes: of the states of a replica, as for `create_state`.
+      sizes: of the states of a replica, as for `engine_state`.
       num_holds: of a `PageOrders`.
       slots: how many adapters, and of what rank; None = none.
       processes: those that carry out the same; None = none, or this one follows.
@@ -86,10 +86,10 @@ class ModelRunner:
         self._step_graph = _graph_of_replica(model)
         self._drafter: Graph | None = None
         self._drafter_params: Any = None
-        creates = [state_creator(model, **sizes)]
+        creates = [engine_state(model, **sizes)]
         if draft_model is not None:
             self._add_drafter(draft_model)
-            creates.append(state_creator(draft_model, **sizes))
+            creates.append(engine_state(draft_model, **sizes | {"groups": False}))
 
         config: Any = model.config
         self.moves_experts = self.partition is not None and self.partition.num_slots is not None
@@ -100,7 +100,7 @@ class ModelRunner:
             return EngineState.create(state, self._vocab_size, *drafter, experts=experts)
 
         shapes = jax.eval_shape(create)
-        self.table = shapes.state.table  # that of a replica, as shapes
+        self.table = counted(shapes.state).table  # that of a replica, as shapes
         self._nothing = PageOrders.create(self.table, num_holds)
         self.splits: Any = None  # of `device`
         if self.partition is None:

@@ -24,6 +24,7 @@ from jax_paged.cache.trees import NO_TREE
 from ..decoder.partition import DP
 from ..decoder.protocol import Graph, run_model
 from ..decoder.sample import RowSamplers
+from .groups import counted, truncate
 from .logit_edits import LogitEdits, TokenMemory, ways
 from .speculate import propose, reject, walk_tree
 
@@ -59,10 +60,10 @@ class EngineState:
         return EngineState(
             drafter=drafter,
             state=state,
-            last=jnp.zeros(state.table.max_seqs, jnp.int32),
-            entry_pages=jnp.full(state.table.num_pages, -1, jnp.int32),
+            last=jnp.zeros(state.max_seqs, jnp.int32),
+            entry_pages=jnp.full(counted(state).table.num_pages, -1, jnp.int32),
             failed=jnp.zeros((), jnp.bool_),
-            memory=TokenMemory.create(state.table.max_seqs, vocab_size),
+            memory=TokenMemory.create(state.max_seqs, vocab_size),
             loads=None if experts is None else jnp.zeros(experts, jnp.int32),
         )
 
@@ -113,8 +114,12 @@ class PageOrders:
 def keep(
     device: EngineState, orders: PageOrders, *, window: tuple[int, int] | None = None
 ) -> EngineState:
-    """Carries out `orders`. Rows that start get the window, of so many tokens and pinned ones."""
-    table, entry_pages = device.state.table, device.entry_pages
+    """Carries out `orders`. Rows that start get the window, of so many tokens and pinned ones.
+
+    Where the layers of the counted group have that window, its rows have it already.
+    """
+    own, entry_pages = counted(device.state), device.entry_pages
+    table = own.table
     size = entry_pages.shape[0]
 
     def pages_of(entries):
@@ -132,7 +137,7 @@ def keep(
     statuses.append(status)
     table, status = table.reserve(orders.adopt_rows, orders.adopt_tokens)
     statuses.append(status)
-    if window is not None:
+    if window is not None and not table.row_window:
         table, status = table.set_window(orders.adopt_rows, *window)
         statuses.append(status)
     starting = jnp.where(orders.adopt_rows >= 0, orders.adopt_rows, table.max_seqs)
@@ -145,14 +150,23 @@ def keep(
             table, windows=dataclasses.replace(table.windows, slot_offset=offset)
         )
     statuses.append(jnp.where(orders.had_tokens > orders.adopt_tokens, jnp.int32(1), 0))
-    own = table.page_table[orders.copy_rows, orders.copy_columns]
-    copies = PageCopies(pages_of(orders.copy_entries), jnp.where(orders.copy_rows >= 0, own, -1))
+    page = table.page_table[orders.copy_rows, orders.copy_columns]
+    copies = PageCopies(pages_of(orders.copy_entries), jnp.where(orders.copy_rows >= 0, page, -1))
     drafter = device.drafter
     if drafter is not None:
         drafter = drafter.with_copies(None, copies)
+    groups = []
+    for group in device.state.groups:
+        if group is own:
+            groups.append(group.with_copies(table, copies))
+        else:  # rows begin without pages, and get them chunk by chunk
+            other, released = group.table.release(orders.release_rows)
+            other, status = other.reserve(orders.adopt_rows, 0)
+            statuses += [released, status]
+            groups.append(dataclasses.replace(group, table=other))
     return dataclasses.replace(
         device,
-        state=device.state.with_copies(table, copies),
+        state=dataclasses.replace(device.state, groups=tuple(groups)),
         drafter=drafter,
         entry_pages=entry_pages,
         failed=device.failed | jnp.any(jnp.concatenate(statuses) != 0),
@@ -261,9 +275,9 @@ def step(
     state, trees = device.state, branches > 1
     num_rows, size = device.last.shape[0], plan.tokens.shape[0]
     rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
-    as_planned = (rows == -1) | (state.table.seq_lens == plan.lengths)
+    as_planned = (rows == -1) | (state.groups[0].table.seq_lens == plan.lengths)
     state, reserved = state.reserve(rows, plan.q_lens)
-    roomy = state.table
+    roomy = state
     state, batch, stepped = state.step(
         rows, plan.q_lens, num_tokens=size, tree_parents=plan.parents if trees else None,
         cascade=cascade,
@@ -280,7 +294,7 @@ def step(
     pool, drafts, refused = device.drafter, None, jnp.zeros((), jnp.bool_)
     if pool is not None:
         pool, drafts, refused = propose(
-            drafter, drafter_params, pool.replace(table=roomy), tokens[number[:, 0]],
+            drafter, drafter_params, pool.replace(table=roomy.table), tokens[number[:, 0]],
             num_drafts, made, plan.samplers, max_drafts=max_drafts, branches=branches, rule=rule,
         )  # fmt: skip
         at = jnp.where(is_draft, number[:, 1:], size)
@@ -325,15 +339,13 @@ def step(
             pool, _ = pool.replace(table=state.table).commit_tree(grown, leaf)
         state, status = state.commit_tree(grown, leaf)
         statuses.append(status)
-        table, _, status = state.table.truncate(grown, 0)  # pages that it needs no more
+        state, status = truncate(state, grown, 0)  # pages that it needs no more
         statuses.append(status)
-        state = state.replace(table=table)
     elif max_drafts > 0:
         wrong = plan.num_drafts - kept
-        # The pages of drafts are the row's own, so there is nothing to copy.
-        table, _, status = state.table.truncate(jnp.where(wrong > 0, rows, -1), wrong)
+        # The pages of drafts are the row's own.
+        state, status = truncate(state, jnp.where(wrong > 0, rows, -1), wrong)
         statuses.append(status)
-        state = state.replace(table=table)
     told = None
     if logprobs is not None:
         places = jnp.broadcast_to(column, number.shape)

@@ -197,3 +197,15 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(run, monkeypatch):
     code, _, err = run("--plot", "x.png")
     assert code == 2
     assert "pip install 'jax_paged[plot]'" in err
+
+
+def test_groups_have_a_prefix_cache_where_it_is_not_of_several_pools(model, monkeypatch, capsys):
+    config = small_config("gemma3_text", vocab_size=64)
+    for served in (model, Decoder(config, random_source(config))):
+        monkeypatch.setattr(
+            bench_serve, "open_checkpoint", lambda *_, one=served, **__: Opened(one)
+        )
+        assert cli.main(["bench-serve", *SMALL, "--groups", "--json"]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert (figures["new_tokens"], figures["refused"]) == (30, 0)
+        assert (figures["hit_rate"] > 0) == (served is model)

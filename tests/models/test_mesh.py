@@ -210,10 +210,10 @@ def the_engine_gives_the_same(kind):
     (_, want), (engine, got) = (serve(kind, *models) for models in models_of(kind))
     assert_same(got, want)
     assert {r.replica for r in got} == {0, 1}
-    before = addresses(engine.state.k_pages)
+    before = addresses(engine.state.groups[-1].k_pages)
     engine.submit([1, 2], max_new_tokens=2)
     engine.run()
-    assert addresses(engine.state.k_pages) == before
+    assert addresses(engine.state.groups[-1].k_pages) == before
 
 
 def requests_go_where_their_pages_are():

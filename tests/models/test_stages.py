@@ -359,7 +359,7 @@ PROGRAMS = {
         states_are_made_in_stages, an_engine_in_stages_hands_nothing_out,
     )
 }  # fmt: skip
-KINDS = [kind for kind in ENGINES if kind not in CONFIGS]  # their two layers are of two kinds
+KINDS = [kind for kind in ENGINES if kind not in (*CONFIGS, "groups")]  # layers of two kinds
 OF_ENGINES = {
     f"an engine, {kind}": lambda kind=kind: an_engine_gives_the_same(kind) for kind in KINDS
 }

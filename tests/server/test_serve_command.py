@@ -22,8 +22,8 @@ from running_server import CONFIG, Running, byte_engine
 from tiny_checkpoint import write_checkpoint
 
 from jax_paged._start.command_line import parser
-from jax_paged.models import Decoder, cli
-from jax_paged.models.decoder.parameters import abstract_source
+from jax_paged.models import Decoder, Engine, cli
+from jax_paged.models.decoder.parameters import abstract_source, random_source
 from jax_paged.models.server import command, memory
 from jax_paged.models.status import Status
 from jax_paged.models.testing import small_config
@@ -158,6 +158,27 @@ def test_an_estimate_is_what_the_engine_takes(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: weights)
     with pytest.raises(ValueError, match="kv-memory-share: expected room for a page"):
         memory.estimate(shapes, max_seqs=1, pages=None, share=1.0)
+
+
+def test_an_estimate_of_groups_has_few_pages_for_windows(monkeypatch):
+    config = small_config("gpt_oss")
+    shapes = Decoder(config, abstract_source(config))
+    given = {"max_seqs": 4, "groups": True, "max_tokens": 32}
+    weights = memory.estimate(shapes, pages=1, share=1.0, **given).weight_bytes
+    # A row has 4 pages of its window of 7 tokens and a chunk; all rows 16.
+    for room, pages, of_window in ((2**16, 7, 7), (2**18, 47, 16)):
+        monkeypatch.setattr(memory, "free_bytes", lambda room=room: weights + 2 * room)
+        sizes = memory.estimate(shapes, pages=None, share=0.5, **given)
+        assert sizes.num_pages == pages
+        engine = Engine(
+            Decoder(config, random_source(config)), num_pages=pages, max_seqs=4, max_tokens=32,
+            groups=True,
+        )  # fmt: skip
+        counts = [group.table.num_pages for group in engine.state.groups]
+        assert counts == [of_window, pages]
+        pools = sum(x.nbytes for g in engine.state.groups for x in (g.k_pages, g.v_pages))
+        assert pools <= sizes.kv_bytes <= room < pools + sizes.page_bytes + 12 * sum(counts)
+        assert str(sizes).endswith(f"KV 0.00 GiB ({pages} pages, {16 * pages} tokens)")
 
 
 def test_an_estimate_of_a_mesh_is_that_of_a_device(monkeypatch):

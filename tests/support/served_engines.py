@@ -36,6 +36,7 @@ ENGINES = {
     },
     "sinks": {"max_drafts": 2, "logprobs": 1},
     "post-norms": {"num_pages": 14, "preemption": "swap"},
+    "groups": {"num_pages": 20, "groups": True},
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def both(config, seed=SEED, mesh=None, **options):
 def models_of(kind, **sizes):
     """For one device and for a mesh: the model of an engine, and its draft model or None."""
     name = "experts" if kind in ("plain", "swap", "window") else "dense"
-    config = CONFIGS.get(kind, CONFIGS[name])
+    config = CONFIGS[kind if kind in CONFIGS else {"groups": "post-norms"}.get(kind, name)]
     models, drafters = both(config, sizes=sizes), (None, None)
     if "draft_model" in ENGINES[kind]:
         if kind == "draft model on the mesh":  # whose experts all replicas share

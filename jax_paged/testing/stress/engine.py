@@ -118,10 +118,12 @@ def assert_tie(model: Decoder, prompt, expected, got) -> None:
 def assert_empty(engine: Engine) -> None:
     """Every page is free, and the host counts as the device does."""
     assert engine.is_idle
-    table = jax.device_get(engine.state.table)
-    assert not table.is_live.any()
-    assert not table.ref_counts.any()
-    assert int(table.num_free) == table.num_pages == engine.num_free_pages
+    for group in engine.state.groups:
+        table = jax.device_get(group.table)
+        assert not table.is_live.any()
+        assert not table.ref_counts.any()
+        assert int(table.num_free) == table.num_pages
+    assert engine.num_free_pages == engine.num_pages
     assert engine.num_free_swap_pages == engine.swap_pages
 
 

@@ -24,6 +24,7 @@ RNG = np.random.default_rng(3)
 BEGINNING = RNG.integers(0, 60, 13).tolist()
 PROMPTS = [BEGINNING, [*BEGINNING[:9], 5, 6], [17]]
 ROW_WINDOW = (7, 2)  # of rows in an engine, and pinned tokens
+WINDOW_PAGES = 5  # of a row in an engine: 4 tokens before a chunk of 12, anywhere in a page of 4
 OF_MODEL = ("windows", *OF_LOGITS, "fp8 output")  # what the model does
 
 
@@ -60,10 +61,11 @@ SLID = Run(
 )  # fmt: skip
 DRAFTS = (("max_drafts", 3), ("draft_branches", 2), ("max_tokens", 12))
 GUESSED = Run(("windows",), in_engine=True, options=DRAFTS)
+SPLIT = dataclasses.replace(GUESSED, options=(("groups", True), *DRAFTS))
 SHARED = Run((), "rpa", int8=True, in_engine=True, options=(("cascade", True),))
 SERVED: dict[str, Run] = {
     "pins": SLID, "slid rows": SLID, "NHD": SLID, "trees": GUESSED, "windows": GUESSED,
-    "HND": GUESSED, "cascade": SHARED, "8-bit": SHARED, "rpa": SHARED,
+    "HND": GUESSED, "groups": SPLIT, "cascade": SHARED, "8-bit": SHARED, "rpa": SHARED,
     **dict.fromkeys(("vllm5d", *LOGITS), dataclasses.replace(MANY, in_engine=True)),
 }  # fmt: skip
 
@@ -79,6 +81,7 @@ def tokens_of(run: Run) -> list[list[int]]:
         state = create_state(
             model, **sizes, num_pages=pages, layout=run.layout, kv_dtype=dtype, groups=run == FREED
         )
+        assert state.kinds == (("full", WINDOW) if run == FREED else ("full",))
         result = generate(model, PROMPTS, max_new_tokens=NEW, state=state)
         assert {group.layout for group in result.state.groups} == {run.layout}
         assert result.stop_reasons == ["length"] * 3
@@ -87,7 +90,9 @@ def tokens_of(run: Run) -> list[list[int]]:
     options |= {"kv_dtype": dtype, "layout": run.layout, **dict(run.options)}
     with few_are_shared():
         engine = Engine(model, **options, progress=False)
-    assert engine.state.layout == run.layout
+    assert {group.layout for group in engine.state.groups} == {run.layout}
+    if "groups" in options:
+        assert [group.table.num_pages for group in engine.state.groups] == [24, 3 * WINDOW_PAGES]
     if "cascade" in options:  # what others find in the prefix cache
         engine.submit(PROMPTS[0], max_new_tokens=1)
         engine.run()
@@ -150,8 +155,7 @@ def check_latent(*, in_engine: bool) -> None:
 
 def rows() -> dict[str, dict[str, Cell]]:
     """The rows of what runs models."""
-    plain, small = Toy.create(), {"num_pages": 8, "max_seqs": 1, "page_size": 4, "max_tokens": 8}
-    in_generate = partial(generate, plain, PROMPTS, max_new_tokens=1)
+    in_generate = partial(generate, Toy.create(), PROMPTS, max_new_tokens=1)
 
     def row(runs: dict[str, Run], **options: Any) -> dict[str, Cell]:
         return every(tuple(runs), lambda f: Runs(partial(check, f, runs, **options)))
@@ -171,11 +175,6 @@ def rows() -> dict[str, dict[str, Cell]]:
         "`Engine`": {
             **row(SERVED),
             "latent": Runs(partial(check_latent, in_engine=True)),
-            "groups": Refused(
-                partial(Engine, plain, groups=True, **small),
-                "'groups'",
-                "its scheduler counts pages of one pool",
-            ),
         },
         "LoRA": {
             **row(SERVED | GENERATED, lora=True),

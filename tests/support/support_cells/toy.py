@@ -36,6 +36,9 @@ class Config:
         """Of the second layer alone; 0 = none."""
         return WINDOW if "windows" in self.has and layer else 0
 
+    def kind(self, layer: int) -> str | int:
+        return self.window(layer) or "full"
+
 
 @functools.cache
 def weights() -> dict[str, np.ndarray]:
