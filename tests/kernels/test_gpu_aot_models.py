@@ -61,7 +61,7 @@ def compiled(step: Step, layers: int):
     pages = CONTEXT // PAGE_SIZE
     sizes = {
         "num_pages": step.rows * pages, "max_seqs": step.rows, "pages_per_seq": pages,
-        "page_size": PAGE_SIZE, "kv_dtype": step.kv_dtype, "max_tree": 1,
+        "page_size": PAGE_SIZE, "kv_dtype": step.kv_dtype, "max_tree": 1, "max_tokens": step.tokens,
     }  # fmt: skip
     runner = ShapesRunner(model, None, sizes, step.rows + step.tokens // PAGE_SIZE)
     begin = time.process_time()

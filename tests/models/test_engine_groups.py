@@ -172,6 +172,15 @@ def test_random_requests_get_what_they_get_alone(gemma, options):
     assert_empty(engine)
 
 
+def numbers_of(told):
+    """Log-probabilities of tokens, the likeliest ones' too, as numbers."""
+    return [
+        (one.model, one.drawn, *(number for _, number in one.top))
+        for one in told
+        if one is not None
+    ]
+
+
 def test_adapters_log_probabilities_and_8_bit_pages_are_those_without_groups(model):
     options = {
         "kv_dtype": "int8", "max_adapters": 1, "max_rank": 8, "logprobs": 2, "layout": "NHD",
@@ -194,8 +203,10 @@ def test_adapters_log_probabilities_and_8_bit_pages_are_those_without_groups(mod
         found.append(requests)
     for without, with_groups in zip(*found, strict=True):
         assert with_groups.tokens == without.tokens
-        assert with_groups.prompt_logprobs == without.prompt_logprobs
-        assert with_groups.logprobs == without.logprobs
+        # Programs round on their own, and an 8-bit code may then be the next one.
+        for name in ("prompt_logprobs", "logprobs"):
+            got, expected = (numbers_of(getattr(x, name)) for x in (with_groups, without))
+            np.testing.assert_allclose(got, expected, atol=2e-3)
 
 
 def test_weights_are_renewed_and_snapshots_go_on_without_groups(gemma, texts):
