@@ -90,7 +90,9 @@ QKV = {
     "style": ("half", "interleaved"),
     "norms": ("qk", "q", "k", ""),
     "stacked": (False, True),
-    "layout": ("HND", "NHD"),
+    "layout": LAYOUTS,
+    "kv": (None, "int8", "float8_e4m3fn", "float8_e5m2"),
+    "scale": (None, "scalar", "head", "token"),
     "tokens": (7, 0, 1, 60),
     "page_size": (5, 1, 16),
     "wild": (False, True),
@@ -100,11 +102,17 @@ QKV = {
 def _qkv(row: Row, seed: int, implementation: Any) -> float:
     rng = np.random.default_rng([seed, 1])
     head_dim, v_head_dim, heads = row["sizes"]
+    layout, kv = row["layout"], row["kv"]
+    if is_one_pool(layout):
+        v_head_dim = None
+    if layout == "vllm5d" and head_dim % 16:  # codes of K are stored by 16
+        kv = None
     call = qkv.make_call(
         row["dtype"], head_dim, v_head_dim, heads, style=row["style"], norms=row["norms"],
         rotary_dim=head_dim if row["rotary"] == "all" else head_dim // 2,
-        num_layers=3 if row["stacked"] else None, layout=row["layout"], tokens=row["tokens"],
-        page_size=row["page_size"], num_pages=15, seed=seed,
+        num_layers=3 if row["stacked"] else None, layout=layout, tokens=row["tokens"],
+        page_size=row["page_size"], num_pages=15, seed=seed, kv_dtype=kv,
+        scale=None if kv is None else row["scale"],
     )  # fmt: skip
     if row["wild"]:
         places = rng.random(row["tokens"])
