@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from in_place import gathers_in_place
-from transfers import CHUNK, append, assert_same, make, open_row, tokens_of
+from transfers import CHUNK, append, assert_same, make, open_row, tokens_of, what_arrives
 
 from jax_paged import Status, transfer
 from jax_paged.cache.transfer import (
@@ -155,15 +155,10 @@ def test_whatever_the_network_does_the_cache_is_right():
         if lengths[row] < 22 and turn % 4 == 0:
             source = append(source, row, 1, seed=100 + turn)
             lengths[row] += 1
-        for message in sender.messages(source, lengths, max_tokens=4):
-            if rng.random() < 0.6:
-                under_way += [message.to_bytes()] * int(rng.integers(1, 3))
-        rng.shuffle(under_way)
-        for data in under_way[: int(rng.integers(0, 3))]:
-            message = Message.from_bytes(data)
+        messages = sender.messages(source, lengths, max_tokens=4)
+        for message in what_arrives(rng, messages, under_way, 2):
             target, inbox, status = deliver(target, inbox, [message])
             seen.add(int(status[0]))
-        under_way = under_way[int(rng.integers(0, 3)) :][-12:]
         for mine, its in rows.items():
             arrived = int(target.table.seq_lens[its])
             assert arrived == int(inbox.received[0][its].min())

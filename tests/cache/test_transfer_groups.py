@@ -19,6 +19,7 @@ from transfers import (
     make,
     open_row,
     tokens_of,
+    what_arrives,
 )
 
 from jax_paged import Status, transfer
@@ -127,15 +128,10 @@ def test_whatever_the_network_does_the_caches_are_right(feature):
         if count < total and turn % 4 == 0 and arrived >= count - 3:
             source.grow([row], [1])
         lengths = {row: len(source.rows[row]) for row in rows}
-        for message in sender.messages(source.state, lengths, max_tokens=4):
-            if rng.random() < 0.6:
-                under_way += [message.to_bytes()] * int(rng.integers(1, 3))
-        rng.shuffle(under_way)
-        for data in under_way[: int(rng.integers(0, 4))]:
-            message = Message.from_bytes(data)
+        messages = sender.messages(source.state, lengths, max_tokens=4)
+        for message in what_arrives(rng, messages, under_way, 3):
             state, inbox, status = deliver(state, inbox, [message])
             seen.add(int(status[0]))
-        under_way = under_way[int(rng.integers(0, 3)) :][-12:]
         for mine, its in rows.items():
             if rng.random() < 0.05:
                 sender.rewind(mine, int(min(x[its].min() for x in inbox.received)))

@@ -2,12 +2,13 @@
 """States with known contents, for the tests of transfers."""
 
 import functools
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
 
 from jax_paged import KVState, Status, transfer, write
-from jax_paged.cache.transfer import Geometry, Payload, Ticket
+from jax_paged.cache.transfer import Geometry, Message, Payload, Ticket
 from jax_paged.layout import pages_shape, pool_of_v
 
 SIZES = {
@@ -50,6 +51,22 @@ def append(state: KVState, row: int, count: int, seed: int) -> KVState:
     state, statuses = _fill(state, np.array([row]), np.array([count]), k, v)
     assert not statuses.any()
     return state
+
+
+def what_arrives(
+    rng: np.random.Generator, sent: Iterable[Message], under_way: list[bytes], most: int
+) -> Iterator[Message]:
+    """Up to `most` messages of a bad line: some are lost, come twice, late or out of turn.
+
+    under_way: what was sent before; keeps some of what has not been lost.
+    """
+    for message in sent:
+        if rng.random() < 0.6:
+            under_way += [message.to_bytes()] * int(rng.integers(1, 3))
+    rng.shuffle(under_way)
+    arriving = under_way[: int(rng.integers(0, most + 1))]
+    under_way[:] = under_way[int(rng.integers(0, 3)) :][-12:]
+    return map(Message.from_bytes, arriving)
 
 
 def tokens_of(
