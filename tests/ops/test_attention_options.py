@@ -67,7 +67,8 @@ def check_row(index, implementation):
     out, lse = attend(batch, options | more, implementation=implementation)
     try:
         expected = dense_oracle(real, **options)
-        assert_attention_close(out, lse, *expected, is_turned="rope" in options)
+        head_dim = batch.q.shape[-1]
+        assert_attention_close(out, lse, *expected, is_turned="rope" in options, head_dim=head_dim)
     except AssertionError as error:
         raise AssertionError(f"{table()[index]}: {error}") from None
 

@@ -44,11 +44,11 @@ def _attention(row: Row, seed: int, implementation: Any) -> float:
 def _compare(result, expected, batch: Batch, options: Mapping[str, Any]) -> float:
     out, lse = result
     logit_size = max(1.0, abs(batch.sm_scale) * batch.q.shape[-1] ** 0.5)
-    is_turned = options.get("rope") is not None
+    turned: Any = {"is_turned": options.get("rope") is not None, "head_dim": batch.q.shape[-1]}
     if options.get("out_dtype") is None:
         return assert_attention_close(
             out, lse, *expected, logit_size=logit_size, roundings=_roundings(out, options),
-            is_turned=is_turned,
+            **turned,
         )  # fmt: skip
     dtype, scale = jnp.dtype(options["out_dtype"]), float(options["out_scale"])
     info = jnp.finfo(dtype)
@@ -65,7 +65,7 @@ def _compare(result, expected, batch: Batch, options: Mapping[str, Any]) -> floa
     assert not np.isnan(got).any(), "an 8-bit output is NaN"
     assert share <= 1, f"8-bit output: the error is {share:.3g} times what is allowed"
     nothing = np.zeros(expected[0].shape, batch.q.dtype)  # out was compared above
-    assert_attention_close(nothing, lse, 0 * expected[0], expected[1], is_turned=is_turned)
+    assert_attention_close(nothing, lse, 0 * expected[0], expected[1], **turned)
     return share
 
 
