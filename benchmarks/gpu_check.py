@@ -70,10 +70,10 @@ def set_environment(dry: bool) -> None:
 class Check:
     """The record of a run, written to a file as stages end and as their rows come."""
 
-    def __init__(self, dry: bool, out: Path, limit_s: float):
-        self.dry, self.out = dry, out
+    def __init__(self, dry: bool, out: Path, limit_s: float, parts: int):
+        self.dry, self.out, self._parts = dry, out, parts
         self._began = time.monotonic()
-        self._limit_s = limit_s * (DRY_SLACK if dry else 1)
+        self._limit_s = limit_s * parts * (DRY_SLACK if dry else 1)
         sources = gpu_stages.source_hash()[:16]  # a copy has no commit
         environment = {"driver": driver(), "sources": sources}
         self.record: dict = {"dry": dry, "environment": environment, "stages": []}
@@ -98,7 +98,7 @@ class Check:
     def go(self, stage: Stage, reserved_s: float) -> bool:
         """Runs a stage, but for the seconds that later ones are to have; whether it passed."""
         print(f"[{self.seconds:5.0f} s] {stage.name} …", flush=True)
-        reserved_s *= DRY_SLACK if self.dry else 1
+        reserved_s *= self._limit_s / (self._parts * LIMIT_S)  # a short run has short stages
         results = self.record["stages"]
         results.append({"stage": stage.name, "status": "running", "reason": None, "rows": []})
 
@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="STAGE", help="stages whose names start with one of these"
     )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="what each part may take"
+    )
     args = parser.parse_args()
     if args.build:
         result = run_stage(gpu_stages.build_stage(False, args.build), 3600)
@@ -162,7 +165,7 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) if args.dry else BENCHMARKS / "results"
     name = f"gpu_check_{args.part or 'all'}{'_dry' if args.dry else ''}.json"
     set_environment(args.dry)
-    check = Check(args.dry, (args.out or folder / name).absolute(), LIMIT_S * len(parts))
+    check = Check(args.dry, (args.out or folder / name).absolute(), args.limit, len(parts))
     check.run(parts, args.only)
     print(table(check.record))
     print(f"{check.out}, {check.record['seconds']} s")

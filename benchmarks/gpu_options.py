@@ -35,7 +35,7 @@ CODE_SIZE = {"float8_e4m3fn": 0.01, "int8": 0.03}  # the scale of a code
 LATENT, ROPE_DIM, MLA_PAGE = 512, 64, 64
 
 Target = tuple[str, str, float]
-Step = Callable[..., Any]  # (q, layer) → out, of q's shape
+Step = Callable[..., Any]  # (q, operands, layer) → out, of q's shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +91,20 @@ DRY_MLA = ((2, 1, 2, 64),)
 PLANNED_ROWS, DRY_PLANNED_ROWS = (1, 64, 256), (2,)
 
 
-def chain_of(step: Step, q: jax.Array, num_layers: int) -> Callable[[int], object]:
-    """run(n): n steps over the layers in turn; the output of one is the query of the next."""
+def chain_of(step: Step, q: jax.Array, operands: Any, num_layers: int) -> Callable[[int], object]:
+    """run(n): n steps over the layers in turn; the output of one is the query of the next.
+
+    operands: all other arrays. In a closure they would become constants of the program, which take
+    XLA minutes.
+    """
 
     @functools.partial(jax.jit, static_argnames="calls")
-    def chain(q, calls):
+    def chain(q, operands, calls):
         for call in range(calls):
-            q = step(q, call % num_layers).astype(q.dtype)
+            q = step(q, operands, call % num_layers).astype(q.dtype)
         return q
 
-    return lambda calls: jax.block_until_ready(chain(q, calls))
+    return lambda calls: jax.block_until_ready(chain(q, operands, calls))
 
 
 def visible(shape: Shape, variant: Variant) -> int:
@@ -125,11 +129,11 @@ class Timer:
         self._best = self._report.ceilings()
 
     def add(
-        self, step: Step, q: jax.Array, num_layers: int, num_bytes: float, flops: float | None,
-        target: Target | None = None, **what,
+        self, step: Step, q: jax.Array, operands: Any, num_layers: int, num_bytes: float,
+        flops: float | None, target: Target | None = None, **what,
     ) -> None:  # fmt: skip
         """Times a step and adds a row."""
-        timing = of_chains(chain_of(step, q, num_layers), self._report.dry)
+        timing = of_chains(chain_of(step, q, operands, num_layers), self._report.dry)
         self._report.check_time(timing)
         if what["kind"].endswith("plain"):
             self.plain = timing
@@ -151,7 +155,7 @@ def measure(shape: Shape, variant: Variant, timer: Timer, dry: bool) -> None:
     layers = 2 if dry else int(np.clip((1 << 30) // shape.kv_bytes(), 2, MOST_LAYERS))
     pools = gpu_attention.make_pools(shape, layers)
     k_pages, v_pages = pools.k_pages, pools.v_pages
-    options: dict[str, Any] = dict(variant.options)
+    arrays: dict[str, Any] = {}  # options that are arrays
     if variant.kv is not None:
         size = CODE_SIZE[variant.kv]
         limit = 127 if variant.kv == "int8" else float(jnp.finfo(variant.kv).max)
@@ -164,7 +168,7 @@ def measure(shape: Shape, variant: Variant, timer: Timer, dry: bool) -> None:
 
         k_pages, v_pages = as_codes(k_pages), as_codes(v_pages)
         scale = jnp.full((layers,), size, jnp.float32)
-        options |= {"k_scale": scale, "v_scale": scale}
+        arrays |= {"k_scale": scale, "v_scale": scale}
     if variant.layout != "HND":
         convert = functools.partial(convert_pages, src="HND", dst=variant.layout)
         k_pages, v_pages = jax.jit(convert)(k_pages, v_pages)
@@ -172,37 +176,41 @@ def measure(shape: Shape, variant: Variant, timer: Timer, dry: bool) -> None:
         parents = np.tile((np.arange(max(shape.q_lens)) - 1) // 2, (len(shape.q_lens), 1))
         sizes = np.array(shape.q_lens, np.int32)
         tree, _, _ = tree_intervals(jnp.asarray(parents, jnp.int32), jnp.asarray(sizes))
-        options |= {"tree": tree, "tree_sizes": jnp.asarray(sizes)}
+        arrays |= {"tree": tree, "tree_sizes": jnp.asarray(sizes)}
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(shape.q_lens)]).astype(np.int32))
     lens = jnp.asarray(shape.seq_lens, jnp.int32)
 
-    def step(q, layer, starts=starts, options=options, implementation: Any = "native"):
+    operands = (k_pages, v_pages, pools.page_table, lens, starts), arrays
+
+    def step(q, operands, layer, implementation: Any = "native"):
+        rows, arrays = operands
         return ragged_paged_attention(
-            q, k_pages, v_pages, pools.page_table, lens, starts, layer=layer,
-            layout=variant.layout, implementation=implementation, **options,
+            q, *rows, layer=layer, layout=variant.layout, implementation=implementation,
+            **dict(variant.options), **arrays,
         )  # fmt: skip
 
-    check(shape, variant, step, pools.q)
+    check(shape, variant, step, pools.q, operands)
     item = 1 if variant.kv is not None else k_pages.dtype.itemsize
     read = 2 * visible(shape, variant) * case.num_kv_heads * case.head_dim * item
-    flops = None if "sliding_window" in options else shape.flops()
+    flops = None if "sliding_window" in dict(variant.options) else shape.flops()
     timer.add(
-        step, pools.q, layers, read, flops, variant.target, kind=f"option {variant.name}",
+        step, pools.q, operands, layers, read, flops, variant.target, kind=f"option {variant.name}",
         case=f"{case.num_q_heads}/{case.num_kv_heads}/{case.head_dim}", size=shape.size,
         dtype=variant.kv or shape.dtype,
     )  # fmt: skip
 
 
-def check(shape: Shape, variant: Variant, step: Step, q: jax.Array) -> None:
+def check(shape: Shape, variant: Variant, step: Step, q: jax.Array, operands: Any) -> None:
     """Compares layer 0 with the reference: of rows with many queries the last 64."""
     counts = np.minimum(shape.q_lens, 64)
     ends = np.cumsum(shape.q_lens)
     picked = np.concatenate([np.arange(e - c, e) for e, c in zip(ends, counts, strict=True)])
     few = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    (*rows, _), arrays = operands
     expected = jax.jit(functools.partial(step, layer=0, implementation="reference"))(
-        q[picked], starts=few
+        q[picked], ((*rows, few), arrays)
     )
-    error = worst_error(jax.jit(functools.partial(step, layer=0))(q)[picked], expected)
+    error = worst_error(jax.jit(functools.partial(step, layer=0))(q, operands)[picked], expected)
     # Either may be off by the tolerance, and 8-bit outputs by a step between them.
     limit = 2 * TOLERANCES[shape.dtype][0]
     if (out_dtype := dict(variant.options).get("out_dtype")) is not None:
@@ -227,17 +235,19 @@ def measure_mla(
     lens = jnp.full(rows, context, jnp.int32)
     starts = jnp.arange(rows + 1, dtype=jnp.int32) * new
 
-    def attend(q, layer, implementation: Any = "native"):
+    operands = pages, table, lens, starts
+
+    def attend(q, operands, layer, implementation: Any = "native"):
         return mla_paged_attention(
-            q, pages, table, lens, starts, sm_scale=0.07, v_head_dim=LATENT, layer=layer,
+            q, *operands, sm_scale=0.07, v_head_dim=LATENT, layer=layer,
             implementation=implementation,
         )  # fmt: skip
 
-    def step(q, layer):  # the part of q that the output does not have stays
-        return q.at[..., :LATENT].set(attend(q, layer))
+    def step(q, operands, layer):  # the part of q that the output does not have stays
+        return q.at[..., :LATENT].set(attend(q, operands, layer))
 
     results = (
-        jax.jit(functools.partial(attend, layer=0, implementation=implementation))(q)
+        jax.jit(functools.partial(attend, layer=0, implementation=implementation))(q, operands)
         for implementation in ("native", "reference")
     )
     error = worst_error(*results)
@@ -246,7 +256,7 @@ def measure_mla(
     pairs = rows * (new * context - (new * new / 2 if new > 1 else 0))
     timer.plain = None
     timer.add(
-        step, q, layers, read, 2.0 * heads * pairs * (width + LATENT), target, kind="mla",
+        step, q, operands, layers, read, 2.0 * heads * pairs * (width + LATENT), target, kind="mla",
         case=f"{heads}/1/{width}", size=f"{rows} x {context}" + (f", {new} new" * (new > 1)),
         dtype="bfloat16",
     )  # fmt: skip
@@ -258,14 +268,13 @@ def measure_plan(rows: int, timer: Timer) -> None:
     pools = gpu_attention.make_pools(shape, 2)
     starts, lens = jnp.arange(rows + 1, dtype=jnp.int32), jnp.zeros(rows, jnp.int32)
 
-    def step(q, layer):
-        return ragged_paged_attention(
-            q, pools.k_pages, pools.v_pages, pools.page_table, lens, starts, layer=layer,
-            implementation="native",
-        )  # fmt: skip
+    operands = pools.k_pages, pools.v_pages, pools.page_table, lens, starts
+
+    def step(q, operands, layer):
+        return ragged_paged_attention(q, *operands, layer=layer, implementation="native")
 
     timer.plain = None
-    timer.add(step, pools.q, 2, 0.0, None, kind="plan", size=f"{rows} empty rows")
+    timer.add(step, pools.q, operands, 2, 0.0, None, kind="plan", size=f"{rows} empty rows")
 
 
 def main() -> None:

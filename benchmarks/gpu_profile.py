@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gpu_check.py runs under Nsight Compute: two calls of one op, on the shape that has a target.
 
-ncu … python benchmarks/gpu_profile.py decode|prefill|experts|planner [--dry]
+ncu … python benchmarks/gpu_profile.py decode|small|prefill|experts|planner [--dry]
 """
 
 import argparse
@@ -15,6 +15,7 @@ from gpu_attention import DRY_SHAPES, Shape, decode, prefill
 
 SHAPES = {
     "decode": decode("qwen3_30b_a3b", 64, 4096),
+    "small": decode("qwen3_30b_a3b", 1, 4096),
     "prefill": prefill("qwen3_30b_a3b", 1, 8192),
     # Many short rows: what the decode kernel does is little, what the planner does is not.
     "planner": Shape("qwen3_30b_a3b", (1,) * 256, tuple(range(1, 257))),

@@ -33,7 +33,7 @@ COMMAND_BUFFERS = {
     "command buffers on": "",
     "command buffers with loops": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
 }
-PROFILED = ("decode", "prefill", "experts", "planner")
+PROFILED = ("decode", "small", "prefill", "experts", "planner")
 SECTIONS = (
     "SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "LaunchStats", "Occupancy",
     "SchedulerStats", "WarpStateStats",
@@ -160,7 +160,9 @@ def tests_stage(name: str, dry: bool, budget_s: float, junit: Path, *arguments: 
         "--seconds", "{seconds}", "--workers", str(workers), "--junit", str(junit),
         *(["--limit", "300", "--start", "900"] if dry else []), *arguments,
     ]  # fmt: skip
-    env = {"JAX_PAGED_GPU_TESTS": "dry" if dry else "require"}
+    # Each program runs a few times, so XLA need not try what is fastest for it.
+    flags = "--xla_gpu_autotune_level=0"
+    env = {"JAX_PAGED_GPU_TESTS": "dry" if dry else "require", "XLA_FLAGS": flags}
     return Stage(name, command, budget_s, env, after=tests_were_run)
 
 
@@ -252,7 +254,7 @@ def _only_our_kernels(sanitizer: str) -> list[str]:
 
 def profile_stage(what: str, dry: bool) -> Stage:
     """Nsight Compute over gpu_profile.py, counters as rows; dry: the same program without it."""
-    stage = Stage(f"ncu, {what}", [], 24)
+    stage = Stage(f"ncu, {what}", [], 20)
     stage.env = {"XLA_FLAGS": COMMAND_BUFFERS["command buffers off"]}
     profiled = [sys.executable, str(BENCHMARKS / "gpu_profile.py"), what]
     if dry:

@@ -60,7 +60,9 @@ class Child:
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {SOCKET: str(theirs.fileno()), "PYTHONPATH": os.pathsep.join(paths)}
         env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the tests need none of what is installed
-        command = [sys.executable, "-P", "-m", "pytest", "-p", "gpu_tests_plugin", "--tb=short"]
+        # What a driver or a plugin warns of is no wrong number.
+        command = [sys.executable, "-P", "-m", "pytest", "-W", "default", "--tb=short"]
+        command += ["-p", "gpu_tests_plugin"]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, "-p", "no:cacheprovider", *arguments], env=env, stdin=subprocess.DEVNULL,

@@ -40,8 +40,8 @@ STAGES = {
         "decode", "prefill", "options", "experts", "writes", "model, command buffers with loops",
     ],
     "tools": [
-        "ncu, decode", "ncu, prefill", "ncu, experts", "ncu, planner", "memcheck", "racecheck",
-        "initcheck",
+        "ncu, decode", "ncu, small", "ncu, prefill", "ncu, experts", "ncu, planner", "memcheck",
+        "racecheck", "initcheck",
     ],
 }  # fmt: skip
 
@@ -300,7 +300,7 @@ def test_nothing_is_run_without_a_build(modules, tmp_path):
     gpu_check, stages, run = (modules(name) for name in ("gpu_check", "gpu_stages", "gpu_run"))
     broken = run.Stage("build", [sys.executable, "-c", "raise SystemExit(1)"], 5, needed=True)
     later = run.Stage("later", [sys.executable, "-c", ""], 5)
-    check = gpu_check.Check(True, tmp_path / "record.json", 100)
+    check = gpu_check.Check(True, tmp_path / "record.json", 100, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "stages", lambda *_: [broken, later])
         check.run(["speed"], None)
