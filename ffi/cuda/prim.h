@@ -72,7 +72,8 @@ JAX_PAGED_DEVICE int32_t GridSize() { return static_cast<int32_t>(gridDim.x); }
 
 JAX_PAGED_DEVICE void SyncWarp() { __syncwarp(); }
 JAX_PAGED_DEVICE void SyncThreads() { __syncthreads(); }
-JAX_PAGED_DEVICE void ThreadFence() { __threadfence(); }
+// What this thread has written or seen is before what it does next, for all threads of the device.
+JAX_PAGED_DEVICE void ThreadFence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- launches that overlap (launch_kernel.h) ----
 

@@ -200,7 +200,8 @@ def _cuda_attention_plan(call: dict[str, Any]) -> dict[str, Any]:
     static, arrays = check({"layer": None} | given)
     fixed = bool(call.get("num_kv_splits") or call.get("split_tokens"))
     words = np.asarray(words_of_call(static, arrays))
-    found = read_words(words, arrays["seq_lens"].shape[0], fixed_splits=fixed)
+    heads = 1 if is_latent else pages_shape(call["k_pages"], call["layout"], "k").num_kv_heads
+    found = read_words(words, arrays["seq_lens"].shape[0], heads, fixed_splits=fixed)
     launches = found["launches"]
     decode = "simt" if launches["stages"] == 0 else "latent" if is_latent else "decode"
     prefill = "latent" if is_latent else "prefill"

@@ -12,6 +12,8 @@ from jax_paged.checks import expect, shape_text
 from jax_paged.layout import pages_shape
 
 Facts = tuple[tuple[str, Any], ...]
+UNIT_COST = 2  # kUnitCost of ffi/cuda/attention/args.h
+MAX_HEADS_TOGETHER = 8  # kMaxHeadsTogether
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +35,9 @@ def plan_words(max_seqs: int, max_tree: int = 0) -> int:
     return -(-((max_seqs + 1) * 13 + 8 + tree_words) // 4) * 4
 
 
-def read_words(words: np.ndarray, max_seqs: int, *, fixed_splits: bool) -> dict[str, Any]:
+def read_words(
+    words: np.ndarray, max_seqs: int, num_kv_heads: int, *, fixed_splits: bool
+) -> dict[str, Any]:
     """What the words of a plan say, for people; ffi/cuda/attention/args.h has their order.
 
     Returns:
@@ -41,20 +45,24 @@ def read_words(words: np.ndarray, max_seqs: int, *, fixed_splits: bool) -> dict[
       `kv_splits`, of a decode row the most parts that one of its units is cut into.
     """
     words = np.ascontiguousarray(words)
-    chunk = max(int(words[2:4].view(np.int64)[0]), 1)  # pieces per worker
+    chunk = max(int(words[2:4].view(np.int64)[0]), 1)  # positions per team of workers
     names = ("stages", "prefill_rows", "unit_rows", "num_workers")
     rows, first = max_seqs + 1, 8
     lengths = words[first : first + 4 * rows].reshape(rows, 4)[:-1]
     splits = words[first + 4 * rows : first + 8 * rows].reshape(rows, 4)[:-1]
-    first_piece = words[first + 8 * rows : first + 10 * rows].view(np.int64)[:-1]
+    first_position = words[first + 8 * rows : first + 10 * rows].view(np.int64)[:-1]
+    launches = dict(zip(names, words[4:8].tolist(), strict=True))
+    most = max(min(launches["num_workers"], MAX_HEADS_TOGETHER), 1)
+    together = max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
     kv_splits = []
-    for (*_, units), (pieces, *_), begin in zip(lengths, splits, first_piece, strict=True):
-        begins = begin + np.arange(units, dtype=np.int64) * pieces  # of its units, in pieces
-        parts = (begins + pieces - 1) // chunk - begins // chunk + 1  # one for each worker
+    for (*_, units), (pieces, *_), begin in zip(lengths, splits, first_position, strict=True):
+        units_of_one = np.arange(units // together, dtype=np.int64)  # of one worker of each team
+        begins = begin + units_of_one * (pieces + UNIT_COST)
+        parts = (begins + pieces - 1) // chunk - begins // chunk + 1  # one for each team
         kv_splits.append(int(parts.max(initial=0)) if not fixed_splits else int(units and pieces))
     is_empty = (lengths[:, 1] == 0) | (lengths[:, 2] == 0)
     return {
-        "launches": dict(zip(names, words[4:8].tolist(), strict=True)),
+        "launches": launches,
         "is_empty": is_empty.tolist(),
         "is_prefill": (~is_empty & (lengths[:, 3] == 0)).tolist(),
         "kv_splits": kv_splits,

@@ -162,17 +162,34 @@ def test_kernels_that_do_not_fit_leave_their_rows_to_others(
 
 @pytest.mark.parametrize("layout", ["HND", "vllm5d"])
 def test_few_queries_on_a_long_context_are_spread_over_the_workers(layout):
-    # Of row 0 the prefill kernel has 2 units of 32 tiles, the decode kernel 4 x 32 pieces.
+    # Of row 0 the prefill kernel has 2 units of 32 tiles, the decode kernel 4 of 32 pieces. A team
+    # of workers takes the two heads together. Each unit of the decode kernel costs two more.
     case = dataclasses.replace(SMALL, layout=layout)
     batch = make_batch(case, jnp.bfloat16, [5, 1, 40], [2000, 100, 60], seed=3)
-    decode_pieces = {}
+    decode_positions = {}
     for num_workers in (2, 24):
         buffers = {}
         first = check(batch, Device(num_workers=num_workers, seed=5), buffers=buffers)
         assert buffers["chosen_prefill_rows"] > 0
-        decode_pieces[num_workers] = int(buffers["workspace"][:2].view(np.int64)[0])
+        decode_positions[num_workers] = int(buffers["workspace"][:2].view(np.int64)[0])
         assert_same_bits(emulate(batch, Device(num_workers=num_workers, seed=6)), first)
-    assert decode_pieces == {2: 2 * 2, 24: 2 * 2 + 4 * 32}
+    assert decode_positions == {2: 2 + 2, 24: 2 + 2 + 2 * (32 + 2)}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "last", "chunk"),
+    [
+        (14, 640, 12),  # 72 positions for 7 teams: 11 each, but a unit has 10 pieces and costs 2
+        (30, 640, 6),  # 5 for each of 15 teams, but then a third one would share a unit
+        (14, 500, 10),  # rows of two lengths: 70 positions, as many for each
+        (8, 640, 18),  # 4 teams: with whole units a team would have 24
+    ],
+)
+def test_units_of_rows_of_one_length_begin_where_workers_do(num_workers, last, chunk):
+    batch = make_batch(SMALL, jnp.bfloat16, [1] * 6, [640] * 5 + [last], seed=8)
+    buffers = {}
+    check(batch, Device(num_workers=num_workers), buffers=buffers)
+    assert int(buffers["workspace"][2:4].view(np.int64)[0]) == chunk
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -298,7 +298,8 @@ def test_every_layout_gives_the_same_bits(page_size, v_head_dim, dtype, implemen
         if v_head_dim is None or not is_one_pool(x)
     }
     results = {x: run(batch, implementation) for x, batch in batches.items()}
-    if implementation in ("emulated", "sim") and page_size % 8 and dtype != jnp.float32:
+    on_cuda = implementation in ("emulated", "sim") or jax.default_backend() == "gpu"
+    if on_cuda and page_size % 8 and dtype != jnp.float32:
         assert_attention_close(*results.pop("vllm5d"), *dense_oracle(batches["vllm5d"]))
     for other in results.values():
         for a, b in zip(other, results["HND"], strict=True):

@@ -18,7 +18,9 @@ namespace jax_paged::cuda {
 
 inline constexpr int32_t kTileTokens = 64;   // KV tokens that a CTA takes at once
 inline constexpr int32_t kTileRows = 16;     // packed rows of a unit, but for latent.cuh
+inline constexpr int32_t kUnitCost = 2;      // what a unit costs beside its pieces, in pieces
 inline constexpr int32_t kMaxWorkers = 384;  // CTAs of an attention launch; bounds the workspace
+inline constexpr int32_t kMaxHeadsTogether = 8;
 inline constexpr int32_t kAttentionThreads = 128;
 inline constexpr int32_t kMinStages = 2;  // of the rings of decode.cuh and latent.cuh, but where
                                           // decode.cuh has room for one alone
@@ -56,8 +58,8 @@ inline FastDivide MakeFastDivide(int32_t divisor) {
 // ---- the plan (plan.cuh says what the words mean) ----
 
 struct alignas(16) PlanHeader {
-  int64_t num_pieces;  // of the call
-  int64_t chunk;       // pieces per worker
+  int64_t num_positions;  // of the call
+  int64_t chunk;          // positions per worker
 };
 // What the host chose for the calls of the plan, for people (jax_paged/ops/plan.py reads it); the
 // kernels do not look at it.
@@ -72,11 +74,20 @@ struct alignas(16) RowLengths {
   int32_t q_len;
   int32_t seq_len;
   int32_t num_units;  // KV heads x tiles of packed rows; 0: nothing for the decode kernel to do
+
+  JAX_PAGED_HOST_DEVICE int32_t Tiles(int32_t num_kv_heads) const {
+    return num_units / num_kv_heads;
+  }
 };
 struct alignas(16) RowSplits {
   int32_t num_pieces;   // per unit
   int32_t piece_tiles;  // KV tiles per piece
   int64_t first_slot;   // fixed splits: where the row's partial results begin
+
+  // Of a unit: its pieces, and where splits are automatic kUnitCost that have none.
+  JAX_PAGED_HOST_DEVICE int64_t Positions(bool has_fixed_splits) const {
+    return int64_t{num_pieces} + (has_fixed_splits ? 0 : kUnitCost);
+  }
 };
 
 // What the decode kernel finds in the pages.
@@ -130,7 +141,7 @@ struct AttentionArgs {
   Global<PlanLaunches> launches;
   Global<RowLengths> row_lengths;  // [max_seqs + 1]: of the last, q_begin is where padding begins
   Global<RowSplits> row_splits;    // [max_seqs]
-  Global<int64_t> first_piece;     // [max_seqs + 1]
+  Global<int64_t> first_position;  // [max_seqs + 1]
   Global<int64_t> first_prefill;   // [max_seqs + 1], in the order of prefill_order
   Global<int32_t> prefill_order;   // [max_seqs], rows with prefill units
   Global<int32_t> row_trees;       // [max_seqs]: nodes of a row's tree that is no chain, or 0
@@ -163,14 +174,15 @@ struct AttentionArgs {
   int32_t group_size;
   int32_t head_dim;
   int32_t v_head_dim;
-  int32_t out_bytes;      // of an element of out
-  int32_t kv_bytes;       // of an element of the pages
-  int32_t num_kv_splits;  // 0: automatic
-  int32_t split_tokens;   // 0: off
-  int32_t max_q_len;      // queries that a row has at most, if nobody errs; 0: not known
-  int32_t num_workers;    // CTAs of the attention launch, at most kMaxWorkers
-  int32_t stages;         // of the decode kernel's rings
-  int32_t unit_rows;      // packed rows of a unit
+  int32_t out_bytes;       // of an element of out
+  int32_t kv_bytes;        // of an element of the pages
+  int32_t num_kv_splits;   // 0: automatic
+  int32_t split_tokens;    // 0: off
+  int32_t max_q_len;       // queries that a row has at most, if nobody errs; 0: not known
+  int32_t num_workers;     // CTAs of the attention launch, at most kMaxWorkers
+  int32_t heads_together;  // KV heads that neighbouring workers take side by side (plan.cuh)
+  int32_t stages;          // of the decode kernel's rings
+  int32_t unit_rows;       // packed rows of a unit
   Layout layout;
   Dtype kv_dtype;        // of the pages: that of q, or 8-bit
   Dtype out_dtype;       // of out: that of q, or fp8
@@ -255,7 +267,7 @@ inline void CarvePlan(Global<char> memory, const WorkspaceShape& shape, Attentio
   args->launches = carver.Take<PlanLaunches>(1);
   args->row_lengths = carver.Take<RowLengths>(shape.max_seqs + 1);
   args->row_splits = carver.Take<RowSplits>(shape.max_seqs + 1);
-  args->first_piece = carver.Take<int64_t>(shape.max_seqs + 1);
+  args->first_position = carver.Take<int64_t>(shape.max_seqs + 1);
   args->first_prefill = carver.Take<int64_t>(shape.max_seqs + 1);
   args->prefill_order = carver.Take<int32_t>(shape.max_seqs + 1);
   if (shape.max_tree == 0) return;

@@ -46,8 +46,9 @@ JAX_PAGED_DEVICE void FillEmpty(const AttentionArgs& args, int32_t begin, int32_
 }
 
 // Those of 32 rows that have queries and no keys, by a warp; `lengths`: of this lane's row.
-JAX_PAGED_DEVICE void FillRows(const AttentionArgs& args, const RowLengths& lengths) {
-  const bool is_empty = lengths.q_len > 0 && (lengths.seq_len == 0 || !HasLayer(args));
+JAX_PAGED_DEVICE void FillRows(const AttentionArgs& args, const RowLengths& lengths,
+                               bool has_layer) {
+  const bool is_empty = lengths.q_len > 0 && (lengths.seq_len == 0 || !has_layer);
   for (uint32_t rest = prim::Ballot(is_empty); rest != 0; rest &= rest - 1) {
     const int32_t lane = prim::PopCount((rest & (0u - rest)) - 1);
     const int32_t begin = prim::Shuffle(lengths.q_begin, lane);
@@ -68,13 +69,14 @@ JAX_PAGED_DEVICE void FillPadding(const AttentionArgs& args, int32_t first_token
 // The whole of it, of a call with a plan.
 JAX_PAGED_DEVICE void BeginCta(const AttentionArgs& args) {
   ClearCounters(args);
+  const bool has_layer = HasLayer(args);
   const int32_t step = prim::GridSize() * kPlanThreads;
   for (int32_t base = (prim::BlockIndex() * kPlanWarps + prim::WarpIndex()) * kWarpLanes;
        base < args.max_seqs; base += step) {
     const int32_t row = base + prim::LaneIndex();
     RowLengths lengths = {0, 0, 0, 0};
     if (row < args.max_seqs) lengths = prim::LoadL2(args.row_lengths + row);
-    FillRows(args, lengths);
+    FillRows(args, lengths, has_layer);
   }
   FillPadding(args, prim::LoadL2(args.row_lengths).q_begin,
               prim::LoadL2(args.row_lengths + args.max_seqs).q_begin);

@@ -89,7 +89,8 @@ JAX_PAGED_DEVICE void DecodeCta(const AttentionArgs& args) {
       (exchange + offsetof(ExchangeShared, token_masks)).As<uint32_t>() + warp * kMaxStages;
   const LogitScale scale = LoadScale(args);
 
-  Segment segment = FirstSegment<Traits::kTakesTreesAndPins>(args, range);
+  Segment segment;
+  if (!FirstSegment<Traits::kTakesTreesAndPins>(args, range, &segment)) return;
   DecodeLoader<HEAD_DIM, PAGES> loader(args, range, segment, ring, token_masks);
   for (int32_t s = 0; s < stages - 1; ++s) loader.Issue(args, range, s);
 

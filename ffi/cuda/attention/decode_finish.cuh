@@ -54,7 +54,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
     factor[half] = prim::Exp2(state->m[half] - Base(m)) * kUnlift * state->v_scale;
   }
 
-  const Destination to = DestinationOf(args, range, segment);
+  const Destination to = DestinationOf(args, range, segment, rows);
   const int32_t row = prim::ThreadIndex() / kQuads;
   float row_m = kNegativeInfinity;
   float row_l = 0.0f;

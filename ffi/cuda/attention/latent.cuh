@@ -155,7 +155,7 @@ JAX_PAGED_DEVICE void LatentCta(const AttentionArgs& args) {
   const WorkRange range = MyRange(args);
   if (range.begin >= range.end) return;
   LatentJob job;
-  job.segment = FirstSegment</*TREES_AND_PINS=*/false>(args, range);
+  if (!FirstSegment</*TREES_AND_PINS=*/false>(args, range, &job.segment)) return;
   do {
     job.rows = RowsOf<ROWS>(args, job.segment);
     job.begin = TileToken</*TREES_AND_PINS=*/false>(args, job.segment, 0);
@@ -167,11 +167,11 @@ JAX_PAGED_DEVICE void LatentCta(const AttentionArgs& args) {
     // Looked up again: kept, they would not fit in the registers.
     job.segment.row = prim::Opaque(job.segment.row);
     LoadRow</*TREES_AND_PINS=*/false>(args, &job.segment);
-    job.segment.position = prim::LoadConst<int64_t>(args.first_piece + job.segment.row) +
-                           int64_t{job.segment.unit} * job.segment.splits.num_pieces +
+    job.segment.position = prim::LoadConst<int64_t>(args.first_position + job.segment.row) +
+                           job.segment.unit * PositionsPerUnit(args, job.segment) +
                            job.segment.piece;
     job.rows = RowsOf<ROWS>(args, job.segment);
-    const Destination to = DestinationOf(args, range, job.segment);
+    const Destination to = DestinationOf(args, range, job.segment, job.rows);
     FinishLatent<T, ROWS, EIGHT_BIT>(args, job, to, state);
     const Shared<char> end = prim::SharedMemory() + Traits::ScoresOffset(args.stages);
     MergeIfLast<T, ROWS, kLatentThreads>(args, job.segment, job.rows, to,

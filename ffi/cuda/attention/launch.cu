@@ -62,6 +62,7 @@ void ShapeLaunches(Dtype dtype, const DeviceLimits& limits, AttentionArgs* args)
     args->prefill_rows = latent.prefill.rows;
     args->num_workers =
         limits.multiprocessors < kMaxLatentWorkers ? limits.multiprocessors : kMaxLatentWorkers;
+    args->heads_together = 1;
     return;
   }
   KernelChoice choice = {};
@@ -78,6 +79,7 @@ void ShapeLaunches(Dtype dtype, const DeviceLimits& limits, AttentionArgs* args)
   args->stages = choice.decode.stages;
   args->prefill_rows = choice.prefill_rows;
   args->num_workers = NumWorkers(limits, is_simt ? 2 : choice.decode.ctas_per_multiprocessor);
+  args->heads_together = HeadsTogether(args->num_kv_heads, args->num_workers);
 }
 
 cudaError_t LaunchPlan(cudaStream_t stream, const DeviceLimits& limits, const AttentionArgs& args) {

@@ -39,15 +39,17 @@ JAX_PAGED_DEVICE int32_t SlidBy(const AttentionArgs& args, int32_t row, int32_t 
   return offset < 0 ? 0 : offset;
 }
 
-// Tokens that a row stores: at most what its pages can.
-JAX_PAGED_DEVICE int32_t StoredTokens(const AttentionArgs& args, int32_t row) {
-  int32_t stored = prim::LoadConst(args.seq_lens + row);
+// Tokens that a row stores: at most what its pages can. `stored`: what seq_lens says.
+JAX_PAGED_DEVICE int32_t StoredTokens(const AttentionArgs& args, int32_t row, int32_t stored) {
   if (stored < 0) return 0;
   if (args.num_pinned) {
     const int32_t offset = prim::LoadConst(args.slot_offset + row);
     if (offset > 0) stored -= offset;
   }
   return Clamp<int32_t>(stored, 0, args.capacity);
+}
+JAX_PAGED_DEVICE int32_t StoredTokens(const AttentionArgs& args, int32_t row) {
+  return StoredTokens(args, row, prim::LoadConst(args.seq_lens + row));
 }
 
 // Whether the call's layer is one of the pools'. A plan serves all layers, so each kernel asks.

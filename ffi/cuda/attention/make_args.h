@@ -133,6 +133,7 @@ inline std::string MakeShape(const AttentionCall& call, AttentionArgs* args) {
   args->split_tokens = clamp(call.split_tokens);
   args->max_q_len = clamp(call.max_q_len);
   args->num_workers = 0;
+  args->heads_together = 1;
   args->stages = 0;
   args->unit_rows = kTileRows;
   args->layout = call.k_pool.layout;

@@ -10,11 +10,15 @@
 //          or simt.cuh
 //   piece  what a unit is made of: one KV tile where splits are automatic, else one split. The
 //          first begins at the tile where the window of the row's first query does; where tokens
-//          are pinned, with their tiles, and those of the window follow (FindGap). Pieces are
-//          numbered through: row, KV head, tile of packed rows, position. Worker w owns the
-//          pieces [w * chunk, (w + 1) * chunk), so all workers have the same amount of work to
-//          within a piece, and at most two units of a worker are shared with others (stream-K,
-//          after LeanAttention).
+//          are pinned, with their tiles, and those of the window follow (FindGap).
+//   position  of a piece. KV heads come in blocks of args.heads_together, and the workers in teams
+//          of as many: worker i of each team takes head i of every block. So the heads of a page
+//          are read at about the same time, which DRAM likes. Positions are numbered through by
+//          row, block of heads, tile of packed rows and place in the unit. Behind each unit are
+//          kUnitCost positions without a piece, where splits are automatic: what it costs to begin
+//          and to end one. Team t owns the positions [t * chunk, (t + 1) * chunk), so all workers
+//          have the same amount of work to within a piece, and at most two units of a worker are
+//          shared with others (stream-K, after LeanAttention).
 //   prefill unit  (row, tile of args.prefill_rows packed rows, KV head) of a row with more than one
 //          query and more than unit_rows packed rows; such a row has no units of the other kind.
 //          A row with few queries on a long context has none: the decode kernel can spread it over
@@ -123,9 +127,10 @@ JAX_PAGED_DEVICE int64_t PrefillTilesOf(const AttentionArgs& args, int64_t q_len
 
 // How many KV tiles a prefill unit may have before its row goes to the decode kernel instead, which
 // can spread it: with few queries on a long context the row's units would still run when all other
-// CTAs are done. Twice a worker's fair share of the call, since the decode kernel reads K and V
-// once for each unit_rows packed rows. Fixed splits: no limit, since bits must not depend on the
-// batch. What it reads need not be in order; PlanRow's caller clamps it.
+// CTAs are done. That is so many times a worker's fair share of the call as the decode kernel is
+// slower: it reads K and V once for each unit_rows packed rows, and took about half as much longer
+// (on an H100). Fixed splits: no limit, since bits must not depend on the batch. What it reads need
+// not be in order; PlanRow's caller clamps it.
 JAX_PAGED_DEVICE int64_t LongestPrefill(const AttentionArgs& args, int32_t num_seqs,
                                         Shared<int64_t> warp_totals) {
   if (args.prefill_rows == 0 || args.has_fixed_splits()) return INT64_MAX;
@@ -142,8 +147,9 @@ JAX_PAGED_DEVICE int64_t LongestPrefill(const AttentionArgs& args, int32_t num_s
     }
     PlanScan</*MAX=*/false>(tiles, warp_totals, &total);
   }
-  const int64_t fair = 2 * CeilDiv(total, args.num_workers);
-  return fair > kLongTiles ? fair : kLongTiles;
+  const int32_t reads = args.prefill_rows / args.unit_rows;
+  const int64_t most = CeilDiv(total, args.num_workers) * (reads > 4 ? reads / 2 : 2);
+  return most > kLongTiles ? most : kLongTiles;
 }
 
 // Everything but first_slot. `longest_prefill`: see LongestPrefill.
@@ -218,6 +224,22 @@ JAX_PAGED_DEVICE void OrderPrefill(const AttentionArgs& args, int64_t size,
   }
 }
 
+// Positions of a team where splits are automatic. `most_pieces`: of a unit; `num_units`: of all
+// that one worker of each team has. Where all units are of one size, they begin where a team does,
+// if that costs no more than beginning one unit more: merging is slow while memory is busy.
+JAX_PAGED_DEVICE int64_t ChunkOf(const AttentionArgs& args, int64_t num_positions,
+                                 int64_t num_units, int64_t most_pieces) {
+  int64_t chunk = CeilDiv(num_positions, args.num_workers / args.heads_together);
+  int64_t least = CeilDiv(most_pieces, kManySplits);
+  if (least > kFewTiles) least = kFewTiles;
+  if (chunk < least) chunk = least;
+  const int64_t positions = most_pieces + kUnitCost;
+  if (num_units * positions != num_positions || num_units == 0) return chunk;
+  const int64_t aligned =
+      chunk < positions ? CeilDiv(positions, positions / chunk) : RoundUp(chunk, positions);
+  return aligned <= chunk + kUnitCost ? aligned : chunk;
+}
+
 JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   const int32_t thread = prim::ThreadIndex();
   const bool writes_plan = prim::BlockIndex() == 0;
@@ -225,24 +247,32 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
   const Shared<int64_t> warp_totals = (shared + offsetof(PlanShared, warp_totals)).As<int64_t>();
   const Shared<int32_t> ends = (shared + offsetof(PlanShared, end)).As<int32_t>();
   const bool begins_call = static_cast<bool>(args.out);
+  const bool is_fixed = args.has_fixed_splits();
 
   if (begins_call) ClearCounters(args);
+  // Loads whose place does not depend on others come first, so that they are on their way together.
+  const bool has_layer = !begins_call || HasLayer(args);
+  const int32_t first_bound = prim::LoadL2(args.cu_q_lens);
   const int32_t num_seqs = Clamp<int32_t>(prim::LoadL2(args.num_seqs), 0, args.max_seqs);
-  const int32_t first_token =
-      num_seqs == 0 ? 0 : Clamp<int32_t>(prim::LoadConst(args.cu_q_lens), 0, args.num_tokens);
+  const int32_t first_token = num_seqs == 0 ? 0 : Clamp<int32_t>(first_bound, 0, args.num_tokens);
   if (args.max_tree > 0 && UsesPositions(args)) PlanDepths(args, num_seqs);
   const int64_t longest_prefill = LongestPrefill(args, num_seqs, warp_totals);
   int64_t last_token = first_token;  // carried from one block of rows to the next
-  int64_t num_pieces = 0;
+  int64_t num_positions = 0;
+  int64_t num_units = 0;
   int64_t num_slots = 0;
   int64_t most_pieces = 0;
   int64_t prefill_size = 0;
   for (int32_t base = 0; base < args.max_seqs; base += kPlanThreads) {
     const int32_t row = base + thread;
     const bool is_live = row < num_seqs;
-    const int64_t bound =
-        is_live ? Clamp<int32_t>(prim::LoadConst(args.cu_q_lens + (row + 1)), 0, args.num_tokens)
-                : 0;
+    int32_t stored = 0;
+    int64_t bound = 0;
+    if (row < args.max_seqs) {
+      stored = prim::LoadL2(args.seq_lens + row);
+      bound = Clamp<int32_t>(prim::LoadL2(args.cu_q_lens + (row + 1)), 0, args.num_tokens);
+    }
+    if (!is_live) bound = 0;
     const int32_t block_begin = static_cast<int32_t>(last_token);
     const int32_t end =
         static_cast<int32_t>(PlanScan</*MAX=*/true>(bound, warp_totals, &last_token));
@@ -250,46 +280,49 @@ JAX_PAGED_DEVICE void PlanCta(const AttentionArgs& args) {
     prim::SyncThreads();
     const int32_t begin = thread == 0 ? block_begin : prim::Load(ends + (thread - 1));
 
-    const int32_t seq_len = is_live ? StoredTokens(args, row) : 0;
+    const int32_t seq_len = is_live ? StoredTokens(args, row, stored) : 0;
     int32_t tree_size = 0;
     if (args.max_tree > 0 && row < args.max_seqs) {
       if (is_live) tree_size = PlanTree(args, row, seq_len);
       if (writes_plan) prim::Store(args.row_trees + row, tree_size);
     }
     RowPlan plan = PlanRow(args, row, begin, end, seq_len, tree_size, longest_prefill);
-    const int64_t row_pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
-    const int64_t row_slots =
-        args.has_fixed_splits() && plan.splits.num_pieces > 1 ? row_pieces : 0;
-    const int64_t first_piece =
-        PlanScan</*MAX=*/false>(row_pieces, warp_totals, &num_pieces) - row_pieces;
-    plan.splits.first_slot =
-        PlanScan</*MAX=*/false>(row_slots, warp_totals, &num_slots) - row_slots;
-    PlanScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &most_pieces);
-    PlanScan</*MAX=*/true>(PrefillSize(args, plan.lengths), warp_totals, &prefill_size);
+    const int64_t units = plan.lengths.num_units / args.heads_together;
+    const int64_t positions = units * plan.splits.Positions(is_fixed);
+    const int64_t first_position =
+        PlanScan</*MAX=*/false>(positions, warp_totals, &num_positions) - positions;
+    if (is_fixed) {
+      const int64_t pieces = int64_t{plan.lengths.num_units} * plan.splits.num_pieces;
+      const int64_t row_slots = plan.splits.num_pieces > 1 ? pieces : 0;
+      plan.splits.first_slot =
+          PlanScan</*MAX=*/false>(row_slots, warp_totals, &num_slots) - row_slots;
+    } else {
+      PlanScan</*MAX=*/false>(units, warp_totals, &num_units);
+      PlanScan</*MAX=*/true>(plan.splits.num_pieces, warp_totals, &most_pieces);
+    }
+    if (args.prefill_rows > 0) {
+      PlanScan</*MAX=*/true>(PrefillSize(args, plan.lengths), warp_totals, &prefill_size);
+    }
     if (writes_plan && row < args.max_seqs) {
       prim::Store(args.row_lengths + row, plan.lengths);
       prim::Store(args.row_splits + row, plan.splits);
-      prim::Store(args.first_piece + row, first_piece);
+      prim::Store(args.first_position + row, first_position);
     }
     const int32_t warp_rows = base / kWarpLanes + prim::WarpIndex();
     if (begins_call && warp_rows % prim::GridSize() == prim::BlockIndex()) {
-      FillRows(args, plan.lengths);
+      FillRows(args, plan.lengths, has_layer);
     }
   }
   if (begins_call) FillPadding(args, first_token, static_cast<int32_t>(last_token));
 
   if (writes_plan && args.prefill_rows > 0) OrderPrefill(args, prefill_size, warp_totals);
   if (writes_plan && thread == 0) {
-    int64_t chunk = CeilDiv(num_pieces, args.num_workers);
-    if (!args.has_fixed_splits()) {
-      int64_t least = CeilDiv(most_pieces, kManySplits);
-      if (least > kFewTiles) least = kFewTiles;
-      if (chunk < least) chunk = least;
-    }
+    const int64_t chunk = is_fixed ? CeilDiv(num_positions, args.num_workers / args.heads_together)
+                                   : ChunkOf(args, num_positions, num_units, most_pieces);
     prim::Store(args.row_lengths + args.max_seqs,
                 RowLengths{static_cast<int32_t>(last_token), 0, 0, 0});
-    prim::Store(args.first_piece + args.max_seqs, num_pieces);
-    prim::Store(args.header, PlanHeader{num_pieces, chunk});
+    prim::Store(args.first_position + args.max_seqs, num_positions);
+    prim::Store(args.header, PlanHeader{num_positions, chunk});
     prim::Store(args.launches,
                 PlanLaunches{args.stages, args.prefill_rows, args.unit_rows, args.num_workers});
   }

@@ -26,7 +26,7 @@
 
 namespace jax_paged::cuda {
 
-// The pieces of one worker.
+// The positions of one worker.
 struct WorkRange {
   int64_t begin;
   int64_t end;
@@ -37,17 +37,17 @@ JAX_PAGED_DEVICE WorkRange MyRange(const AttentionArgs& args) {
   const PlanHeader header = prim::LoadL2(args.header);
   WorkRange range;
   range.chunk = header.chunk;
-  range.begin = prim::BlockIndex() * header.chunk;
+  range.begin = prim::BlockIndex() / args.heads_together * header.chunk;
   range.end = range.begin + header.chunk;
-  if (range.end > header.num_pieces) range.end = header.num_pieces;
+  if (range.end > header.num_positions) range.end = header.num_positions;
   if (!HasLayer(args)) range.end = range.begin;
   return range;
 }
 
 struct Segment {
-  int64_t position;  // of its first piece, among all pieces
+  int64_t position;  // of its first piece
   int32_t row;
-  int32_t unit;        // of the row
+  int32_t unit;        // of those of the row that this worker's team has: block of heads, tile
   int32_t piece;       // of the unit
   int32_t num_pieces;  // in this segment
   int32_t first_tile;  // of those that are not in the row's gap (FindGap)
@@ -149,20 +149,47 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
   if (segment->num_tiles < 1) segment->num_tiles = 1;
 }
 
-// The first segment of a range that is not empty. Each warp looks for its row.
+JAX_PAGED_DEVICE int64_t PositionsPerUnit(const AttentionArgs& args, const Segment& segment) {
+  return segment.splits.Positions(args.has_fixed_splits());
+}
+
+// From anywhere in a unit to the next unit's first piece; false if the range ends before it.
+template <bool TREES_AND_PINS>
+JAX_PAGED_DEVICE bool NextUnit(const AttentionArgs& args, const WorkRange& range,
+                               Segment* segment) {
+  segment->position += PositionsPerUnit(args, *segment) - segment->piece;
+  if (segment->position >= range.end) return false;
+  segment->piece = 0;
+  if (++segment->unit == segment->lengths.num_units / args.heads_together) {
+    segment->unit = 0;
+    do {
+      ++segment->row;
+      LoadRow<TREES_AND_PINS>(args, segment);
+    } while (segment->lengths.num_units == 0);
+  }
+  return true;
+}
+
+// The first segment of a range that is not empty; false if it has no piece. Each warp looks for its
+// row.
 template <bool TREES_AND_PINS = true>
-JAX_PAGED_DEVICE Segment FirstSegment(const AttentionArgs& args, const WorkRange& range) {
-  Segment segment;
-  segment.position = range.begin;
-  segment.row = WarpSearch(args.max_seqs, [&](int32_t row) {
-    return prim::LoadConst<int64_t>(args.first_piece + row) <= range.begin;
+JAX_PAGED_DEVICE bool FirstSegment(const AttentionArgs& args, const WorkRange& range,
+                                   Segment* segment) {
+  segment->position = range.begin;
+  segment->row = WarpSearch(args.max_seqs, [&](int32_t row) {
+    return prim::LoadConst<int64_t>(args.first_position + row) <= range.begin;
   });
-  LoadRow<TREES_AND_PINS>(args, &segment);
-  const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_piece + segment.row);
-  segment.unit = static_cast<int32_t>(within / segment.splits.num_pieces);
-  segment.piece = static_cast<int32_t>(within - int64_t{segment.unit} * segment.splits.num_pieces);
-  ShapeSegment<TREES_AND_PINS>(args, range, &segment);
-  return segment;
+  LoadRow<TREES_AND_PINS>(args, segment);
+  const int64_t within = range.begin - prim::LoadConst<int64_t>(args.first_position + segment->row);
+  const int64_t positions = PositionsPerUnit(args, *segment);
+  segment->unit = static_cast<int32_t>(within / positions);
+  segment->piece = static_cast<int32_t>(within - segment->unit * positions);
+  if (segment->piece >= segment->splits.num_pieces &&
+      !NextUnit<TREES_AND_PINS>(args, range, segment)) {
+    return false;
+  }
+  ShapeSegment<TREES_AND_PINS>(args, range, segment);
+  return true;
 }
 
 // Moves on; false at the end of the range.
@@ -170,17 +197,11 @@ template <bool TREES_AND_PINS = true>
 JAX_PAGED_DEVICE bool NextSegment(const AttentionArgs& args, const WorkRange& range,
                                   Segment* segment) {
   segment->position += segment->num_pieces;
-  if (segment->position >= range.end) return false;
   segment->piece += segment->num_pieces;
   if (segment->piece == segment->splits.num_pieces) {
-    segment->piece = 0;
-    if (++segment->unit == segment->lengths.num_units) {
-      segment->unit = 0;
-      do {
-        ++segment->row;
-        LoadRow<TREES_AND_PINS>(args, segment);
-      } while (segment->lengths.num_units == 0);
-    }
+    if (!NextUnit<TREES_AND_PINS>(args, range, segment)) return false;
+  } else if (segment->position >= range.end) {
+    return false;
   }
   ShapeSegment<TREES_AND_PINS>(args, range, segment);
   return true;
@@ -196,10 +217,11 @@ struct UnitRows {
 // ROWS, here and below: args.unit_rows, as the kernel knows it.
 template <int ROWS = kTileRows>
 JAX_PAGED_DEVICE UnitRows RowsOf(const AttentionArgs& args, const Segment& segment) {
-  const int32_t tiles = segment.lengths.num_units / args.num_kv_heads;
+  const int32_t tiles = segment.lengths.Tiles(args.num_kv_heads);
+  const int32_t block = segment.unit / tiles;
   UnitRows rows;
-  rows.kv_head = segment.unit / tiles;
-  rows.first = (segment.unit - rows.kv_head * tiles) * ROWS;
+  rows.kv_head = block * args.heads_together + prim::BlockIndex() % args.heads_together;
+  rows.first = (segment.unit - block * tiles) * ROWS;
   const int32_t rest = segment.lengths.q_len * args.group_size - rows.first;
   rows.count = rest < ROWS ? rest : ROWS;
   return rows;
@@ -332,31 +354,35 @@ struct Destination {
 };
 
 JAX_PAGED_DEVICE Destination DestinationOf(const AttentionArgs& args, const WorkRange& range,
-                                           const Segment& segment) {
+                                           const Segment& segment, const UnitRows& rows) {
   Destination to;
   if (args.has_fixed_splits()) {
     to.segments = segment.splits.num_pieces;
     to.is_output = to.segments == 1;
-    to.first_slot = segment.splits.first_slot + int64_t{segment.unit} * segment.splits.num_pieces;
+    const int32_t tiles = segment.lengths.Tiles(args.num_kv_heads);
+    const int64_t unit = int64_t{rows.kv_head} * tiles + segment.unit % tiles;
+    to.first_slot = segment.splits.first_slot + unit * segment.splits.num_pieces;
     to.next_slot = to.first_slot + 1;
     to.slot_step = 1;
     to.slot = to.first_slot + segment.piece;
     return to;
   }
-  // Worker w has slot 2w for a unit that began with an earlier worker, 2w + 1 for one that begins
+  // Worker w has slot 2w for a unit that began with an earlier team, 2w + 1 for one that begins
   // here.
   const int64_t begin = segment.position - segment.piece;
   const int64_t end = begin + segment.splits.num_pieces;
   to.is_output = begin >= range.begin && end <= range.end;
   to.segments = 1;
   to.slot = to.first_slot = to.next_slot = 0;
-  to.slot_step = 2;
+  to.slot_step = 2 * args.heads_together;
   if (!to.is_output) {
-    const int64_t first_worker = begin / range.chunk;
-    const int64_t last_worker = (end - 1) / range.chunk;
-    to.segments = static_cast<int32_t>(last_worker - first_worker) + 1;
+    const int64_t first_team = begin / range.chunk;
+    const int64_t last_team = (end - 1) / range.chunk;
+    const int64_t first_worker =
+        first_team * args.heads_together + prim::BlockIndex() % args.heads_together;
+    to.segments = static_cast<int32_t>(last_team - first_team) + 1;
     to.first_slot = 2 * first_worker + 1;
-    to.next_slot = 2 * first_worker + 2;
+    to.next_slot = 2 * first_worker + to.slot_step;
     to.slot = 2 * prim::BlockIndex() + (begin >= range.begin ? 1 : 0);
   }
   return to;
@@ -409,6 +435,10 @@ JAX_PAGED_DEVICE void WriteSegment(const AttentionArgs& args, const Segment& seg
   if (column == 0) prim::Store(SlotMl<ROWS>(args, to.slot, row), Float2{m, l});
 }
 
+// Partial results of a unit whose loads are on their way at once: nothing else hides their latency.
+// There may be kManySplits, but twice as many do not fit in the registers.
+inline constexpr int32_t kMergedTogether = 8;
+
 // Shared memory of MergeIfLast.
 template <int THREADS = kAttentionThreads>
 struct MergeShared {
@@ -427,9 +457,9 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
   const Shared<float> tops = (shared + offsetof(MergeShared<THREADS>, tops)).template As<float>();
   const Shared<uint32_t> is_last =
       (shared + offsetof(MergeShared<THREADS>, is_last)).template As<uint32_t>();
-  prim::ThreadFence();
   prim::SyncThreads();
   if (thread == 0) {
+    prim::ThreadFence();  // of all threads' results, which the barrier has shown to this one
     // Counts to segments - 1 and then wraps to 0.
     const uint32_t limit = static_cast<uint32_t>(to.segments - 1);
     const uint32_t before = prim::AtomicIncrement(args.arrivals + to.first_slot, limit);
@@ -445,6 +475,7 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
   constexpr int32_t kParts = THREADS / ROWS;
   float top = kNegativeInfinity;
   if (thread % ROWS < rows.count) {
+    JAX_PAGED_UNROLL_4
     for (int32_t i = thread / ROWS; i < to.segments; i += kParts) {
       top = prim::Max(top, prim::LoadL2(SlotMl<ROWS>(args, slot_of(i), thread % ROWS)).x);
     }
@@ -461,16 +492,25 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
     }
     Float4 sum = {0, 0, 0, 0};
     float l = 0;
-    JAX_PAGED_UNROLL_4
-    for (int32_t i = 0; i < to.segments; ++i) {
-      const Float2 ml = prim::LoadL2(SlotMl<ROWS>(args, slot_of(i), row));
-      const Float4 part = prim::LoadL2(SlotOut<ROWS>(args, slot_of(i), row, column));
-      const float factor = prim::Exp2(ml.x - Base(m));
-      l = prim::Fma(ml.y, factor, l);
-      sum.x = prim::Fma(part.x, factor, sum.x);
-      sum.y = prim::Fma(part.y, factor, sum.y);
-      sum.z = prim::Fma(part.z, factor, sum.z);
-      sum.w = prim::Fma(part.w, factor, sum.w);
+    for (int32_t first = 0; first < to.segments; first += kMergedTogether) {
+      Float2 ml[kMergedTogether];
+      Float4 parts[kMergedTogether];
+      JAX_PAGED_UNROLL
+      for (int32_t j = 0; j < kMergedTogether; ++j) {
+        if (first + j >= to.segments) continue;
+        ml[j] = prim::LoadL2(SlotMl<ROWS>(args, slot_of(first + j), row));
+        parts[j] = prim::LoadL2(SlotOut<ROWS>(args, slot_of(first + j), row, column));
+      }
+      JAX_PAGED_UNROLL
+      for (int32_t j = 0; j < kMergedTogether; ++j) {
+        if (first + j >= to.segments) continue;
+        const float factor = prim::Exp2(ml[j].x - Base(m));
+        l = prim::Fma(ml[j].y, factor, l);
+        sum.x = prim::Fma(parts[j].x, factor, sum.x);
+        sum.y = prim::Fma(parts[j].y, factor, sum.y);
+        sum.z = prim::Fma(parts[j].z, factor, sum.z);
+        sum.w = prim::Fma(parts[j].w, factor, sum.w);
+      }
     }
     WriteOutput<T>(args, segment, rows, row, column, sum, m, l);
   }

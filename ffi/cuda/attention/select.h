@@ -130,6 +130,15 @@ inline int32_t NumWorkers(const DeviceLimits& limits, int32_t ctas_per_multiproc
   return workers < kMaxWorkers ? workers : kMaxWorkers;
 }
 
+// How many KV heads neighbouring workers take side by side, so that they read the same pages at the
+// same time: what of kMaxHeadsTogether divides them.
+inline int32_t HeadsTogether(int32_t num_kv_heads, int32_t num_workers) {
+  const int32_t most = num_workers < kMaxHeadsTogether ? num_workers : kMaxHeadsTogether;
+  int32_t together = most > 1 ? most : 1;
+  while (num_kv_heads % together != 0) --together;
+  return together;
+}
+
 // Which kernels serve a call.
 struct KernelChoice {
   DecodeShape decode;  // no stages: simt.cuh takes the place of the decode kernel

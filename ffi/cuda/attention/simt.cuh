@@ -49,7 +49,8 @@ class SimtCta {
         o_(q_ + kTileRows * args.head_dim) {}
 
   JAX_PAGED_DEVICE void Run(const WorkRange& range) {
-    Segment segment = FirstSegment(args_, range);
+    Segment segment;
+    if (!FirstSegment(args_, range, &segment)) return;
     do {
       const UnitRows rows = RowsOf(args_, segment);
       Begin(segment, rows);
@@ -321,7 +322,7 @@ class SimtCta {
 
   JAX_PAGED_DEVICE void Finish(const WorkRange& range, const Segment& segment,
                                const UnitRows& rows) {
-    const Destination to = DestinationOf(args_, range, segment);
+    const Destination to = DestinationOf(args_, range, segment, rows);
     const int32_t row_quads = args_.v_head_dim / 4;
     for (int32_t i = prim::ThreadIndex(); i < rows.count * row_quads; i += kAttentionThreads) {
       const int32_t row = i / row_quads;

@@ -24,6 +24,7 @@ namespace {
 // test says how many workers and stages there are.
 AttentionKernels ShapeLaunches(Dtype dtype, EmulatedCall* launch, cuda::AttentionArgs* args) {
   args->num_workers = launch->num_workers;
+  args->heads_together = cuda::HeadsTogether(args->num_kv_heads, args->num_workers);
   args->stages = launch->stages;
   const cuda::DeviceLimits limits = {launch->num_workers, launch->shared_bytes_per_cta,
                                      launch->shared_bytes_per_multiprocessor,
