@@ -99,11 +99,10 @@ struct LatentEnd {
   float l[ROWS];
 };
 
-// Sends a job's result where it goes, through shared memory, so that whole rows leave at a time.
-template <typename T, int ROWS, bool EIGHT_BIT>
-JAX_PAGED_DEVICE void FinishLatent(const AttentionArgs& args, const LatentJob& job,
-                                   const Destination& to,
-                                   const LatentState<ROWS, EIGHT_BIT>& state) {
+// Puts a job's result into shared memory.
+template <int ROWS, bool EIGHT_BIT>
+JAX_PAGED_DEVICE void KeepLatent(const AttentionArgs& args,
+                                 const LatentState<ROWS, EIGHT_BIT>& state) {
   using Traits = LatentTraits<ROWS, EIGHT_BIT>;
   using End = LatentEnd<ROWS>;
   static_assert(sizeof(End) <= Traits::kScoreBytes);
@@ -114,7 +113,7 @@ JAX_PAGED_DEVICE void FinishLatent(const AttentionArgs& args, const LatentJob& j
   const Shared<float> ms = (end + offsetof(End, m)).template As<float>();
   const Shared<float> ls = (end + offsetof(End, l)).template As<float>();
   // Of V; that of K is in the scores.
-  const float v_scale = EIGHT_BIT ? HeadScale(args.v_scale, job.rows.kv_head) : 1.0f;
+  const float v_scale = EIGHT_BIT ? HeadScale(args.v_scale, /*kv_head=*/0) : 1.0f;
   prim::SyncThreads();  // tiles and scores have been read
   JAX_PAGED_UNROLL
   for (int32_t t = 0; t < Traits::kRowTiles; ++t) {
@@ -138,6 +137,18 @@ JAX_PAGED_DEVICE void FinishLatent(const AttentionArgs& args, const LatentJob& j
     }
   }
   prim::SyncThreads();  // O, m and l
+}
+
+// Sends it from there to where it goes, so that whole rows leave at a time.
+template <typename T, int ROWS, bool EIGHT_BIT>
+JAX_PAGED_DEVICE void SendLatent(const AttentionArgs& args, const LatentJob& job,
+                                 const Destination& to) {
+  using End = LatentEnd<ROWS>;
+  const Shared<float> sums = prim::SharedMemory().As<float>();
+  const Shared<char> end =
+      prim::SharedMemory() + LatentTraits<ROWS, EIGHT_BIT>::ScoresOffset(args.stages);
+  const Shared<float> ms = (end + offsetof(End, m)).template As<float>();
+  const Shared<float> ls = (end + offsetof(End, l)).template As<float>();
   const int32_t row_quads = args.v_head_dim / 4;
   for (int32_t i = prim::ThreadIndex(); i < job.rows.count * row_quads; i += kLatentThreads) {
     const int32_t row = i / row_quads;
@@ -152,7 +163,7 @@ JAX_PAGED_DEVICE void FinishLatent(const AttentionArgs& args, const LatentJob& j
 template <typename T, int ROWS, bool EIGHT_BIT>
 JAX_PAGED_DEVICE void LatentCta(const AttentionArgs& args) {
   using Traits = LatentTraits<ROWS, EIGHT_BIT>;
-  const WorkRange range = MyRange(args);
+  WorkRange range = MyRange(args);
   if (range.begin >= range.end) return;
   LatentJob job;
   if (!FirstSegment</*TREES_AND_PINS=*/false>(args, range, &job.segment)) return;
@@ -164,7 +175,9 @@ JAX_PAGED_DEVICE void LatentCta(const AttentionArgs& args) {
     if (job.end > seen) job.end = seen;
     LatentState<ROWS, EIGHT_BIT> state;
     LatentTiles<T, ROWS, EIGHT_BIT>(args, job, &state);
+    KeepLatent<ROWS, EIGHT_BIT>(args, state);
     // Looked up again: kept, they would not fit in the registers.
+    range = MyRange(args);
     job.segment.row = prim::Opaque(job.segment.row);
     LoadRow</*TREES_AND_PINS=*/false>(args, &job.segment);
     job.segment.position = prim::LoadConst<int64_t>(args.first_position + job.segment.row) +
@@ -172,7 +185,7 @@ JAX_PAGED_DEVICE void LatentCta(const AttentionArgs& args) {
                            job.segment.piece;
     job.rows = RowsOf<ROWS>(args, job.segment);
     const Destination to = DestinationOf(args, range, job.segment, job.rows);
-    FinishLatent<T, ROWS, EIGHT_BIT>(args, job, to, state);
+    SendLatent<T, ROWS, EIGHT_BIT>(args, job, to);
     const Shared<char> end = prim::SharedMemory() + Traits::ScoresOffset(args.stages);
     MergeIfLast<T, ROWS, kLatentThreads>(args, job.segment, job.rows, to,
                                          end + offsetof(LatentEnd<ROWS>, merge));
@@ -202,7 +215,8 @@ JAX_PAGED_DEVICE void LatentPrefillCta(const AttentionArgs& args) {
     LatentTiles<T, ROWS, EIGHT_BIT>(args, job, &state);
     Destination to = {};
     to.is_output = true;
-    FinishLatent<T, ROWS, EIGHT_BIT>(args, job, to, state);
+    KeepLatent<ROWS, EIGHT_BIT>(args, state);
+    SendLatent<T, ROWS, EIGHT_BIT>(args, job, to);
     index = prim::GridSize() + static_cast<int32_t>(prim::Load(ticket));
     prim::SyncThreads();  // all of shared memory may be overwritten
   }

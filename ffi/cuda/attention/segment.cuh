@@ -492,24 +492,35 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
     }
     Float4 sum = {0, 0, 0, 0};
     float l = 0;
-    for (int32_t first = 0; first < to.segments; first += kMergedTogether) {
-      Float2 ml[kMergedTogether];
-      Float4 parts[kMergedTogether];
-      JAX_PAGED_UNROLL
-      for (int32_t j = 0; j < kMergedTogether; ++j) {
-        if (first + j >= to.segments) continue;
-        ml[j] = prim::LoadL2(SlotMl<ROWS>(args, slot_of(first + j), row));
-        parts[j] = prim::LoadL2(SlotOut<ROWS>(args, slot_of(first + j), row, column));
-      }
-      JAX_PAGED_UNROLL
-      for (int32_t j = 0; j < kMergedTogether; ++j) {
-        if (first + j >= to.segments) continue;
-        const float factor = prim::Exp2(ml[j].x - Base(m));
-        l = prim::Fma(ml[j].y, factor, l);
-        sum.x = prim::Fma(parts[j].x, factor, sum.x);
-        sum.y = prim::Fma(parts[j].y, factor, sum.y);
-        sum.z = prim::Fma(parts[j].z, factor, sum.z);
-        sum.w = prim::Fma(parts[j].w, factor, sum.w);
+    const auto add = [&](const Float2& ml, const Float4& part) {
+      const float factor = prim::Exp2(ml.x - Base(m));
+      l = prim::Fma(ml.y, factor, l);
+      sum.x = prim::Fma(part.x, factor, sum.x);
+      sum.y = prim::Fma(part.y, factor, sum.y);
+      sum.z = prim::Fma(part.z, factor, sum.z);
+      sum.w = prim::Fma(part.w, factor, sum.w);
+    };
+    const auto ml_of = [&](int32_t i) { return prim::LoadL2(SlotMl<ROWS>(args, slot_of(i), row)); };
+    const auto part_of = [&](int32_t i) {
+      return prim::LoadL2(SlotOut<ROWS>(args, slot_of(i), row, column));
+    };
+    if constexpr (ROWS > kTileRows) {
+      JAX_PAGED_UNROLL_4
+      for (int32_t i = 0; i < to.segments; ++i) add(ml_of(i), part_of(i));
+    } else {
+      for (int32_t first = 0; first < to.segments; first += kMergedTogether) {
+        Float2 ml[kMergedTogether];
+        Float4 parts[kMergedTogether];
+        JAX_PAGED_UNROLL
+        for (int32_t j = 0; j < kMergedTogether; ++j) {
+          if (first + j >= to.segments) continue;
+          ml[j] = ml_of(first + j);
+          parts[j] = part_of(first + j);
+        }
+        JAX_PAGED_UNROLL
+        for (int32_t j = 0; j < kMergedTogether; ++j) {
+          if (first + j < to.segments) add(ml[j], parts[j]);
+        }
       }
     }
     WriteOutput<T>(args, segment, rows, row, column, sum, m, l);
