@@ -239,7 +239,7 @@ bool MakeMemoryAccess(const std::string& opcode, int address_bits, int register_
     i->execute = AtomicCompareAndSwap;
   } else if (opcode == "atom.global.max.s32") {
     i->execute = AtomicMax;
-  } else if (opcode == "membar.gl") {
+  } else if (opcode == "fence.acq_rel.gpu") {
     i->execute = Fence;
   } else if (opcode == "cp.async.cg.shared.global.L2::128B" ||
              opcode == "cp.async.ca.shared.global") {

@@ -266,7 +266,7 @@ class Maker {
       }
       return true;
     }
-    const bool orders = opcode == "membar.gl" || opcode.rfind("griddepcontrol.", 0) == 0;
+    const bool orders = opcode == "fence.acq_rel.gpu" || opcode.rfind("griddepcontrol.", 0) == 0;
     if (orders) return MakeMemoryAccess(opcode, 0, 0, 0, i);
     if (!stores && opcode.rfind("ld.", 0) != 0 && opcode.rfind("atom.", 0) != 0) return false;
     if (operands.size() < 2) Fail("operands are missing");

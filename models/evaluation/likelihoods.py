@@ -217,6 +217,14 @@ class _Step(NamedTuple):
     logit_rows: Any  # i32[R], tokens whose logits are wanted, then padding
 
 
+class _Said(NamedTuple):
+    """What a step says of the tokens behind some of its own."""
+
+    logits: jax.Array  # f32[R, vocab_size]
+    log_total: jax.Array  # f32[R], the logarithm of their sum of exponentials
+    likeliest: jax.Array  # i32[R]
+
+
 class _Wanted(NamedTuple):
     """What is predicted from a step, all of the same length."""
 
@@ -241,13 +249,13 @@ def _run(
             key = step.tokens.size, size
             if key not in feeds:
                 feeds[key] = compiled(feed, graph, params, state, step)
-            state, logits, failed = feeds[key](params, state, step)
+            state, said, failed = feeds[key](params, state, step)
             found = []
             for start in range(0, len(wanted.rows), size):
                 rows, targets = (_padded(x[start : start + size], size) for x in wanted[1:])
                 if size not in look_ups:
-                    look_ups[size] = compiled(look_up, logits, rows, targets)
-                found.append(look_ups[size](logits, rows, targets))
+                    look_ups[size] = compiled(look_up, said, rows, targets)
+                found.append(look_ups[size](said, rows, targets))
         flying.append((wanted, found, failed))
         if len(flying) > _BEHIND:
             yield _read(*flying.popleft())
@@ -327,24 +335,19 @@ def _column(entries: Sequence[tuple[int, ...]], size: int, *nothing: int) -> np.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def feed(
     graph: Graph, params: Any, state: KVState, step: _Step
-) -> tuple[KVState, jax.Array, jax.Array]:
-    """Carries out a step: (state, f32[R, vocab_size] logits, whether a verb refused it)."""
+) -> tuple[KVState, _Said, jax.Array]:
+    """Carries out a step: (state, what it says, whether a verb refused it)."""
     state, released = state.release(step.releases)
     state, forked = state.fork(step.parents, step.children, step.lengths)
     state, reserved = state.reserve(step.rows, step.room)
     state, batch, stepped = state.step(step.rows, step.q_lens, num_tokens=step.tokens.shape[0])
     logits, state = run_model(graph, params, step.tokens, batch, state, logit_rows=step.logit_rows)
     failed = jnp.any(jnp.concatenate([released, forked, reserved, stepped]) != 0)
-    return state, logits, failed
+    return state, _Said(logits, *log_sum_exp(logits)), failed
 
 
 @jax.jit
-def look_up(logits: jax.Array, rows: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def look_up(said: _Said, rows: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log p(targets[i]) under logits[rows[i]], and whether it is the first of the largest."""
-    total, largest = log_sum_exp(logits)
-    found = logits[rows, targets]
-    # Not by argmax, which XLA does not vectorize on a CPU.
-    ids = jax.lax.broadcasted_iota(jnp.int32, (len(rows), logits.shape[1]), 1)
-    is_before = (logits[rows] == largest[rows, None]) & (ids < targets[:, None])
-    is_likeliest = (found == largest[rows]) & ~jnp.any(is_before, axis=-1)
-    return found - total[rows], is_likeliest
+    log_p = said.logits[rows, targets] - said.log_total[rows]
+    return log_p, said.likeliest[rows] == targets
