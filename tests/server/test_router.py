@@ -376,6 +376,18 @@ def test_what_was_told_is_not_told_again():
         retold.new(event("abX"))
 
 
+def told_by(url, *parts):
+    """The line of a server's metrics that has these parts."""
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return next(x for x in lines if not x.startswith("#") and all(part in x for part in parts))
+
+
+def open_requests(url, port):
+    """What the router has open at the replica with this port."""
+    return float(told_by(url, "jax_paged_router_open", f":{port}").split()[-1])
+
+
 @pytest.mark.deep
 def test_replicas_that_are_killed(tmp_path):
     """The commands of the guide, and kill -9 of a server under load, which comes back."""
@@ -417,14 +429,13 @@ def test_replicas_that_are_killed(tmp_path):
         threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(asked))]
         for thread in threads:
             thread.start()
-        time.sleep(0.5)
+        port = urls[0].rpartition(":")[2]
+        wait_for(lambda: open_requests(urls[2], port) > 0, seconds=30)
         os.kill(pids[0], signal.SIGKILL)
         for thread in threads:
             thread.join()
         assert [text_of(events) for events in got] == [text_of(events) for events in want]
-        with urllib.request.urlopen(f"{urls[2]}/metrics") as response:
-            told = response.read().decode().splitlines()
-        lost = next(line for line in told if line.startswith("jax_paged_router_lost_total"))
+        lost = told_by(urls[2], "jax_paged_router_lost_total")
         assert float(lost.split()[-1]) > 0
         wait_for(lambda: json_of(f"{urls[2]}/health")["ready"] == 2, seconds=100)
         for run in runs:
