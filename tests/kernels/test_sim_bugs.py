@@ -163,7 +163,8 @@ BUGS = {
         "const AttentionArgs& args) {", "nobody has initialised",
     ),
     "rows without keys not filled where there is a plan": (
-        "cuda/attention/begin.cuh", "    FillRows(args, lengths, has_layer);\n", "", f"{DIFFERS}|{UNEQUAL}",
+        "cuda/attention/begin.cuh", "    FillRows(args, lengths, has_layer);\n", "",
+        f"{DIFFERS}|{UNEQUAL}",
     ),
     "padding not filled where there is a plan": (
         "cuda/attention/begin.cuh", "prim::LoadL2(args.row_lengths + args.max_seqs).q_begin",
