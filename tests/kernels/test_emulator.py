@@ -485,6 +485,8 @@ def bf16_batches() -> Iterator[tuple[Batch, dict[str, Any]]]:
     }
     batch = make_batch(case, jnp.bfloat16, [1, 2, 0, 1, 70], [270, 33, 5, 0, 150], num_tokens=78)
     yield batch, edits
+    # The unit of the last row is shared by two teams of workers.
+    yield make_batch(case, jnp.bfloat16, [1, 1, 1], [300, 33, 600]), {"sinks": edits["sinks"]}
     window = {"sliding_window": 40}
     small = Case("windows", 8, 2, 64, page_size=8)
     yield make_batch(small, jnp.bfloat16, [1, 2, 70], [300, 73, 150], num_tokens=75), window
