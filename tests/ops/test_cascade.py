@@ -170,6 +170,9 @@ def test_layers_and_layouts():
         assert_attention_close(*result, *dense_oracle(batch))
 
 
+@pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="which kernels serve f32 on a CPU; CUDA has another"
+)
 def test_the_prefix_is_one_row_of_work_for_the_whole_group():
     pattern = ["a" * 40 + letter for letter in "bcdefghi"]
     batch = share(pattern)
