@@ -45,8 +45,8 @@ BUGS = {
         "decode.cuh", "stage == 0 ? stages - 1 : stage - 1", "stage", "cp.async|race",
     ),
     "page table off by one": (
-        "decode_loader.cuh", "segment_.row * args.pages_per_seq + index",
-        "segment_.row * args.pages_per_seq + index + 1",
+        "segment.cuh", "row * args.table_width + (index - behind)",
+        "row * args.table_width + (index - behind) + 1",
         f"out of bounds|{DIFFERS}",
     ),
     "page id not checked": (
@@ -96,7 +96,7 @@ BUGS = {
         "segment.cuh", "before == limit", "before == 0", "nobody has written|not published",
     ),
     "partial result read through L1": (
-        "segment.cuh", "prim::LoadL2(SlotOut<ROWS>(", "prim::LoadConst<Float4>(SlotOut<ROWS>(",
+        "segment.cuh", "prim::LoadL2(part)", "prim::LoadConst<Float4>(part)",
         "L1 may serve",
     ),
     "ranges overlap": (
@@ -577,6 +577,10 @@ def planted(request, tmp_path_factory):
 
 def test_the_kernels_as_they_are_pass():
     check_all(library())
+
+
+def test_each_bug_has_its_place():
+    assert planting.misplaced(BUGS, "cuda/attention") == []
 
 
 @pytest.mark.deep

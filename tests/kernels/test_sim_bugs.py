@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planting import asked_for, plant
+from planting import asked_for, misplaced, plant
 from simulation import build, device, register, set_devices
 
 from jax_paged import (
@@ -25,8 +25,6 @@ from jax_paged import (
 )
 from jax_paged.testing import Case, assert_attention_close, dense_oracle, make_batch
 from jax_paged.testing.writes import bits, expected_write, make_pools, make_tokens, repeated_slots
-
-pytestmark = [pytest.mark.deep, pytest.mark.sim]
 
 # In the place of all instances of the attention kernels: those that the bugs are tried on.
 INSTANCES = """
@@ -426,6 +424,12 @@ def libraries(request, tmp_path_factory):
         }
 
 
+def test_each_bug_has_its_place():
+    assert misplaced(BUGS) == []
+
+
+@pytest.mark.deep
+@pytest.mark.sim
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_caught(name, libraries):
     implementation = "sim_" + re.sub(r"\W", "_", name)
@@ -439,6 +443,8 @@ def test_planted_bug_is_caught(name, libraries):
         check(loaded, implementation)
 
 
+@pytest.mark.deep
+@pytest.mark.sim
 @pytest.mark.parametrize("file", ["cuda/attention/launch.cu", "cuda/merge_states/launch.cu",
                                   "cuda/write_kv/launch.cu"])  # fmt: skip
 def test_without_a_bug_nothing_is_found(file, tmp_path):

@@ -27,6 +27,12 @@ def plant(folder: Path, file: str, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
+def misplaced(bugs: Mapping[str, tuple[str, str, str, str]], folder: str = "") -> list[str]:
+    """Those bugs that do not have one place in their files, which lie in ffi/`folder`."""
+    texts = {bug[0]: (FFI / folder / bug[0]).read_text(encoding="utf-8") for bug in bugs.values()}
+    return [name for name, bug in bugs.items() if texts[bug[0]].count(bug[1]) != 1]
+
+
 def asked_for(bugs: Mapping[str, T], request: pytest.FixtureRequest) -> dict[str, T]:
     """Those of the bugs that tests of the requesting file are going to ask for."""
     names = {

@@ -65,6 +65,9 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
     const float m = prim::Load(ms + (w * kTileRows + row));
     row_l = prim::Fma(prim::Load(ls + (w * kTileRows + row)), prim::Exp2(m - Base(row_m)), row_l);
   }
+  const int32_t column = prim::ThreadIndex() % kQuads * 4;
+  const bool has_row = row < rows.count;
+  const RowWriter<T> writer(args, segment, rows, to, row, row_m, row_l, has_row && column == 0);
   JAX_PAGED_UNROLL
   for (int32_t first = 0; first < HEAD_DIM; first += kColumns) {
     JAX_PAGED_UNROLL
@@ -86,8 +89,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
       }
     }
     prim::SyncThreads();
-    const int32_t column = prim::ThreadIndex() % kQuads * 4;
-    if (row < rows.count && first + column < args.v_head_dim) {
+    if (has_row && first + column < args.v_head_dim) {
       Float4 sum = {0, 0, 0, 0};
       for (int32_t w = 0; w < kWarps; ++w) {
         const Float4 x =
@@ -97,7 +99,7 @@ JAX_PAGED_DEVICE void FinishSegment(const AttentionArgs& args, const WorkRange& 
         sum.z += x.z;
         sum.w += x.w;
       }
-      WriteSegment<T>(args, segment, rows, to, row, first + column, sum, row_m, row_l);
+      writer.Write(args, first + column, sum);
     }
     prim::SyncThreads();  // sums, and after the last columns m and l, may be overwritten
   }

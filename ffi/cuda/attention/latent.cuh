@@ -154,8 +154,9 @@ JAX_PAGED_DEVICE void SendLatent(const AttentionArgs& args, const LatentJob& job
     const int32_t row = i / row_quads;
     const int32_t column = (i - row * row_quads) * 4;
     const Float4 four = prim::Load((sums + (row * kSumPitch + column)).template As<Float4>());
-    WriteSegment<T, ROWS>(args, job.segment, job.rows, to, row, column, four, prim::Load(ms + row),
-                          prim::Load(ls + row));
+    const float m = prim::Load(ms + row), l = prim::Load(ls + row);
+    RowWriter<T, ROWS>(args, job.segment, job.rows, to, row, m, l, /*with_ml=*/column == 0)
+        .Write(args, column, four);
   }
 }
 

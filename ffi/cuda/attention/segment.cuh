@@ -220,7 +220,9 @@ JAX_PAGED_DEVICE UnitRows RowsOf(const AttentionArgs& args, const Segment& segme
   const int32_t tiles = segment.lengths.Tiles(args.num_kv_heads);
   const int32_t block = segment.unit / tiles;
   UnitRows rows;
-  rows.kv_head = block * args.heads_together + prim::BlockIndex() % args.heads_together;
+  // Not kept from one segment to the next, for want of registers.
+  const int32_t worker = prim::Opaque(prim::BlockIndex());
+  rows.kv_head = block * args.heads_together + worker % args.heads_together;
   rows.first = (segment.unit - block * tiles) * ROWS;
   const int32_t rest = segment.lengths.q_len * args.group_size - rows.first;
   rows.count = rest < ROWS ? rest : ROWS;
@@ -349,8 +351,18 @@ struct Destination {
   int32_t segments;    // of the unit
   int64_t slot;        // of this segment
   int64_t first_slot;  // of the unit's first segment; its arrival counter is the unit's
-  int64_t next_slot;   // of the second, the others follow at steps of slot_step
-  int32_t slot_step;
+
+  // Between the slots of a unit's first two segments, and of any other two.
+  JAX_PAGED_DEVICE static int32_t FirstStep(const AttentionArgs& args) {
+    return args.has_fixed_splits() ? 1 : Step(args) - 1;
+  }
+  JAX_PAGED_DEVICE static int32_t Step(const AttentionArgs& args) {
+    return args.has_fixed_splits() ? 1 : 2 * args.heads_together;
+  }
+  // The slot of the unit's segment `i`.
+  JAX_PAGED_DEVICE int64_t SlotOf(const AttentionArgs& args, int32_t i) const {
+    return i == 0 ? first_slot : first_slot + FirstStep(args) + int64_t{i - 1} * Step(args);
+  }
 };
 
 JAX_PAGED_DEVICE Destination DestinationOf(const AttentionArgs& args, const WorkRange& range,
@@ -361,9 +373,9 @@ JAX_PAGED_DEVICE Destination DestinationOf(const AttentionArgs& args, const Work
     to.is_output = to.segments == 1;
     const int32_t tiles = segment.lengths.Tiles(args.num_kv_heads);
     const int64_t unit = int64_t{rows.kv_head} * tiles + segment.unit % tiles;
-    to.first_slot = segment.splits.first_slot + unit * segment.splits.num_pieces;
-    to.next_slot = to.first_slot + 1;
-    to.slot_step = 1;
+    // Not segment.splits', which would keep registers for it where splits are automatic.
+    const int64_t row_slot = prim::LoadL2<RowSplits>(args.row_splits + segment.row).first_slot;
+    to.first_slot = row_slot + unit * segment.splits.num_pieces;
     to.slot = to.first_slot + segment.piece;
     return to;
   }
@@ -373,16 +385,14 @@ JAX_PAGED_DEVICE Destination DestinationOf(const AttentionArgs& args, const Work
   const int64_t end = begin + segment.splits.num_pieces;
   to.is_output = begin >= range.begin && end <= range.end;
   to.segments = 1;
-  to.slot = to.first_slot = to.next_slot = 0;
-  to.slot_step = 2 * args.heads_together;
+  to.slot = to.first_slot = 0;
   if (!to.is_output) {
     const int64_t first_team = begin / range.chunk;
     const int64_t last_team = (end - 1) / range.chunk;
     const int64_t first_worker =
-        first_team * args.heads_together + prim::BlockIndex() % args.heads_together;
+        first_team * args.heads_together + rows.kv_head % args.heads_together;
     to.segments = static_cast<int32_t>(last_team - first_team) + 1;
     to.first_slot = 2 * first_worker + 1;
-    to.next_slot = 2 * first_worker + to.slot_step;
     to.slot = 2 * prim::BlockIndex() + (begin >= range.begin ? 1 : 0);
   }
   return to;
@@ -400,43 +410,59 @@ JAX_PAGED_DEVICE Global<Float2> SlotMl(const AttentionArgs& args, int64_t slot, 
   return args.partial_ml.As<Float2>() + (slot * ROWS + row);
 }
 
-// Four columns of one packed row, from their sums.
-template <typename T>
-JAX_PAGED_DEVICE void WriteOutput(const AttentionArgs& args, const Segment& segment,
-                                  const UnitRows& rows, int32_t row, int32_t column,
-                                  const Float4& sum, float m, float l) {
-  const int64_t head_index = HeadIndex(args, segment, rows, row);
-  const SoftmaxEnd end = EndSoftmax(m, l, LoadSink(args, QueryHead(args, rows, row)));
-  const float factor = end.factor;
-  const Float4 x = l == 0.0f  // no key was seen
-                       ? Float4{0, 0, 0, 0}
-                       : Float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
-  const Global<char> out = args.out + (head_index * args.v_head_dim + column) * args.out_bytes;
-  if (args.out_bytes == 1) {  // fp8
-    prim::Store(out.As<uint32_t>(), Fp8Quad(args.out_dtype, x, OutScale(args)));
-  } else if constexpr (sizeof(T) == 4) {
-    prim::Store(out.As<Float4>(), x);
-  } else {
-    prim::Store(out.As<Word2>(), Word2{prim::PackPair<T>(x.x, x.y), prim::PackPair<T>(x.z, x.w)});
-  }
-  if (column == 0) prim::Store(args.lse + head_index, end.lse);
-}
-
-// Four columns of one packed row of a segment: to the output or to the segment's slot.
+// Writes one packed row, whose largest logit (log2) is m and whose weights' sum is l: to the
+// output, or to a segment's slot.
 template <typename T, int ROWS = kTileRows>
-JAX_PAGED_DEVICE void WriteSegment(const AttentionArgs& args, const Segment& segment,
-                                   const UnitRows& rows, const Destination& to, int32_t row,
-                                   int32_t column, const Float4& sum, float m, float l) {
-  if (to.is_output) {
-    WriteOutput<T>(args, segment, rows, row, column, sum, m, l);
-    return;
+class RowWriter {
+ public:
+  // To the output; `with_lse`: that of the row's lse is written, too.
+  JAX_PAGED_DEVICE RowWriter(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, int32_t row, float m, float l, bool with_lse)
+      : is_output_(true), has_keys_(l != 0.0f) {
+    const int64_t head_index = HeadIndex(args, segment, rows, row);
+    const SoftmaxEnd end = EndSoftmax(m, l, LoadSink(args, QueryHead(args, rows, row)));
+    factor_ = end.factor;
+    to_ = args.out + head_index * args.v_head_dim * args.out_bytes;
+    if (with_lse) prim::Store(args.lse + head_index, end.lse);
   }
-  prim::Store(SlotOut<ROWS>(args, to.slot, row, column), sum);
-  if (column == 0) prim::Store(SlotMl<ROWS>(args, to.slot, row), Float2{m, l});
-}
+  // To where the segment's result goes; `with_ml`: m and l are written, too.
+  JAX_PAGED_DEVICE RowWriter(const AttentionArgs& args, const Segment& segment,
+                             const UnitRows& rows, const Destination& to, int32_t row, float m,
+                             float l, bool with_ml)
+      : RowWriter(args, segment, rows, row, m, l, to.is_output && with_ml) {
+    if (to.is_output) return;
+    is_output_ = false;
+    to_ = SlotOut<ROWS>(args, to.slot, row, 0).template As<char>();
+    if (with_ml) prim::Store(SlotMl<ROWS>(args, to.slot, row), Float2{m, l});
+  }
+
+  // Four columns, from their sums.
+  JAX_PAGED_DEVICE void Write(const AttentionArgs& args, int32_t column, const Float4& sum) const {
+    if (!is_output_) {
+      prim::Store((to_ + column * 4).template As<Float4>(), sum);
+      return;
+    }
+    const Float4 x =
+        has_keys_ ? Float4{sum.x * factor_, sum.y * factor_, sum.z * factor_, sum.w * factor_}
+                  : Float4{0, 0, 0, 0};
+    const Global<char> out = to_ + column * args.out_bytes;
+    if (args.out_bytes == 1) {  // fp8
+      prim::Store(out.As<uint32_t>(), Fp8Quad(args.out_dtype, x, OutScale(args)));
+    } else if constexpr (sizeof(T) == 4) {
+      prim::Store(out.As<Float4>(), x);
+    } else {
+      prim::Store(out.As<Word2>(), Word2{prim::PackPair<T>(x.x, x.y), prim::PackPair<T>(x.z, x.w)});
+    }
+  }
+
+ private:
+  Global<char> to_;
+  float factor_;
+  bool is_output_;
+  bool has_keys_;
+};
 
 // Partial results of a unit whose loads are on their way at once: nothing else hides their latency.
-// There may be kManySplits, but twice as many do not fit in the registers.
 inline constexpr int32_t kMergedTogether = 8;
 
 // Shared memory of MergeIfLast.
@@ -446,7 +472,7 @@ struct MergeShared {
   uint32_t is_last;
 };
 
-// After WriteSegment by all THREADS of the CTA: the last segment to come here adds up all of the
+// After the RowWriters of all THREADS of the CTA: the last segment to come here adds up all of the
 // unit's.
 template <typename T, int ROWS = kTileRows, int THREADS = kAttentionThreads>
 JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segment,
@@ -469,15 +495,12 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
   prim::SyncThreads();
   if (!prim::Load(is_last)) return;
 
-  const auto slot_of = [&to](int32_t i) {
-    return i == 0 ? to.first_slot : to.next_slot + int64_t{i - 1} * to.slot_step;
-  };
   constexpr int32_t kParts = THREADS / ROWS;
   float top = kNegativeInfinity;
   if (thread % ROWS < rows.count) {
     JAX_PAGED_UNROLL_4
     for (int32_t i = thread / ROWS; i < to.segments; i += kParts) {
-      top = prim::Max(top, prim::LoadL2(SlotMl<ROWS>(args, slot_of(i), thread % ROWS)).x);
+      top = prim::Max(top, prim::LoadL2(SlotMl<ROWS>(args, to.SlotOf(args, i), thread % ROWS)).x);
     }
   }
   prim::Store(tops + thread, top);
@@ -500,30 +523,28 @@ JAX_PAGED_DEVICE void MergeIfLast(const AttentionArgs& args, const Segment& segm
       sum.z = prim::Fma(part.z, factor, sum.z);
       sum.w = prim::Fma(part.w, factor, sum.w);
     };
-    const auto ml_of = [&](int32_t i) { return prim::LoadL2(SlotMl<ROWS>(args, slot_of(i), row)); };
-    const auto part_of = [&](int32_t i) {
-      return prim::LoadL2(SlotOut<ROWS>(args, slot_of(i), row, column));
-    };
-    if constexpr (ROWS > kTileRows) {
-      JAX_PAGED_UNROLL_4
-      for (int32_t i = 0; i < to.segments; ++i) add(ml_of(i), part_of(i));
-    } else {
-      for (int32_t first = 0; first < to.segments; first += kMergedTogether) {
-        Float2 ml[kMergedTogether];
-        Float4 parts[kMergedTogether];
-        JAX_PAGED_UNROLL
-        for (int32_t j = 0; j < kMergedTogether; ++j) {
-          if (first + j >= to.segments) continue;
-          ml[j] = ml_of(first + j);
-          parts[j] = part_of(first + j);
+    Global<Float2> ml = SlotMl<ROWS>(args, to.first_slot, row);
+    Global<Float4> part = SlotOut<ROWS>(args, to.first_slot, row, column);
+    int32_t step = to.FirstStep(args) * ROWS;
+    for (int32_t rest = to.segments; rest > 0; rest -= kMergedTogether) {
+      Float2 mls[kMergedTogether];
+      Float4 parts[kMergedTogether];
+      JAX_PAGED_UNROLL
+      for (int32_t j = 0; j < kMergedTogether; ++j) {
+        mls[j] = prim::LoadL2(ml);  // behind the last one, that one again
+        parts[j] = prim::LoadL2(part);
+        if (j + 1 < rest) {
+          ml = ml + step;
+          part = part + step * row_quads;
         }
-        JAX_PAGED_UNROLL
-        for (int32_t j = 0; j < kMergedTogether; ++j) {
-          if (first + j < to.segments) add(ml[j], parts[j]);
-        }
+        step = to.Step(args) * ROWS;
+      }
+      JAX_PAGED_UNROLL
+      for (int32_t j = 0; j < kMergedTogether; ++j) {
+        if (j < rest) add(mls[j], parts[j]);
       }
     }
-    WriteOutput<T>(args, segment, rows, row, column, sum, m, l);
+    RowWriter<T>(args, segment, rows, row, m, l, /*with_lse=*/column == 0).Write(args, column, sum);
   }
 }
 

@@ -327,9 +327,9 @@ class SimtCta {
     for (int32_t i = prim::ThreadIndex(); i < rows.count * row_quads; i += kAttentionThreads) {
       const int32_t row = i / row_quads;
       const int32_t column = (i - row * row_quads) * 4;
-      WriteSegment<T>(args_, segment, rows, to, row, column,
-                      prim::Load((o_ + i * 4).template As<Float4>()), prim::Load(M() + row),
-                      prim::Load(L() + row));
+      const float m = prim::Load(M() + row), l = prim::Load(L() + row);
+      RowWriter<T>(args_, segment, rows, to, row, m, l, /*with_ml=*/column == 0)
+          .Write(args_, column, prim::Load((o_ + i * 4).template As<Float4>()));
     }
     MergeIfLast<T>(args_, segment, rows, to, Field<char>(offsetof(SimtShared, merge)));
   }
