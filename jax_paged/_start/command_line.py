@@ -235,6 +235,7 @@ def parser() -> argparse.ArgumentParser:
     six.set_defaults(command="prefill")
     _add_model(six)
     _add_kv_dtype(six)
+    _add_processes(six)
     six.add_argument(
         "--listen", default="127.0.0.1:8100", metavar="HOST:PORT",
         help="address to listen to, port 0 = any that is free (default 127.0.0.1:8100: this "
@@ -274,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     six.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="COMMAND …",
-        help="generate, eval, bench-serve or serve, with its options",
+        help="generate, eval, bench-serve, serve or prefill, with its options",
     )  # fmt: skip
     return root
 

@@ -50,4 +50,5 @@ def _engine(options: argparse.Namespace) -> Engine:
         model, num_pages=sizes.num_pages, max_seqs=options.max_seqs,
         max_tokens=max(options.max_tokens, options.max_seqs), preemption="swap",
         prefix_cache=not options.no_prefix_cache, kv_dtype=options.kv_dtype,
+        processes=options.processes,
     )  # fmt: skip

@@ -9,7 +9,6 @@ from jax_paged.checks import expect
 from jax_paged.ops.batch import pages_for
 
 from ..decoder.generation import as_tokens
-from ..distributed.processes import Processes
 from .counts import EngineCounts
 from .handover import PrefillTicket, digest_of, facts_of, row_of
 from .request import Request
@@ -23,7 +22,6 @@ class BetweenEngines(EngineCounts):
     submit: Callable[..., Request]
     _scheduler: Callable[[Request], Scheduler]
     _keep: Callable[[], None]
-    _processes: Processes | None
     config: Any
     page_size: int
     swap_pages: int
@@ -46,7 +44,8 @@ class BetweenEngines(EngineCounts):
             self._keep()  # the copy to host memory may still be an order
             swapper = self._swapper()
             num_tokens, request.num_kept = request.num_kept, 0
-            pieces = swapper.pieces(request.number, pages_for(num_tokens, self.page_size))
+            num_pages = pages_for(num_tokens, self.page_size)
+            pieces = swapper.pieces(request.replica, request.number, num_pages)
             self._runner.forget(request.number)
         adapter = None if request.adapter is None else request.adapter.name
         digest = digest_of(request.known(0, num_tokens))
@@ -90,21 +89,14 @@ class BetweenEngines(EngineCounts):
         self._check_swaps("facts")
         if self._facts_of_weights[0] != self.weight_version:
             shapes, of_model = self._swapper().page_shapes, self._runner.facts
-            facts = facts_of(of_model, self.params, shapes, self.weight_version)
+            corners = self._runner.corners()
+            facts = facts_of(of_model, self.params, corners, shapes, self.weight_version)
             self._facts_of_weights = self.weight_version, facts
         return self._facts_of_weights[1]
 
     def _check_swaps(self, what: str) -> None:
         expect(self.swap_pages > 0, what, "an engine with preemption='swap'", "one without")
-        partition = self._runner.partition
-        stages = 1 if partition is None else partition.pp
-        expect(stages == 1, what, "an engine whose model is not in stages", f"pp={stages}")
         expect(self._window is None, what, "an engine without a window", self._window)
-
-    def _check_hand_out(self) -> None:
-        self._check_swaps("hand_out")
-        if self._processes is not None:
-            raise NotImplementedError("hand_out: not for an engine of several processes yet")
 
     def _swapper(self) -> Swapper:
         assert self._runner.swapper is not None

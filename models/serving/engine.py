@@ -311,7 +311,7 @@ class Engine(BetweenEngines):
         can = self.prompt_logprobs or not prompt_logprobs
         expect(can, "prompt_logprobs", "False, or an engine with prompt_logprobs=True", True)
         if hand_out:
-            self._check_hand_out()
+            self._check_swaps("hand_out")
         matcher = None if constraint is None else constraint.start(vocab_size)
         version = None if adapter is None else self._slots().find(adapter)
         ids = as_tokens("stop_tokens", stop_tokens, vocab_size, least=0)

@@ -102,26 +102,24 @@ def _digest(data: bytes) -> str:
 
 
 def facts_of(
-    of_model: Mapping[str, str], params: Any, shapes: Sequence[jax.ShapeDtypeStruct],
-    weight_version: int,
+    of_model: Mapping[str, str], params: Any, corners: Mapping[str, np.ndarray],
+    shapes: Sequence[jax.ShapeDtypeStruct], weight_version: int,
 ) -> dict[str, str]:  # fmt: skip
     """What pages depend on beside tokens and adapter, however the model is split over devices.
 
     Args:
       of_model: its dtype and configuration, by name.
-      params: its weights. The first values of each array tell one checkpoint from another; however
-        an array is split, the first device has them.
+      params: its weights.
+      corners: the first values of each, which tell one checkpoint from another (`corners_of`).
       shapes: of a page in each pool (`Swapper.page_shapes`).
     """
     leaves = jax.tree.leaves(params)
-    firsts = [x.addressable_data(0) if isinstance(x, jax.Array) else x for x in leaves]
-    firsts = [x[(0,) * (x.ndim - 1)][:4] if x.ndim else x for x in firsts]
-    corners = b"".join(np.asarray(x).tobytes() for x in jax.device_get(firsts))
+    known = b"".join(name.encode() + corners[name].tobytes() for name in sorted(corners))
     dtypes = sorted({np.dtype(x.dtype).name for x in leaves})
     places = (".mesh", ".slots of experts")
     facts = {name: value for name, value in of_model.items() if not name.endswith(places)}
     pools = {f"pool {i}": f"{x.dtype.name}{list(x.shape)}" for i, x in enumerate(shapes)}
-    weights = {"dtypes of weights": ", ".join(dtypes), "digest of weights": _digest(corners)}
+    weights = {"dtypes of weights": ", ".join(dtypes), "digest of weights": _digest(known)}
     return {**facts, **pools, **weights, "weight_version": str(weight_version)}
 
 

@@ -97,7 +97,7 @@ class PrefillService:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def run(self, engine: Engine) -> None:
-        """Serves until `stop`, by steps of an engine that swaps, of one process.
+        """Serves until `stop`, by steps of an engine that swaps.
 
         Raises:
           ValueError: the engine does not swap.

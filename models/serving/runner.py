@@ -33,6 +33,7 @@ from ..decoder.protocol import AdaptedGraph, Graph, Model, split_model
 from ..distributed.orders import Order
 from ..distributed.processes import Processes
 from ..progress import progress_bar
+from .corners import corners_of
 from .groups import counted, engine_state
 from .handover import check_alike
 from .logit_edits import everything, memory_of
@@ -74,7 +75,7 @@ class ModelRunner:
         self.weights: Callable[[], Any] | None = None  # where a follower gets new ones
         self.facts = _facts(model, draft_model)
         partitions = [getattr(one, "partition", None) for one in (model, draft_model)]
-        self.kv_copies = [getattr(one, "kv_copies", 1) for one in partitions]
+        self.partitions: list[Partition | None] = partitions
         if processes is not None:
             processes.owner = self._token
             values = sizes, num_holds, slots, self.facts
@@ -348,6 +349,17 @@ class ModelRunner:
         for chunk in self.swapper.chunks_of(pools):
             self._order("put", replica, number, tree=chunk)
 
+    def gather(self, replica: int, number: int, i: int) -> Any:
+        """Has all processes bring together a chunk in host memory (`Swapper.gather`)."""
+        return self._order("gather", replica, number, i)
+
+    def corners(self) -> dict[str, np.ndarray]:
+        """The first values of each weight (`corners_of`)."""
+        return self._order("corners")
+
+    def _corners(self) -> dict[str, np.ndarray]:
+        return corners_of(self.params, self.partition)
+
     def forget(self, number: int) -> None:
         """Gives up what host memory has under a number."""
         self._order("forget", number)
@@ -487,7 +499,9 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "swap out": lambda runner, *values: runner.swapper.out(*values),
     "swap in": lambda runner, *values: runner.swapper.back(*values),
     "put": lambda runner, *values: runner.swapper.put(*values),
+    "gather": lambda runner, *values: runner.swapper.gather(*values),
     "forget": lambda runner, number: runner.swapper.forget(number),
+    "corners": ModelRunner._corners,
 }  # fmt: skip
 _PLAN = jax.tree.structure(StepPlan.create(1, 1, None))
 

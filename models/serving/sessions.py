@@ -158,7 +158,7 @@ class Sessions:
     def __init__(self, engine: "Engine", *, host_bytes: int = 0):
         check_count("host_bytes", host_bytes, 0)
         if host_bytes:
-            engine._check_hand_out()
+            engine._check_swaps("hand_out")
         self.engine, self.host_bytes = engine, int(host_bytes)
         self._by_key: dict[str, Session] = {}  # the least recently used first
 

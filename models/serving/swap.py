@@ -9,20 +9,21 @@ are, 8-bit ones with their scales per token, and a draft model's with them.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jax.sharding import SingleDeviceSharding
 
 from jax_paged.cache.page_table import PageTable
 from jax_paged.cache.state import KVState
 from jax_paged.checks import is_per_token
 from jax_paged.ops.scatter_rows import flat_rows, in_each_layer, scatter_rows
 
+from ..decoder.executables import compiled
 from .handover import Piece
 from .replicas import STACKED
 from .step import EngineState
@@ -113,8 +114,8 @@ class Swapper:
         pools = (*_pools(runner.device.state), *_pools(runner.device.drafter))
         self._shardings = [x.sharding for x in pools]
         num_own = len(_pools(runner.device.state))
-        of_own, of_drafter = runner.kv_copies
-        self._copies = [of_own if i < num_own else of_drafter for i in range(len(pools))]
+        self._of = [runner.partitions[i >= num_own] for i in range(len(pools))]
+        self._copies = [1 if one is None else one.kv_copies for one in self._of]
         self._shapes = tuple(
             jax.ShapeDtypeStruct(
                 (x.shape[0], self._count * runner.num_replicas, *x.shape[2:]), x.dtype,
@@ -132,6 +133,12 @@ class Swapper:
             copy_in, runner.device, row, first, row, self._shapes,
             takes=(splits, STACKED, P(), STACKED, chunk), gives=splits,
         )  # fmt: skip
+        # Where no device of this process has all layers of a page, or another process has some.
+        self._gather: Any = None
+        own, is_here = runner.partition, self._shardings[0].is_fully_addressable
+        if own is not None and (own.pp > 1 or not is_here):
+            whole = NamedSharding(own.mesh, P())
+            self._gather = compiled(jax.jit(_same, out_shardings=whole), self._shapes)
 
     @property
     def programs(self) -> tuple[Any, Any]:
@@ -141,10 +148,12 @@ class Swapper:
     @property
     def page_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of a page in each pool, with all heads of the model: [num_layers, heads, …]."""
-        return [
-            jax.ShapeDtypeStruct((x.shape[0], x.shape[2] // copies, *x.shape[3:]), x.dtype)
-            for x, copies in zip(self._shapes, self._copies, strict=True)
-        ]
+        shapes = []
+        for x, copies, of in zip(self._shapes, self._copies, self._of, strict=True):
+            num_layers = x.shape[0] if of is None else of.model_layers
+            shape = num_layers, x.shape[2] // copies, *x.shape[3:]
+            shapes.append(jax.ShapeDtypeStruct(shape, x.dtype))
+        return shapes
 
     def out(self, replica: int, row: int, num_pages: int, number: int) -> None:
         """Starts to copy the first pages of a row; they may be freed at once."""
@@ -162,7 +171,7 @@ class Swapper:
             chunk, first = self._to_device(replica, chunks[i]), np.int32(i * self._count)
             self._runner.device = self._in(self._runner.device, rows, first, begins, chunk)
 
-    def pieces(self, number: int, num_pages: int) -> list[Piece]:
+    def pieces(self, replica: int, number: int, num_pages: int) -> list[Piece]:
         """What lies under a number, without what is behind so many pages; waits for the copies.
 
         Of heads that several devices have, it is that of one of them.
@@ -170,13 +179,26 @@ class Swapper:
         found: dict[tuple[int, int, int], Piece] = {}
         for i, chunk in enumerate(self._chunks[number]):
             page = i * self._count
+            if self._gather is not None:
+                chunk = self._whole(replica, self._runner.gather(replica, number, i))
             for pool, x in enumerate(chunk):
                 shards = x.items() if isinstance(x, dict) else [(None, x)]
                 for device, values in shards:
-                    head = self._first_head(pool, device) // self._copies[pool]
+                    first = 0 if device is None else self._places_of(pool)[device][2].start or 0
+                    head = first // self._copies[pool]
                     own = np.asarray(values)[:, : num_pages - page]
                     found.setdefault((pool, page, head), Piece(pool, page, head, own))
         return [*found.values()]
+
+    def gather(self, replica: int, number: int, i: int) -> Chunk:
+        """Chunk i of what lies under a number, whole on each device of all processes."""
+        return self._gather(self._to_device(replica, self._chunks[number][i]))
+
+    def _whole(self, replica: int, gathered: Chunk) -> list[np.ndarray]:
+        """A gathered chunk's pages of a replica: of each pool [num_layers, pages, heads, …]."""
+        pages = slice(replica * self._count, (replica + 1) * self._count)
+        of_pools = zip(gathered, self.page_shapes, self._copies, strict=True)
+        return [np.asarray(x)[: like.shape[0], pages, ::copies] for x, like, copies in of_pools]
 
     def chunks_of(self, pools: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
         """All pages of a row, of each pool [num_layers, pages, heads, …], as `put` takes them."""
@@ -191,9 +213,10 @@ class Swapper:
         """
         pairs = zip(pools, self._copies, strict=True)
         chunk = [np.repeat(x, copies, axis=2) if copies > 1 else x for x, copies in pairs]
-        lacks = self._count - chunk[0].shape[1]
-        if lacks:
-            chunk = [np.pad(x, [(0, lacks * (a == 1)) for a in range(x.ndim)]) for x in chunk]
+        for i, x in enumerate(chunk):
+            lacks = self._shapes[i].shape[0] - x.shape[0], self._count - x.shape[1]
+            if any(lacks):
+                chunk[i] = np.pad(x, [(0, n) for n in (*lacks, *[0] * (x.ndim - 2))])
         self._chunks.setdefault(number, []).append(self._in_host(replica, chunk))
 
     def forget(self, number: int) -> None:
@@ -206,37 +229,39 @@ class Swapper:
         each[replica] = np.int32(value)
         return self._runner.of_all(each)
 
-    def _first_head(self, pool: int, device: Any) -> int:
-        """The first head that a device has in a pool."""
-        return 0 if device is None else self._heads_of(pool)[device].start or 0
-
-    def _heads_of(self, pool: int) -> dict[Any, slice]:
-        """The heads that devices have in a pool."""
+    def _places_of(self, pool: int) -> Mapping[Any, Any]:
+        """The layers, pages, heads, … that devices have in a pool."""
         like = self._shapes[pool]
-        places = like.sharding.devices_indices_map(like.shape)
-        return {device: place[2] for device, place in places.items()}
+        return like.sharding.devices_indices_map(like.shape)
 
     def _in_host(self, replica: int, chunk: Sequence[np.ndarray]) -> Chunk:
-        """A chunk of arrays with all heads, for the devices of a replica."""
+        """A chunk of arrays with all layers and heads, for the devices of a replica."""
         if self._runner.partition is None:
             return jax.device_put(tuple(chunk), self._shardings[0].with_memory_kind("pinned_host"))
-        own = set(self._runner.partition.mesh.devices[replica])
-        here = own & self._shapes[0].sharding.addressable_devices
-        return tuple(
-            {
-                device: jax.device_put(
-                    np.ascontiguousarray(x[:, :, self._heads_of(pool)[device]]),
-                    SingleDeviceSharding(device, memory_kind="pinned_host"),
-                )
-                for device in here
-            }
-            for pool, x in enumerate(chunk)
-        )
+        here = self._devices_of(replica) & self._shapes[0].sharding.addressable_devices
+        shards: list[dict[Any, Any]] = []
+        for pool, x in enumerate(chunk):
+            places = self._places_of(pool)
+            parts = {device: x[places[device][0], :, places[device][2]] for device in here}
+            shards.append(
+                {
+                    device: jax.device_put(
+                        np.ascontiguousarray(part),
+                        SingleDeviceSharding(device, memory_kind="pinned_host"),
+                    )
+                    for device, part in parts.items()
+                }
+            )
+        return tuple(shards)
+
+    def _devices_of(self, replica: int) -> set[Any]:
+        assert self._runner.partition is not None
+        return set(self._runner.partition.mesh.devices[..., replica, :].flat)
 
     def _to_host(self, replica: int, chunk: Chunk) -> Chunk:
         if self._runner.partition is None:
             return jax.device_put(chunk, chunk[0].sharding.with_memory_kind("pinned_host"))
-        own = set(self._runner.partition.mesh.devices[..., replica, :].flat)
+        own = self._devices_of(replica)
         return tuple(
             {
                 shard.device: jax.device_put(
@@ -262,6 +287,10 @@ class Swapper:
                 jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
             )
         return tuple(whole)
+
+
+def _same(chunk: Chunk) -> Chunk:
+    return chunk
 
 
 def _memory_of(device: Any) -> SingleDeviceSharding:

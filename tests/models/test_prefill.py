@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from children import child
+from jobs import KEY, run_all, started
 from tiny_checkpoint import write_checkpoint
 
 from jax_paged.models import (
@@ -40,7 +41,6 @@ from jax_paged.models.server import prefill as prefill_command
 from jax_paged.models.serving import prefiller as client
 
 ROOT = Path(__file__).parents[2]
-KEY = "the key of these tests"
 SIZES = {"num_pages": 24, "max_seqs": 3, "max_tokens": 16, "preemption": "swap", "swap_pages": 48}
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 250, n).tolist() for n in (50, 40, 33, 55, 45, 38, 44, 52)]
@@ -233,6 +233,32 @@ def test_the_commands_of_the_guide(folder):
         _, error = process.communicate()
         assert process.returncode == 130
         assert f"prefilled {len(long) - 1} tokens" in error
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("split", [[], ["--pp", "2"]])
+def test_a_job_of_two_processes_prefills(folder, split):
+    long = "The paged cache of an engine"  # more than a page
+
+    def job(where, index):
+        numbers = ["--num-processes", "2", "--process-id", str(index), "--no-program-cache"]
+        own = ["--listen", "127.0.0.1:0", "--log-level", "info", *split]
+        one = ["prefill", "--model", str(folder), *own, "--coordinator", where, *numbers]
+        return ["-P", "-m", "jax_paged", *one]
+
+    with started(job, count=2, devices=2) as processes:
+        address = line_of(processes[0], "prefilling at").split()[-1]
+        said = []
+        for more in (["--prefill", address], []):
+            with jax_paged("generate", long, "--model", folder, *more) as one:
+                out, error = one.communicate()
+            assert one.returncode == 0, error
+            said.append(out)
+        assert said[0] == said[1]
+        told = iter(processes[0].stderr.readline, "")  # Gloo has lines there, too
+        assert any(f"prefilled {len(long) - 1} tokens" in line for line in told)
+        processes[0].send_signal(signal.SIGTERM)
+        run_all(processes)
 
 
 # What a prefill process may send that is wrong

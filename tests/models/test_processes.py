@@ -100,26 +100,27 @@ def the_engine_gives_the_same(processes, kind):
 
 
 def prompts_of_another_engine(processes):
-    """One device prefills, in int8, and the engine of all processes goes on."""
+    """One device prefills, in int8, and the engine of all processes goes on; then the other way."""
     (one, _), (many, _) = models_of("swap")
     if not processes.is_first:
         follow(processes, many)
         return
     sizes = SIZES | {"preemption": "swap", "swap_pages": 64, "kv_dtype": "int8"}
+    sizes |= {"prefix_cache": False}
     asked = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
     prefiller, engine = Engine(one, **sizes), Engine(many, **sizes, processes=processes)
-    with pytest.raises(NotImplementedError, match="hand_out: not for an engine of several"):
-        engine.submit([1, 2], max_new_tokens=0, hand_out=True)
-    handed = [prefiller.submit(p[:-1], max_new_tokens=0, hand_out=True) for p in PROMPTS[:4]]
-    prefiller.run()
-    tickets = map(prefiller.hand_out, handed)
-    got = [engine.receive(p, t, **asked) for p, t in zip(PROMPTS, tickets, strict=False)]
     want = [prefiller.submit(prompt, **asked) for prompt in PROMPTS[:4]]
-    for each in (engine, prefiller):
-        each.run()
-    assert [r.tokens for r in got] == [r.tokens for r in want]
-    assert engine.num_swaps[1] == 4
+    prefiller.run()
+    for giver, taker in ((prefiller, engine), (engine, prefiller)):
+        handed = [giver.submit(p[:-1], max_new_tokens=0, hand_out=True) for p in PROMPTS[:4]]
+        giver.run()
+        tickets = map(giver.hand_out, handed)
+        got = [taker.receive(p, t, **asked) for p, t in zip(PROMPTS, tickets, strict=False)]
+        taker.run()
+        assert [r.tokens for r in got] == [r.tokens for r in want]
+        assert taker.num_swaps[1] == 4
     assert engine.num_free_swap_pages == 64 * engine.num_replicas
+    assert prefiller.num_free_swap_pages == 64
 
 
 def a_later_engine_takes_the_place(processes):

@@ -295,13 +295,47 @@ def adapters_are_those_of_the_stages():
         assert_same_answers(*(with_adapter(model, adapter) for model in (one, many)), 2)
 
 
-def an_engine_in_stages_hands_nothing_out():
-    model = Decoder(DENSE, random_source(DENSE), mesh=make_mesh(DENSE, pp=2))
-    engine = Engine(model, **SIZES, preemption="swap")
-    with pytest.raises(ValueError, match="hand_out: expected an engine whose model is not in st"):
-        engine.submit([1], max_new_tokens=0, hand_out=True)
-    with pytest.raises(ValueError, match="facts: expected an engine whose model is not in stages"):
-        engine.facts()
+def engines_hand_out_and_receive():
+    """From stages to one device and back; the last stage has a layer of zeros more."""
+    models = [
+        Decoder(DENSE, random_source(DENSE), mesh=mesh)
+        for mesh in (None, make_mesh(DENSE, pp=2, tp=1), make_mesh(DENSE, pp=2, tp=2))
+    ]
+    for kv_dtype in ("auto", "int8"):
+        sizes = SIZES | {"preemption": "swap", "swap_pages": 64, "kv_dtype": kv_dtype}
+        sizes |= {"prefix_cache": False}
+        engines = [Engine(model, **sizes) for model in models]
+        asked = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
+        want = [engines[0].submit(prompt, **asked) for prompt in PROMPTS[:4]]
+        engines[0].run()
+        for one, other in ((0, 1), (1, 0), (2, 1)):
+            first = [
+                engines[one].submit(p[:-1], max_new_tokens=0, hand_out=True) for p in PROMPTS[:4]
+            ]
+            engines[one].run()
+            tickets = map(engines[one].hand_out, first)
+            pairs = zip(PROMPTS, tickets, strict=False)
+            got = [engines[other].receive(prompt, ticket, **asked) for prompt, ticket in pairs]
+            engines[other].run()
+            assert [r.tokens for r in got] == [r.tokens for r in want]
+        assert [engine.num_swaps[1] for engine in engines] == [4, 8, 0]
+        assert engines[1].facts() == engines[0].facts()
+
+
+def weights_of_a_later_stage_are_told_apart():
+    sizes = SIZES | {"preemption": "swap"}
+    one, many = both(DENSE, sizes={"pp": 2})
+    facts = [Engine(model, **sizes).facts() for model in (one, many)]
+    assert facts[0] == facts[1]
+    _, params = split_model(many)
+    leaves, tree = jax.tree.flatten(params)
+    of_layers = next(i for i, x in enumerate(leaves) if x.ndim > 1 and x.sharding.spec[0] == "pp")
+    half = leaves[of_layers].shape[0] // 2
+    leaves[of_layers] = leaves[of_layers].at[half].add(1)  # of the second stage
+    engine = Engine(many, **sizes)
+    engine.update_weights(jax.tree.unflatten(tree, leaves))
+    changed = {name for name, fact in engine.facts().items() if fact != facts[0][name]}
+    assert changed == {"weight_version", "digest of weights"}
 
 
 def states_are_made_in_stages():
@@ -356,7 +390,8 @@ PROGRAMS = {
         two_stages_of_two_devices_give_the_same, two_stages_of_two_replicas_give_the_same,
         layers_of_two_kinds_give_the_same, long_prompts_pass_in_parts,
         checkpoints_are_read_by_stages, commands_take_stages, adapters_are_those_of_the_stages,
-        states_are_made_in_stages, an_engine_in_stages_hands_nothing_out,
+        states_are_made_in_stages, engines_hand_out_and_receive,
+        weights_of_a_later_stage_are_told_apart,
     )
 }  # fmt: skip
 KINDS = [kind for kind in ENGINES if kind not in (*CONFIGS, "groups")]  # layers of two kinds
