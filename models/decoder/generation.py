@@ -336,7 +336,7 @@ def state_creator(
     if latent is not None:
         text = "'auto' or 'bfloat16' for a model of latent rows"
         expect(dtype not in EIGHT_BIT_DTYPES, "kv_dtype", text, repr(kv_dtype))
-        layers = {"layer_kinds": model_kinds(config), "latent_dim": latent.row_dim}
+        layers = {"layer_kinds": ("mla",) * own.num_layers, "latent_dim": latent.row_dim}
     elif groups:
         ok = getattr(own, "pp", 1) == 1
         expect(ok, "groups", "False for a model in pipeline stages", groups)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -32,6 +33,7 @@ from jax_paged.ops.rope import apply_rope
 from .adapters import LayerAdapters
 from .config import LatentConfig
 from .parameters import TensorSource
+from .partition import Partition, put
 from .parts import WEIGHT_DTYPES, PinnedTokens, Projections, WeightDtype, rms_norm
 
 # Steps with so many tokens per row or more have prompts.
@@ -57,12 +59,14 @@ class LatentAttention(Projections):
       sm_scale: of logits; None = that of a head, (nope_dim + rope_dim) ** −0.5.
       weight_dtype: of the projections, as for `Decoder`. Those from latent vectors to K and V,
         which are applied head by head, stay in the dtype of the source.
+      partition: as for `Attention`. Each device has some of the heads, and all of the rows.
 
     Raises:
       ValueError: the tensors do not fit the sizes.
     """
 
-    qkv: nnx.Param  # rows of q, or of the vector that it is made of, then those of c and r
+    qkv: nnx.Param  # rows of q, then those of c and r
+    qkv_down: nnx.Param  # instead of it, with a q_rank: of the vector that q is made of, c and r
     q_up: nnx.Param  # this one and the next only with a q_rank
     q_norm: nnx.Param
     kv_norm: nnx.Param
@@ -80,38 +84,55 @@ class LatentAttention(Projections):
         eps: float = 1e-6,
         sm_scale: float | None = None,
         weight_dtype: WeightDtype = None,
+        partition: Partition | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+        self.partition = partition
         self.num_q_heads, self.sizes, self.eps = check_size("num_q_heads", num_q_heads), sizes, eps
         head_dim = sizes.nope_dim + sizes.rope_dim
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        first, rows = "q_proj", num_q_heads * head_dim
+        q_rows, order = num_q_heads * head_dim, None
+        leaf, first, rows = "qkv", "q_proj", q_rows
         if sizes.q_rank is not None:
-            first, rows = "q_a_proj", sizes.q_rank
+            leaf, first, rows = "qkv_down", "q_a_proj", sizes.q_rank
             self._set_norm("q_norm", source, prefix + "q_a_layernorm.weight")
             self._load("q_up", weight_dtype, source, prefix + "q_b_proj.weight")
+            self._check_rows("q_up", prefix, q_rows)
+        elif partition is not None:
+            order = _beside_each(rows, sizes.row_dim, partition.tp)
         names = [f"{prefix}{name}.weight" for name in (first, "kv_a_proj_with_mqa")]
-        self._load("qkv", weight_dtype, source, *names, sizes=(rows, sizes.row_dim))
+        both = rows, sizes.row_dim
+        self._load(leaf, weight_dtype, source, *names, order=order, sizes=both)
+        self._check_rows(leaf, prefix, sum(both) if order is None else len(order))
         self._set_norm("kv_norm", source, prefix + "kv_a_layernorm.weight")
         self._set_up(source, prefix + "kv_b_proj.weight")
         self._load("out", weight_dtype, source, prefix + "o_proj.weight")
-        for name, wanted in (("qkv", rows + sizes.row_dim), ("q_up", num_q_heads * head_dim)):
-            if hasattr(self, name):
-                found = self._shape(name)[0]
-                expect(found == wanted, f"{prefix}{name}", f"{wanted} rows of {sizes}", found)
+        if partition is not None:
+            self.num_q_heads = partition.num_q_heads
+
+    def _check_rows(self, name: str, prefix: str, wanted: int) -> None:
+        found = self._shape(name)[0]
+        expect(found == wanted, f"{prefix}{name}", f"{wanted} rows of {self.sizes}", found)
 
     def _set_up(self, source: TensorSource, name: str) -> None:
         """Sets what makes K and V of a latent vector, whose rows take turns by head."""
-        sizes, heads, both = self.sizes, self.num_q_heads, source(name)
-        wanted = heads * (sizes.nope_dim + sizes.v_dim), sizes.kv_rank
-        expect(both.shape == wanted, name, f"shape {wanted} of {sizes}", both.shape)
+        sizes, own = self.sizes, self.partition
+        rows = sizes.nope_dim + sizes.v_dim
+        both = source(name) if own is None else own.read("kv_up", source, (name,), 0, None, None)
+        wanted = self.num_q_heads * rows, sizes.kv_rank
+        found = both.shape if own is None else own.shape_in_stage("kv_up", both.shape)
+        expect(found == wanted, name, f"shape {wanted} of {sizes}", found)
 
         def by_head(both: jax.Array) -> list[jax.Array]:
-            return jnp.split(both.reshape(heads, -1, sizes.kv_rank), [sizes.nope_dim], axis=1)
+            return jnp.split(both.reshape(-1, rows, sizes.kv_rank), [sizes.nope_dim], axis=1)
 
-        is_shape = isinstance(both, jax.ShapeDtypeStruct)
-        k_up, v_up = jax.eval_shape(by_head, both) if is_shape else by_head(both)
-        self.k_up, self.v_up = nnx.Param(k_up), nnx.Param(v_up)
+        places = None if own is None else [own.sharding(leaf, 3) for leaf in ("k_up", "v_up")]
+        if isinstance(both, jax.ShapeDtypeStruct):
+            made = jax.eval_shape(by_head, both)
+            made = made if places is None else map(put, made, places)
+        else:
+            made = by_head(both) if places is None else jax.jit(by_head, out_shardings=places)(both)
+        self.k_up, self.v_up = map(nnx.Param, made)
 
     def __call__(
         self,
@@ -169,7 +190,7 @@ class LatentAttention(Projections):
                     values, lse, *others, implementation=implementation
                 )
         flat = values.reshape(x.shape[0], -1)
-        return self._project("out", flat, implementation=implementation), state
+        return self._project_all("out", flat, None, implementation=implementation), state
 
     def _has_prompts(self, num_tokens: int, batch: StepBatch, pages: jax.Array) -> bool:
         """Whether a step is worth it to make K and V of its tokens.
@@ -229,7 +250,8 @@ class LatentAttention(Projections):
     def _project_parts(self, x, implementation: Implementation) -> tuple[jax.Array, ...]:
         """(the parts of q [tokens, heads, …] that do not turn and that do, the same of the row)."""
         sizes = self.sizes
-        qkv = self._project("qkv", x, implementation=implementation)
+        first = "qkv" if sizes.q_rank is None else "qkv_down"
+        qkv = self._project(first, x, implementation=implementation)
         q, row = jnp.split(qkv, [qkv.shape[1] - sizes.row_dim], axis=1)
         if sizes.q_rank is not None:
             q = rms_norm(q, self.q_norm[...], self.eps)
@@ -238,6 +260,12 @@ class LatentAttention(Projections):
         latent, rotated = jnp.split(row, [sizes.kv_rank], axis=1)
         latent = rms_norm(latent, self.kv_norm[...], self.eps)
         return *jnp.split(q, [sizes.nope_dim], axis=2), latent, rotated
+
+
+def _beside_each(rows: int, others: int, parts: int) -> np.ndarray:
+    """The order of rows and others behind them, where each part of the rows gets all others."""
+    first, behind = np.split(np.arange(rows + others), [rows])
+    return np.concatenate([np.r_[own, behind] for own in np.split(first, parts)])
 
 
 def _each_head(axes: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:

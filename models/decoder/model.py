@@ -98,6 +98,7 @@ class Layer(Projections):
                 eps=config.rms_norm_eps,
                 sm_scale=config.attention_scale,
                 weight_dtype=weight_dtype,
+                partition=partition,
             )
         else:
             self.attention = Attention(
@@ -345,9 +346,13 @@ class Decoder(Projections):
         assert self.partition is not None
         own = nnx.merge(*nnx.split(self))
         partition = dataclasses.replace(self.partition, is_inside=True)
-        parts = ((layer, layer.attention, layer.mlp) for layer in own.layers)
+        parts = (
+            (layer, layer.attention, layer.mlp, getattr(layer.mlp, "shared", None))
+            for layer in own.layers
+        )  # fmt: skip
         for module in (own, *itertools.chain.from_iterable(parts)):
-            module.partition = partition
+            if module is not None:
+                module.partition = partition
         return own
 
     def _on_mesh(self, partition: Partition, state, adapters, *whole):

@@ -49,6 +49,7 @@ PP = "pp"
 # and scales follow an axis 0, and are whole beside an axis 1; those of blocks are split as weights.
 _SPLIT_AXES = {
     "embedding": 0, "head": 0, "qkv": 0, "sinks": 0, "out": 1, "gate_up": 0, "down": 1,
+    **dict.fromkeys(("q_up", "kv_up", "k_up", "v_up"), 0),  # of latent attention, by heads
 }  # fmt: skip
 # What all stages have; all other leaves are those of layers.
 _OF_ALL_STAGES = ("embedding", "norm", "head")
@@ -90,7 +91,7 @@ def make_mesh(
         ok = value is None or (isinstance(value, int) and value >= 1 and count % value == 0)
         expect(ok, name, f"a divisor of the {count} devices", repr(value))
     if tp is None:
-        tp = count // dp if dp is not None else int(np.gcd(config.num_kv_heads, count))
+        tp = count // dp if dp is not None else int(np.gcd(_kv_heads(config), count))
     dp = count // tp if dp is None else dp
     expect(dp * tp == count, "dp", f"{count // tp}, as {count} devices have tp={tp}", dp)
     axes, sizes = (AXES, (dp, tp)) if pp == 1 else ((PP, *AXES), (pp, dp, tp))
@@ -153,17 +154,16 @@ class Partition:
         """
         ok = mesh.axis_names in (AXES, (PP, *AXES))
         expect(ok, "mesh", f"axes {AXES}", mesh.axis_names)
-        ok = config.latent is None and config.shared_intermediate_size == 0
-        text = "None for a model with latent attention or shared experts"
-        expect(ok, "mesh", text, f"one for a model of type {config.model_type!r}")
         tp, num_layers = mesh.shape[TP], _layers_of_a_stage(config, mesh.shape.get(PP, 1))
-        q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
+        q_heads, kv_heads = config.num_q_heads, _kv_heads(config)
         ok = kv_heads % tp == 0 or tp % kv_heads == 0
         expect(ok, "tp", f"a divisor or a multiple of the {kv_heads} KV heads", tp)
         expect(q_heads % tp == 0, "tp", f"a divisor of the {q_heads} query heads", tp)
         if not all(config.moe_layers):
             inner = config.intermediate_size
             expect(inner % tp == 0, "tp", f"a divisor of intermediate_size={inner}", tp)
+        inner = config.shared_intermediate_size
+        expect(inner % tp == 0, "tp", f"a divisor of shared_intermediate_size={inner}", tp)
         expert_axes: tuple[str, ...] = ()
         num_slots, count = None, config.num_experts
         if redundant_experts is not None:
@@ -180,7 +180,7 @@ class Partition:
             expect(bool(expert_axes), "redundant_experts", what, f"{num_slots} slots")
         local_kv = max(kv_heads // tp, 1)
         splits_vocab = config.vocab_size % tp == 0
-        copies = max(tp // kv_heads, 1)
+        copies = 1 if config.latent is not None else max(tp // kv_heads, 1)
         return Partition(
             mesh, num_layers, config.num_layers, q_heads // tp, local_kv, copies, expert_axes,
             splits_vocab, num_slots,
@@ -515,6 +515,11 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 def shapes_on(mesh: Mesh, shapes: Any, specs: Any) -> Any:
     """The same shapes, split."""
     return jax.tree.map(lambda x, spec: put(x, NamedSharding(mesh, spec)), shapes, specs)
+
+
+def _kv_heads(config: DecoderConfig) -> int:
+    """Those that pages hold: rows of latent attention are of all heads."""
+    return config.num_kv_heads if config.latent is None else 1
 
 
 def _layers_of_a_stage(config: DecoderConfig, pp: int) -> int:

@@ -50,7 +50,8 @@ from .partition import Partition, put
 from .placement import chosen_slots
 
 WeightDtype = Literal["int8", "fp8", "fp8_e4m3"] | None
-PROJECTED = ("qkv", "q_up", "out", "gate_up", "down", "head")  # leaves that may be packed
+# Leaves that may be packed.
+PROJECTED = ("qkv", "qkv_down", "q_up", "out", "gate_up", "down", "head")
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = (None, "int8", "fp8", "fp8_e4m3")
 
 

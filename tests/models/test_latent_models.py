@@ -21,7 +21,6 @@ from jax_paged.models import (
     config_from_hf,
     generate,
     load_checkpoint,
-    make_mesh,
     score,
     token_logits,
     with_adapter,
@@ -230,7 +229,8 @@ def test_bf16_rows_under_f32_weights_change_the_logits_a_little(model):
 def test_8_bit_weights_change_the_logits_by_their_rounding_alone(model, weight_dtype, loss):
     rounded = Decoder(model.config, random_source(model.config, 5), weight_dtype=weight_dtype)
     attention = rounded.layers[0].attention
-    assert attention.qkv[...].dtype.itemsize == 1
+    first = attention.qkv if model.config.latent.q_rank is None else attention.qkv_down
+    assert first[...].dtype.itemsize == 1
     assert attention.k_up[...].dtype == jnp.float32
     want, got = (token_logits(one, PROMPTS[0]) for one in (model, rounded))
     assert 0 < np.linalg.norm(got - want) / np.linalg.norm(want) < loss
@@ -303,7 +303,8 @@ def test_fp8_blocks_stay_and_what_is_applied_by_head_is_widened(tmp_path):
     paths = write_pair(tmp_path, "deepseek_v3", head_dim=8, **sizes)
     fp8, wide = (load_checkpoint(path, jnp.float32)[0] for path in paths)
     attention = fp8.layers[0].attention
-    assert {attention.qkv[...].dtype, attention.q_up[...].dtype} == {jnp.dtype("float8_e4m3fn")}
+    dtypes = {attention.qkv_down[...].dtype, attention.q_up[...].dtype}
+    assert dtypes == {jnp.dtype("float8_e4m3fn")}
     np.testing.assert_array_equal(attention.k_up[...], wide.layers[0].attention.k_up[...])
     np.testing.assert_allclose(
         score(fp8, PROMPTS[0]), score(wide, PROMPTS[0]), rtol=1e-5, atol=1e-5
@@ -325,10 +326,6 @@ def test_a_step_copies_no_pool(count):
 
 
 REFUSED = {
-    "a mesh": (
-        lambda m: make_mesh(m.config, devices=jax.devices()[:1]),
-        "mesh: expected None for a model with latent attention or shared experts, got one for",
-    ),
     "adapters": (
         lambda m: with_adapter(m, make_adapter(small_config("llama", num_hidden_layers=3), 3)),
         "model: expected a model without latent attention, where adapters are used, got one of",
