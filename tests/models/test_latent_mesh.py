@@ -137,8 +137,8 @@ def checkpoints_are_read_by_devices():
 PROGRAMS = {
     program.__name__: program
     for program in (
-        engines_give_the_same, a_device_has_its_heads_and_all_rows, stages_give_the_same,
-        eight_bit_weights_give_the_same, checkpoints_are_read_by_devices,
+        a_device_has_its_heads_and_all_rows, eight_bit_weights_give_the_same, engines_give_the_same,
+        stages_give_the_same, checkpoints_are_read_by_devices,
     )
 }  # fmt: skip
 PROGRAMS |= {kind: lambda kind=kind: models_give_the_same(kind) for kind in CONFIGS}
