@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 from meshes import check_in_a_process, run_chosen
-from served_engines import CONFIGS, PROMPTS, SEED
+from served_engines import CONFIGS, PROMPTS, SEED, tickets
 from tiers import first_of
 
 from jax_paged.models import Decoder, Engine, make_mesh
@@ -36,15 +36,6 @@ def prefiller(model):
 @pytest.fixture(scope="module")
 def engine(model):
     return Engine(model, **SIZES)
-
-
-def tickets(prefiller, prompts, **options):
-    """Of all tokens of each prompt but the last one."""
-    options |= {"max_new_tokens": 0, "hand_out": True}
-    requests = [prefiller.submit(prompt[:-1], **options) for prompt in prompts]
-    prefiller.run()
-    assert [r.tokens for r in requests] == [[]] * len(prompts)
-    return [prefiller.hand_out(request) for request in requests]
 
 
 def assert_all_free(*engines):

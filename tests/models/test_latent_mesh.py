@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 from fp8_folder import write_pair
 from meshes import check_in_a_process, run_chosen
-from served_engines import PROMPTS, SIZES, assert_same, both
+from served_engines import PROMPTS, assert_same, assert_same_answers, both, hand_over, serve
 from tiers import first_of
 
 from jax_paged.models import (
     Decoder,
-    Engine,
     create_state,
-    generate,
     load_checkpoint,
     make_mesh,
     score,
@@ -33,15 +31,6 @@ WIDTHS = {"vocab_size": 96, "intermediate_size": 64, "moe_intermediate_size": 32
 CONFIGS = {kind: small_config(kind, **WIDTHS) for kind in ("deepseek_v2", "deepseek_v3")}
 MESHES = ({"tp": 4}, {"tp": 2, "dp": 2}, {"dp": 4})
 ASKED = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
-
-
-def assert_same_answers(one, many):
-    for sampling in ({}, {"temperature": 0.8, "seed": 5}):
-        asked = {"max_new_tokens": 12} | sampling
-        want, got = (generate(model, PROMPTS, **asked) for model in (one, many))
-        assert got.tokens == want.tokens
-    want, got = (score(model, PROMPTS[2]) for model in (one, many))
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 def models_give_the_same(kind):
@@ -59,37 +48,17 @@ def stages_give_the_same():
     assert_same_answers(*both(config, sizes={"pp": 2, "tp": 2}))
 
 
-def serve(model, **options):
-    engine = Engine(model, **SIZES | options)
-    requests = [engine.submit(x, draw_index=i, **ASKED) for i, x in enumerate(PROMPTS)]
-    engine.run()
-    engine.clear_cache()
-    assert engine.num_free_pages == engine.num_pages
-    return engine, requests
-
-
 def engines_give_the_same():
     """With swaps, drafts, prefix caches and log-probabilities; and what one prefills for others."""
-    kinds = (
-        {"num_pages": 14, "preemption": "swap", "logprobs": 1},
-        {"max_drafts": 3, "draft_branches": 2}, {"window": 12, "num_pinned": 2},
-    )  # fmt: skip
-    for sizes, options in zip(MESHES, kinds, strict=True):
+    kinds = {"swap": {"kv_dtype": "auto", "logprobs": 1}, "look-up trees": {}, "window": {}}
+    for sizes, (kind, options) in zip(MESHES, kinds.items(), strict=True):
         one, many = both(CONFIGS["deepseek_v3"], sizes=sizes)
-        (own, want), (engine, got) = (serve(model, **options) for model in (one, many))
+        (own, want), (engine, got) = (serve(kind, model, None, **options) for model in (one, many))
         assert_same(got, want)
         assert {request.replica for request in got} == set(range(engine.num_replicas))
-        if engine.swap_pages:
-            assert engine.num_swaps[0] > 0
-            first = [engine.submit(x[:-1], max_new_tokens=0, hand_out=True) for x in PROMPTS[:3]]
-            engine.run()
-            tickets = map(engine.hand_out, first)
-            received = [
-                own.receive(x, ticket, draw_index=i, **ASKED)
-                for i, (x, ticket) in enumerate(zip(PROMPTS, tickets, strict=False))
-            ]
-            own.run()
-            assert [r.tokens for r in received] == [r.tokens for r in want[:3]]
+        if kind == "swap":
+            tokens = hand_over(engine, own, PROMPTS[:3], **ASKED)
+            assert tokens == [request.tokens for request in want[:3]]
 
 
 def a_device_has_its_heads_and_all_rows():

@@ -13,6 +13,7 @@ from adapters import make_adapter
 from fp8_folder import write_pair
 from in_all_that_runs import SERVED, assert_likely, assert_served
 from safetensors.numpy import load_file, save_file
+from served_engines import hand_over
 
 from jax_paged import KVState
 from jax_paged.models import (
@@ -202,14 +203,7 @@ def test_a_draft_model_and_a_hand_over_give_the_tokens_of_generate(model, expect
     sizes = {"num_pages": 40, "max_seqs": 3, "page_size": 4, "max_tokens": 12}
     sizes |= {"preemption": "swap", "max_drafts": 2, "draft_model": make_model("deepseek_v2")}
     prefiller, engine = (Engine(model, **sizes) for _ in range(2))
-    first = [prefiller.submit(p[:-1], max_new_tokens=0, hand_out=True) for p in PROMPTS[:3]]
-    prefiller.run()
-    requests = [
-        engine.receive(prompt, prefiller.hand_out(request), max_new_tokens=NEW)
-        for prompt, request in zip(PROMPTS, first, strict=False)
-    ]
-    engine.run()
-    assert [request.tokens for request in requests] == expected[:3]
+    assert hand_over(prefiller, engine, PROMPTS[:3], max_new_tokens=NEW) == expected[:3]
     assert engine.num_accepted > 0
 
 

@@ -21,7 +21,17 @@ import numpy as np
 import pytest
 from adapters import make_adapter
 from jobs import KEY, run_all, started
-from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
+from served_engines import (
+    CONFIGS,
+    ENGINES,
+    PROMPTS,
+    SIZES,
+    assert_same,
+    both,
+    hand_over,
+    models_of,
+    serve,
+)
 from tiny_checkpoint import write_checkpoint
 
 from jax_paged.models import (
@@ -109,15 +119,11 @@ def prompts_of_another_engine(processes):
     sizes |= {"prefix_cache": False}
     asked = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
     prefiller, engine = Engine(one, **sizes), Engine(many, **sizes, processes=processes)
-    want = [prefiller.submit(prompt, **asked) for prompt in PROMPTS[:4]]
+    want = [prefiller.submit(x, draw_index=i, **asked) for i, x in enumerate(PROMPTS[:4])]
     prefiller.run()
     for giver, taker in ((prefiller, engine), (engine, prefiller)):
-        handed = [giver.submit(p[:-1], max_new_tokens=0, hand_out=True) for p in PROMPTS[:4]]
-        giver.run()
-        tickets = map(giver.hand_out, handed)
-        got = [taker.receive(p, t, **asked) for p, t in zip(PROMPTS, tickets, strict=False)]
-        taker.run()
-        assert [r.tokens for r in got] == [r.tokens for r in want]
+        got = hand_over(giver, taker, PROMPTS[:4], **asked)
+        assert got == [request.tokens for request in want]
         assert taker.num_swaps[1] == 4
     assert engine.num_free_swap_pages == 64 * engine.num_replicas
     assert prefiller.num_free_swap_pages == 64

@@ -19,7 +19,18 @@ from adapters import make_adapter
 from fp8_folder import write_pair
 from jax.sharding import PartitionSpec as P
 from meshes import check_in_a_process, run_chosen, told
-from served_engines import CONFIGS, ENGINES, PROMPTS, SIZES, assert_same, both, models_of, serve
+from served_engines import (
+    CONFIGS,
+    ENGINES,
+    PROMPTS,
+    SIZES,
+    assert_same,
+    assert_same_answers,
+    both,
+    hand_over,
+    models_of,
+    serve,
+)
 from tiers import first_of
 from tiny_checkpoint import write_checkpoint
 
@@ -32,7 +43,6 @@ from jax_paged.models import (
     generate,
     load_checkpoint,
     make_mesh,
-    score,
     split_model,
     with_adapter,
 )
@@ -49,23 +59,10 @@ DEVICES = 4
 # The layers of each are not a multiple of its stages: those of zeros are among what is tested.
 EXPERTS = small_config(num_experts=8, vocab_size=96, num_hidden_layers=5)
 DENSE = small_config("qwen2", intermediate_size=64, vocab_size=64, num_hidden_layers=7)
-SAMPLINGS = {"greedy": {}, "drawn": {"temperature": 0.8, "seed": 5}}
 
 
 def assert_same_tokens(config, sizes):
-    assert_same_answers(*both(config, sizes=sizes), sizes["pp"])
-
-
-def assert_same_answers(one, many, pp):
-    for sampling in SAMPLINGS.values():
-        asked = {"max_new_tokens": 12} | sampling
-        want, got = (generate(model, PROMPTS, **asked) for model in (one, many))
-        assert got.tokens == want.tokens
-        assert got.stop_reasons == want.stop_reasons
-        assert len(got.busy) == pp, got.busy
-        assert want.busy == ()
-    want, got = (score(model, PROMPTS[2]) for model in (one, many))
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    assert_same_answers(*both(config, sizes=sizes))
 
 
 def four_stages_give_the_same():
@@ -134,7 +131,7 @@ def long_prompts_pass_in_parts():
 
 def rows_stop_and_pages_run_out_alike():
     one, many = both(DENSE, sizes={"pp": 4})
-    asked = {"max_new_tokens": 20} | SAMPLINGS["drawn"]
+    asked = {"max_new_tokens": 20, "temperature": 0.8, "seed": 5}
     asked["stop_tokens"] = [generate(one, PROMPTS, **asked).tokens[0][3]]
     results = {}
     for num_pages in (200, 25):
@@ -292,7 +289,7 @@ def adapters_are_those_of_the_stages():
     one, many = both(DENSE, sizes={"pp": 2, "tp": 2})
     for number in range(2):
         adapter = make_adapter(DENSE, number)
-        assert_same_answers(*(with_adapter(model, adapter) for model in (one, many)), 2)
+        assert_same_answers(*(with_adapter(model, adapter) for model in (one, many)))
 
 
 def engines_hand_out_and_receive():
@@ -306,18 +303,11 @@ def engines_hand_out_and_receive():
         sizes |= {"prefix_cache": False}
         engines = [Engine(model, **sizes) for model in models]
         asked = {"max_new_tokens": 9, "temperature": 0.7, "seed": 1}
-        want = [engines[0].submit(prompt, **asked) for prompt in PROMPTS[:4]]
+        want = [engines[0].submit(x, draw_index=i, **asked) for i, x in enumerate(PROMPTS[:4])]
         engines[0].run()
         for one, other in ((0, 1), (1, 0), (2, 1)):
-            first = [
-                engines[one].submit(p[:-1], max_new_tokens=0, hand_out=True) for p in PROMPTS[:4]
-            ]
-            engines[one].run()
-            tickets = map(engines[one].hand_out, first)
-            pairs = zip(PROMPTS, tickets, strict=False)
-            got = [engines[other].receive(prompt, ticket, **asked) for prompt, ticket in pairs]
-            engines[other].run()
-            assert [r.tokens for r in got] == [r.tokens for r in want]
+            got = hand_over(engines[one], engines[other], PROMPTS[:4], **asked)
+            assert got == [request.tokens for request in want]
         assert [engine.num_swaps[1] for engine in engines] == [4, 8, 0]
         assert engines[1].facts() == engines[0].facts()
 

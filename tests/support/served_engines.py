@@ -4,7 +4,7 @@
 import numpy as np
 from adapters import make_adapter
 
-from jax_paged.models import Decoder, Engine, make_mesh
+from jax_paged.models import Decoder, Engine, generate, make_mesh, score
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.testing import small_config
 
@@ -83,6 +83,39 @@ def serve(kind, model, draft_model, **options):
     swaps = kind == "swap" or (kind == "much at once" and engine.num_replicas == 1)
     assert engine.num_swaps[0] > 0 or not swaps
     return engine, requests
+
+
+def tickets(prefiller, prompts, **options):
+    """Of all tokens of each prompt but the last one."""
+    options |= {"max_new_tokens": 0, "hand_out": True}
+    requests = [prefiller.submit(prompt[:-1], **options) for prompt in prompts]
+    prefiller.run()
+    assert [r.tokens for r in requests] == [[]] * len(prompts)
+    return [prefiller.hand_out(request) for request in requests]
+
+
+def hand_over(giver, taker, prompts, **asked):
+    """The tokens that one engine gives to prompts of which the other has computed K and V."""
+    given = zip(prompts, tickets(giver, prompts), strict=True)
+    requests = [
+        taker.receive(prompt, ticket, draw_index=i, **asked)
+        for i, (prompt, ticket) in enumerate(given)
+    ]
+    taker.run()
+    return [request.tokens for request in requests]
+
+
+def assert_same_answers(one, many):
+    """Of a model on one device and on a mesh, to greedy and drawn generation and to a score."""
+    stages = many.partition.pp
+    for sampling in ({}, {"temperature": 0.8, "seed": 5}):
+        want, got = (generate(x, PROMPTS, max_new_tokens=12, **sampling) for x in (one, many))
+        assert got.tokens == want.tokens
+        assert got.stop_reasons == want.stop_reasons
+        assert len(got.busy) == (stages if stages > 1 else 0), got.busy
+        assert want.busy == ()
+    want, got = (score(model, PROMPTS[2]) for model in (one, many))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 def assert_same(got, want):
