@@ -12,8 +12,7 @@ from jax_paged.checks import expect, shape_text
 from jax_paged.layout import pages_shape
 
 Facts = tuple[tuple[str, Any], ...]
-UNIT_COST = 2  # kUnitCost of ffi/cuda/attention/args.h
-MAX_HEADS_TOGETHER = 8  # kMaxHeadsTogether
+MAX_HEADS_TOGETHER = 8  # kMaxHeadsTogether of ffi/cuda/attention/args.h
 
 
 @jax.tree_util.register_dataclass
@@ -55,9 +54,9 @@ def read_words(
     most = max(min(launches["num_workers"], MAX_HEADS_TOGETHER), 1)
     together = max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
     kv_splits = []
-    for (*_, units), (pieces, *_), begin in zip(lengths, splits, first_position, strict=True):
+    for (*_, units), (pieces, size, *_), begin in zip(lengths, splits, first_position, strict=True):
         units_of_one = np.arange(units // together, dtype=np.int64)  # of one worker of each team
-        begins = begin + units_of_one * (pieces + UNIT_COST)
+        begins = begin + units_of_one * size  # of positions, where splits are automatic
         parts = (begins + pieces - 1) // chunk - begins // chunk + 1  # one for each team
         kv_splits.append(int(parts.max(initial=0)) if not fixed_splits else int(units and pieces))
     is_empty = (lengths[:, 1] == 0) | (lengths[:, 2] == 0)

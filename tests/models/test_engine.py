@@ -579,7 +579,7 @@ def test_bad_sizes_are_named(model, options, message):
 
 
 def test_nothing_compiles_while_serving_and_no_pool_is_copied(make, caplog):
-    engine = make(**SWAP, max_drafts=0)
+    engine = make(**SWAP, max_drafts=0, max_tokens=8)  # products are smaller than the pool
     before = engine.num_swaps
     engine.submit([1], max_new_tokens=2)
     engine.run()  # the little that dispatching itself needs

@@ -98,6 +98,16 @@ def test_a_plan_changes_no_bit(options, dtype, implementation):
     assert np.isfinite(np.asarray(got[0]).astype("f4")).all()
 
 
+@pytest.mark.parametrize("seq_len", [449, 1280])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_rows_of_one_length_may_begin_where_workers_do(rows, seq_len, implementation):
+    case = dataclasses.replace(SMALL, page_size=16)
+    seq_lens = [seq_len] * rows + [0]
+    batch = make_batch(case, jnp.float16, [1] * len(seq_lens), seq_lens, seed=rows)
+    got, _ = check_plan(batch, {}, implementation=implementation)
+    assert_attention_close(*map(np.asarray, got), *dense_oracle(batch))
+
+
 @pytest.mark.parametrize("layout", ["NHD", "vllm5d"])
 @pytest.mark.parametrize("head_dim", [40, 128, 192])
 def test_a_plan_goes_by_the_kernel_that_serves_the_call(head_dim, layout, implementation):

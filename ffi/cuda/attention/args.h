@@ -80,13 +80,15 @@ struct alignas(16) RowLengths {
   }
 };
 struct alignas(16) RowSplits {
-  int32_t num_pieces;   // per unit
-  int32_t piece_tiles;  // KV tiles per piece
-  int64_t first_slot;   // fixed splits: where the row's partial results begin
+  int32_t num_pieces;  // per unit
+  int32_t size;        // fixed splits: KV tiles per piece; automatic: positions per unit
+  int64_t first_slot;  // fixed splits: where the row's partial results begin
 
-  // Of a unit: its pieces, and where splits are automatic kUnitCost that have none.
-  JAX_PAGED_HOST_DEVICE int64_t Positions(bool has_fixed_splits) const {
-    return int64_t{num_pieces} + (has_fixed_splits ? 0 : kUnitCost);
+  JAX_PAGED_HOST_DEVICE int32_t PieceTiles(bool has_fixed_splits) const {
+    return has_fixed_splits ? size : 1;
+  }
+  JAX_PAGED_HOST_DEVICE int32_t Positions(bool has_fixed_splits) const {
+    return has_fixed_splits ? num_pieces : size;
   }
 };
 

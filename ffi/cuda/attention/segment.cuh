@@ -131,7 +131,7 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
   const int32_t rest = segment->splits.num_pieces - segment->piece;
   segment->num_pieces =
       args.has_fixed_splits() ? 1 : (here < rest ? static_cast<int32_t>(here) : rest);
-  const int32_t piece_tiles = segment->splits.piece_tiles;
+  const int32_t piece_tiles = segment->splits.PieceTiles(args.has_fixed_splits());
   const int32_t unit_tiles = CeilDiv<int32_t>(segment->lengths.seq_len, kTileTokens);
   segment->first_tile = segment->piece * piece_tiles;
   int32_t rest_tiles = unit_tiles - segment->first_tile;
@@ -149,7 +149,7 @@ JAX_PAGED_DEVICE void ShapeSegment(const AttentionArgs& args, const WorkRange& r
   if (segment->num_tiles < 1) segment->num_tiles = 1;
 }
 
-JAX_PAGED_DEVICE int64_t PositionsPerUnit(const AttentionArgs& args, const Segment& segment) {
+JAX_PAGED_DEVICE int32_t PositionsPerUnit(const AttentionArgs& args, const Segment& segment) {
   return segment.splits.Positions(args.has_fixed_splits());
 }
 
