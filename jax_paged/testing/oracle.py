@@ -146,7 +146,7 @@ def ancestors(intervals: np.ndarray) -> np.ndarray:
 
 def assert_attention_close(
     out, lse, expected, expected_lse, *, logit_size: float = 1.0, roundings: int = 1,
-    is_turned: bool = False, head_dim: int | None = None,
+    is_turned: bool = False, sm_scale: float | None = None,
 ) -> float:  # fmt: skip
     """Compares with the oracle: tolerances of `TOLERANCES`; rows without a key exactly 0.
 
@@ -158,9 +158,9 @@ def assert_attention_close(
       roundings: how often a result was rounded to its dtype on its way: half of a tolerance each.
       is_turned: whether rope was inside attention. Of an element that lies in the middle between
         two 16-bit numbers, the f32 sums of a kernel decide where it is rounded to. That moves a
-        logit, and a lse where few keys are seen, by a step of the dtype times |q_d k_d| sm_scale,
-        which is 2 logit_size / √head_dim at most for all but one in a hundred.
-      head_dim: of q and K, where that of V is another.
+        logit, and a lse where few keys are seen, by a step of the dtype times |q_d k_d sm_scale|,
+        where |q_d k_d| is 2 at most for all but one in a hundred.
+      sm_scale: where it is not logit_size / √head_dim, of V's head_dim.
 
     Returns:
       The largest error, as a share of what is allowed: ≤ 1.
@@ -202,8 +202,8 @@ def assert_attention_close(
     lse, expected_lse = lse[finite], expected_lse[finite]
     lse_limit = 2e-5 * logit_size + 2e-7 * np.abs(expected_lse)
     if is_turned:
-        turned = out.shape[-1] if head_dim is None else head_dim
-        lse_limit = lse_limit + 2 * float(jnp.finfo(dtype).eps) * logit_size / turned**0.5
+        scale = logit_size / out.shape[-1] ** 0.5 if sm_scale is None else abs(sm_scale)
+        lse_limit = lse_limit + 2 * float(jnp.finfo(dtype).eps) * scale
     lse_share = float(np.max(np.abs(lse - expected_lse) / lse_limit, initial=0))
     assert lse_share <= 1, f"lse: the error is {lse_share:.3g} times what is allowed"
     return max(float(shares[worst]), float(peak / limit), lse_share)

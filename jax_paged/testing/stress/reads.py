@@ -44,7 +44,7 @@ def _attention(row: Row, seed: int, implementation: Any) -> float:
 def _compare(result, expected, batch: Batch, options: Mapping[str, Any]) -> float:
     out, lse = result
     logit_size = max(1.0, abs(batch.sm_scale) * batch.q.shape[-1] ** 0.5)
-    turned: Any = {"is_turned": options.get("rope") is not None, "head_dim": batch.q.shape[-1]}
+    turned: Any = {"is_turned": options.get("rope") is not None, "sm_scale": batch.sm_scale}
     if options.get("out_dtype") is None:
         return assert_attention_close(
             out, lse, *expected, logit_size=logit_size, roundings=_roundings(out, options),
