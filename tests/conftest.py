@@ -7,6 +7,9 @@ import re
 import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Two workers whose numpy has a thread per core each wait for each other: float64 products of the
+# oracle took 60 times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # What a shell runs in the background ignores SIGINT, and so would the children of these tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -78,10 +78,9 @@ def probes(problem, seed: int) -> np.ndarray:
 def test_grid(index, problem):
     if index % 300 == 0:
         jax.clear_caches()  # a process can map only so many programs
-    stored, real, scales = build(problem, index)
+    arguments, defaults, real, scales = build(problem)
     queries = probes(problem, index)
     expected = dense_oracle(real, queries=queries, **problem.options)
-    arguments, defaults = stored.ragged()
     for split in problem.splits:
         options = defaults | problem.options | scales | split | {"return_lse": True}
         if all(q == 1 for q, _ in problem.rows) and options.pop("causal"):
