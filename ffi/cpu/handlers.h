@@ -17,6 +17,7 @@ extern "C" XLA_FFI_Error* CopyRowsHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* ScatterRowsHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* ZeroPoolHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* LinearHandler(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* LinearInt4Handler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* LoraHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame* call_frame);
 

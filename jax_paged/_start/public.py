@@ -31,6 +31,9 @@ from jax_paged.ops.cascade import cascade_attention as cascade_attention
 from jax_paged.ops.cascade import cascade_levels as cascade_levels
 from jax_paged.ops.cascade import mla_cascade_attention as mla_cascade_attention
 from jax_paged.ops.explain import explain as explain
+from jax_paged.ops.int4 import Int4Weight as Int4Weight
+from jax_paged.ops.int4 import pack_int4 as pack_int4
+from jax_paged.ops.int4 import quantize_int4 as quantize_int4
 from jax_paged.ops.linear import linear as linear
 from jax_paged.ops.linear import quantize_weight as quantize_weight
 from jax_paged.ops.lora import lora as lora

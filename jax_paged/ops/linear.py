@@ -27,6 +27,7 @@ from jax_paged.checks import (
 )
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import WHOLE, Split
+from jax_paged.ops.int4 import Int4Weight, check_int4, linear_int4
 from jax_paged.ops.packing import PackedWeight, panels_of, unpack
 from jax_paged.ops.reference import QMAX, quantize
 
@@ -35,7 +36,7 @@ TARGET = "jax_paged.linear.v1"
 
 def linear(
     x: Float[Array, "tokens in"],
-    weight: Float[Array, "out in"] | Int8[Array, "out in"] | PackedWeight,
+    weight: Float[Array, "out in"] | Int8[Array, "out in"] | PackedWeight | Int4Weight,
     *,
     weight_scale: Float[Array, "out"] | Float[Array, "out_blocks in_blocks"] | None = None,
     out_dtype: DTypeLike | None = None,
@@ -46,7 +47,9 @@ def linear(
     Args:
       x: [tokens, in], bf16, f16 or f32.
       weight: [out, in] as published; dtype of x, or int8 or f8e4m3fn (see `quantize_weight`). Or
-        such a one after `pack_weight`, which is faster on CPU.
+        such a one after `pack_weight`, which is faster on CPU. Or 4 bits of `quantize_int4`, whose
+        scales and offsets it brings: out[t, n] = Σ_g scale[n, g] · Σ_d x[t, d] · code[n, d] +
+        offset[n, g] · Σ_d x[t, d], d in group g.
       weight_scale: f32[out], of such 8-bit weights and of no others. Or one for each block of 128 ×
         128, f32[⌈out / 128⌉, ⌈in / 128⌉], as DeepSeek-V3 and Qwen publish fp8 weights: then
         out[t, n] = Σ_b weight_scale[n // 128, b] · Σ_d x[t, d] · weight[n, d], d in block b.
@@ -77,7 +80,11 @@ def linear(
     check_implementation(implementation)
     check_float("x", x)
     check_shape("x", x, "tokens in", (None, None))
-    check_weight("weight", weight, weight_scale, x.dtype, "out in", (None, x.shape[1]))
+    if isinstance(weight, Int4Weight):
+        check_int4("weight", weight, x.shape[1])
+        expect(weight_scale is None, "weight_scale", "None beside 4 bits", "one")
+    else:
+        check_weight("weight", weight, weight_scale, x.dtype, "out in", (None, x.shape[1]))
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     expect(
         dtype in (jnp.bfloat16, jnp.float16, jnp.float32),
@@ -85,6 +92,8 @@ def linear(
         "bfloat16, float16 or float32",
         dtype.name,
     )
+    if isinstance(weight, Int4Weight):
+        return _linear_int4(dtype, implementation, x, weight.codes, weight.scales)
     if implementation != "reference" and (x.shape[1] % 8 or not x.shape[1]):
         raise NotImplementedError(
             f"x: expected a positive multiple of 8 columns, got {x.shape[1]}; "
@@ -252,6 +261,9 @@ def _backward(dtype, implementation, operands, cotangent):
 
 
 _differentiable.defvjp(_forward, _backward)
+
+
+_linear_int4 = jax.jit(linear_int4, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -7,19 +7,31 @@ keys of the `general.` space and of tools that made the file only describe it.
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jax_paged import Int4Weight, pack_int4
 from jax_paged.checks.fields import FLAG, TEXT, Domain, either, integer, short
+from jax_paged.ops.packing import PANEL
 
 from ..decoder.config import DOMAINS, ROPE_DOMAINS, DecoderConfig, RopeConfig
 from ..decoder.parameters import Fill, Part, Shape, check_tensors, each_expected_tensor
-from .gguf_quants import KINDS, QUANTIZATIONS, dequantize, kind_name
+from .gguf_quants import (
+    FOUR_BITS,
+    KINDS,
+    NO_OFFSETS,
+    QUANTIZATIONS,
+    FourBits,
+    dequantize,
+    kind_name,
+)
 from .gguf_reader import read_gguf
 from .gguf_vocab import tokenizer_from_gguf
 from .hf_config import check_context
@@ -273,10 +285,28 @@ class GGUFFile:
         if self.architecture == "llama":
             heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads}
 
-        def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
-            self._dequantize(gguf_name(name), out, heads.get(name.split(".")[-2]), part)
+        return _Tensors(self, heads)
 
-        return fill
+    def four_bits(self, name: str, num_heads: int | None) -> FourBits:
+        """A matrix that is stored in 4 bits: codes [out, in], and of each 32 a scale and an offset.
+
+        num_heads: as for `_dequantize`.
+        """
+        shape, number, data = self._tensors[name]
+        kind = KINDS[number]
+        blocks = data.reshape(shape[0], -1, kind.num_bytes)
+        if num_heads:
+            blocks = blocks[_unpermute(np.arange(shape[0]), num_heads)]
+        with reading(f"{self.path}: tensor {name!r}"):
+            found = FOUR_BITS[number](blocks.reshape(-1, kind.num_bytes))
+        codes, scale = (x.reshape(shape[0], -1) for x in found[:2])
+        return FourBits(
+            codes, scale, None if found.offset is None else found.offset.reshape(scale.shape)
+        )
+
+    def kind_of(self, name: str) -> int:
+        """ggml's number of the type of a tensor."""
+        return self._tensors[name].kind
 
     def _dequantize(
         self, name: str, out: np.ndarray, num_heads: int | None = None, part: Part | None = None
@@ -398,3 +428,52 @@ class GGUFFile:
                 f"{self.path}: tensor {name!r} must be {domain.text}, got {short(divisors)}"
             )
         return divisors
+
+
+class _Tensors:
+    """The `Fill` of an open file, and what of it is in 4 bits: see `FillingSource`."""
+
+    def __init__(self, file: GGUFFile, heads: dict[str, int]):
+        self._file, self._heads = file, heads
+
+    def __call__(self, name: str, out: np.ndarray, part: Part | None = None) -> None:
+        self._file._dequantize(gguf_name(name), out, self._heads_of(name), part)
+
+    def int4(self, *names: str) -> Int4Weight | None:
+        """Joined tensors whose weights are stored in 4 bits; None where one is not."""
+        if not self._are_int4(names):
+            return None
+        parts = [self._file.four_bits(gguf_name(name), self._heads_of(name)) for name in names]
+        codes, scale = (np.concatenate(x) for x in zip(*(part[:2] for part in parts), strict=True))
+        offset = None
+        if self._have_offsets(names):
+            offset = np.concatenate(
+                [np.zeros_like(p.scale) if p.offset is None else p.offset for p in parts]
+            )
+        codes, scale = map(jax.device_put, (codes, scale))
+        return pack_int4(codes, scale, None if offset is None else jax.device_put(offset))
+
+    def int4_shapes(self, *names: str) -> Int4Weight | None:
+        """The same with shapes for arrays."""
+        if not self._are_int4(names):
+            return None
+        shapes = [self._file.shapes[gguf_name(name)] for name in names]
+        out, depth = sum(shape[0] for shape in shapes), shapes[0][1]
+        codes = jax.ShapeDtypeStruct((out, depth), jnp.int8)
+        scale = jax.ShapeDtypeStruct((out, depth // 32), jnp.float32)
+        return jax.eval_shape(pack_int4, codes, scale, scale if self._have_offsets(names) else None)
+
+    def _heads_of(self, name: str) -> int | None:
+        return self._heads.get(name.split(".")[-2])
+
+    def _kinds(self, names: Sequence[str]) -> list[int]:
+        return [self._file.kind_of(gguf_name(name)) for name in names]
+
+    def _are_int4(self, names: Sequence[str]) -> bool:
+        shapes = [self._file.shapes[gguf_name(name)] for name in names]
+        are_panels = sum(shape[0] for shape in shapes) % PANEL == 0
+        is_stored = all(kind in FOUR_BITS for kind in self._kinds(names))
+        return is_stored and are_panels and all(len(shape) == 2 for shape in shapes)
+
+    def _have_offsets(self, names: Sequence[str]) -> bool:
+        return any(kind != NO_OFFSETS for kind in self._kinds(names))

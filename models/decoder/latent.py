@@ -34,7 +34,8 @@ from .adapters import LayerAdapters
 from .config import LatentConfig
 from .parameters import TensorSource
 from .partition import Partition, put
-from .parts import WEIGHT_DTYPES, PinnedTokens, Projections, WeightDtype, rms_norm
+from .parts import PinnedTokens, rms_norm
+from .projections import WEIGHT_DTYPES, Projections, WeightDtype
 
 # Steps with so many tokens per row or more have prompts.
 _PROMPT_TOKENS = 4

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_paged import PackedWeight, pack_weight
+from jax_paged import Int4Weight, PackedWeight, pack_weight
 from jax_paged.checks import WEIGHT_DTYPES, expect, kind_text
 
 from .adapters import (
@@ -21,7 +21,7 @@ from .adapters import (
 from .config import DecoderConfig
 from .model import Decoder
 from .parameters import Fill, Part
-from .parts import param_value
+from .projections import param_value
 from .protocol import merge_model, split_model
 
 
@@ -52,7 +52,9 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> Decoder:
             own = param_value(getattr(holder, name))
             weight = own.unpack() if isinstance(own, PackedWeight) else own
             expected = "weights that are not quantized"
-            expect(weight.dtype not in WEIGHT_DTYPES, "model", expected, weight.dtype.name)
+            is_quantized = weight.dtype in WEIGHT_DTYPES or isinstance(weight, Int4Weight)
+            expect(not is_quantized, "model", expected, weight.dtype.name)
+            assert not isinstance(weight, Int4Weight)
             begin, value = 0, weight.astype(jnp.float32)
             for part in parts:
                 end = begin + shapes[part][0]

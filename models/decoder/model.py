@@ -40,18 +40,8 @@ from .config import DecoderConfig
 from .latent import LatentAttention
 from .parameters import TensorSource
 from .partition import Partition
-from .parts import (
-    WEIGHT_DTYPES,
-    Attention,
-    DenseMLP,
-    ExpertsMLP,
-    PinnedTokens,
-    Projections,
-    WeightDtype,
-    own_window,
-    param_value,
-    rms_norm,
-)
+from .parts import Attention, DenseMLP, ExpertsMLP, PinnedTokens, own_window, rms_norm
+from .projections import WEIGHT_DTYPES, Projections, WeightDtype, param_value
 from .stages import in_stages
 
 
@@ -217,9 +207,11 @@ class Decoder(Projections):
     Args:
       config: what it is.
       source: where the weights come from, in the wanted dtype (bf16 or f32).
-      weight_dtype: "int8", or "fp8" or "fp8_e4m3" = projections, experts and the head are int8 or
-        f8e4m3fn with a scale per output (`jax_paged.quantize_weight`), each quantized as it comes;
-        norms, biases, router and embedding stay. A head that is the embedding becomes an 8-bit
+      weight_dtype: "int4" = projections are in 4 bits (`jax_paged.quantize_int4`), the head is
+        int8; not of experts yet, or over a mesh. "int8", or "fp8" or "fp8_e4m3" = projections,
+        experts and the head are int8 or f8e4m3fn with a scale per output
+        (`jax_paged.quantize_weight`), each quantized as it comes. Norms, biases, router and
+        embedding stay. A head that is the embedding becomes an 8-bit
         copy. None = as the source.
       implementation: of the native ops: None = automatic, "native", "reference".
       mesh: the devices that share the model (`make_mesh`). None = one device. Tokens, batch and

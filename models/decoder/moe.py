@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_paged import PackedWeight, linear
+from jax_paged import Int4Weight, PackedWeight, linear
 from jax_paged.checks import Implementation
 from jax_paged.ops.activations import Activation, check_activation, gated_product
 
@@ -18,8 +18,8 @@ from .config import Scores
 
 def gated_mlp(
     x: jax.Array,
-    gate_up: jax.Array | PackedWeight,
-    down: jax.Array | PackedWeight,
+    gate_up: jax.Array | PackedWeight | Int4Weight,
+    down: jax.Array | PackedWeight | Int4Weight,
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
     *,

@@ -235,7 +235,8 @@ class FillingSource:
 
     Args:
       shape_of: the shape of a tensor; those that are joined differ along their axis only.
-      fill: where tensors come from.
+      fill: where tensors come from. It may have `int4(*names)`, which gives those that are stored
+        in 4 bits as they are.
       dtype: what the arrays become, unless the source is asked for another.
       on_tensor: called with each name that was loaded, for progress.
       scaled: names of fp8 weights whose blocks have scales, which go by `scale_name`. Asked for as
@@ -252,6 +253,7 @@ class FillingSource:
     ):
         self.scaled = scaled
         self._shape_of, self._fill, self._on_tensor = shape_of, fill, on_tensor
+        self._int4 = getattr(fill, "int4", None)
         self._dtype = np.dtype(dtype)
 
     def __call__(self, *names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
@@ -295,6 +297,13 @@ class FillingSource:
         made = jax.make_array_from_callback(shape, sharding(len(shape)), part)
         self.tell(names)
         return made
+
+    def int4(self, *names: str) -> Any:
+        """Joined tensors as an `Int4Weight` where all are stored in 4 bits, else None."""
+        found = None if self._int4 is None else self._int4(*names)
+        if found is not None:
+            self.tell(names)
+        return found
 
     def zeros(self) -> "FillingSource":
         """A source that gives zeros for the same names."""
@@ -363,11 +372,12 @@ def random_source(
 
 
 def abstract_source(
-    config: DecoderConfig, dtype: DTypeLike = jnp.float32, scaled: Collection[str] = ()
-) -> TensorSource:
+    config: DecoderConfig, dtype: DTypeLike = jnp.float32, scaled: Collection[str] = (),
+    int4: Callable[..., Any] | None = None,
+) -> TensorSource:  # fmt: skip
     """Shapes and dtypes only: a decoder to lower and compile, not to run.
 
-    scaled: as for `FillingSource`.
+    scaled, int4: as for `FillingSource`.
     """
     shapes = with_scales(expected_tensors(config), scaled)
     default = dtype
@@ -378,4 +388,5 @@ def abstract_source(
         return jax.ShapeDtypeStruct(tuple(joined), default if dtype is None else dtype)
 
     source.scaled = scaled  # type: ignore[attr-defined]
+    source.int4 = int4  # type: ignore[attr-defined]
     return source  # type: ignore[return-value]

@@ -31,6 +31,7 @@ from jax_paged import (
     moe_experts,
     paged_attention,
     qkv_norm_rope_write,
+    quantize_int4,
     ragged_paged_attention,
     write_kv,
 )
@@ -259,6 +260,8 @@ EXPERTS = jax.ShapeDtypeStruct((3, 2), jnp.int32)
 EXPERT_WEIGHTS = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 DOWN_OF_ONE = jax.ShapeDtypeStruct((5, 24, 16), jnp.float32)
 LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
+WIDE = jax.ShapeDtypeStruct((3, 32), jnp.float32)
+FOUR_BITS = jax.eval_shape(quantize_int4, jax.ShapeDtypeStruct((16, 32), jnp.float32))
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
     "jax_paged.merge_attention_states.v1": (merge_attention_states, (Q, LSE, Q, LSE)),
@@ -268,6 +271,7 @@ CALLS = {
     ),
     "jax_paged.write_kv.v1": (write_kv, (PAGES, PAGES, NEW, NEW, ROW)),
     "jax_paged.linear.v1": (linear, (QKV, QKV)),
+    "jax_paged.linear_int4.v1": (linear, (WIDE, FOUR_BITS)),
     "jax_paged.lora.v1": (lora, (QKV, GATE_UP, DOWN_OF_ONE, ROW)),
     "jax_paged.moe_experts.v1": (moe_experts, (QKV, GATE_UP, DOWN, EXPERTS, EXPERT_WEIGHTS)),
 }

@@ -74,6 +74,12 @@ JAX_PAGED_INLINE Vec LoadBytes(const Int8* p) {
 JAX_PAGED_INLINE Vec Load(const Int8* p) { return LoadBytes(p); }
 JAX_PAGED_INLINE Vec Load(const Float8E4M3* p) { return LoadBytes(p); }
 
+// The 4-bit codes at bit `shift` of 8 words.
+JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift) {
+  const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(all, 28 - shift), 28));
+}
+
 template <typename T>
 JAX_PAGED_INLINE Pair LoadPair(const T* p) {
   return {Load(p), Load(p + kWidth)};

@@ -102,6 +102,15 @@ JAX_PAGED_INLINE Vec LoadBytes(const T* p) {
   return Load(p);
 }
 
+// The 4-bit codes, -8 to 7, at bit `shift` of kWidth words.
+JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift) {
+  Lanes r;
+  for (int i = 0; i < kWidth; ++i) {
+    r.lane[i] = static_cast<float>(static_cast<int32_t>(words[i] << (28 - shift)) >> 28);
+  }
+  return FromLanes(r);
+}
+
 // Loads and stores 2 kWidth elements, distributed over a and b as it suits the type: only StorePair
 // knows which is where.
 template <typename T>

@@ -110,6 +110,39 @@ struct LinearKernels {
                 int64_t out_stride, Dtype dtype, void* out);
 };
 
+// Rows of x, times 4-bit weights.
+struct Int4Rows {
+  const float* data;
+  int64_t stride;
+  const float* sums;  // of their groups, [rows, groups]; null: w has no offsets
+};
+
+// A panel of 4-bit weights (linear/int4.h), of which others follow.
+struct Int4Panel {
+  const uint32_t* codes;  // [depth / 8, 16]
+  const float* scale;     // [groups, 16], or with offsets [groups, 2, 16]
+  int64_t scale_stride;   // 16 or 32
+  int64_t group;          // elements of the depth that have a scale
+  int64_t num_groups;
+
+  Int4Panel Behind(int64_t panels) const {
+    Int4Panel panel = *this;
+    panel.codes += panels * num_groups * group / 8 * kPanelOutputs;
+    panel.scale += panels * num_groups * scale_stride;
+    return panel;
+  }
+};
+
+// For one dtype of x.
+struct Int4Kernels {
+  void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t depth, int64_t group,
+                    float* rows, int64_t x_stride, float* sums);
+  void (*sums)(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
+               int64_t sums_stride);
+  void (*store)(const float* sums, int64_t num_rows, int64_t most, int64_t count,
+                int64_t out_stride, Dtype dtype, void* out);
+};
+
 // sums *= scale[n], for `count` columns n of num_rows rows, `most` in a tile.
 inline void ScaleLinearSums(const float* scale, int64_t num_rows, int64_t most, int64_t count,
                             float* sums) {
@@ -161,6 +194,7 @@ struct LinearKernelTable {
   LinearKernelsOf same;  // where w has x's dtype
   LinearKernelsOf int8;
   LinearKernelsOf fp8;  // E4M3
+  Int4Kernels int4[kNumDtypes];
 
   const LinearKernels& Of(Dtype x, Dtype w) const {
     const LinearKernelsOf& kernels =

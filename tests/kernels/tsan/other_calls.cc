@@ -131,6 +131,22 @@ Call Linear(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w, 
   return call;
 }
 
+Call LinearInt4(const std::string& name, XLA_FFI_DataType type, int64_t num_rows) {
+  constexpr int64_t kDepth = 1408, kPanels = 40, kGroups = kDepth / 32;
+  std::vector<int32_t> words;
+  for (int64_t i = 0; i < kPanels * kDepth / 8 * 16; ++i) {
+    words.push_back(static_cast<int32_t>(i * 2'654'435'761));
+  }
+  Call call;
+  call.name = name;
+  call.handler = cpu::LinearInt4Handler;
+  call.operands = {Random(type, {num_rows, kDepth}), Ints({kPanels, kDepth / 8, 16}, words),
+                   Random(kF32, {kPanels, kGroups, 2, 16}, 0.02f)};
+  call.operands[1].type = XLA_FFI_DataType_U32;
+  call.results = {{type, {num_rows, 16 * kPanels}, -1, /*is_real=*/true}};
+  return call;
+}
+
 Call Lora(const std::string& name, XLA_FFI_DataType type) {
   constexpr int64_t kTokens = 60, kAdapters = 5, kDepth = 520, kRank = 16, kColumns = 300;
   std::vector<int32_t> adapters;
@@ -194,6 +210,8 @@ std::vector<Call> OtherCalls() {
   calls.push_back(ZeroPool("zero_pool"));
   calls.push_back(Linear("linear f32", kF32, kF32, 20));
   calls.push_back(Linear("linear bf16 on int8", kBf16, kInt8, 33));
+  calls.push_back(LinearInt4("linear_int4 f32", kF32, 20));
+  calls.push_back(LinearInt4("linear_int4 bf16", kBf16, 33));
   return calls;
 }
 

@@ -211,6 +211,7 @@ size_t WidthOf(XLA_FFI_DataType type) {
   switch (type) {
     case XLA_FFI_DataType_F32:
     case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
       return 4;
     case XLA_FFI_DataType_BF16:
     case XLA_FFI_DataType_F16:

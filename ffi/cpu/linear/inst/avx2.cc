@@ -28,12 +28,14 @@ JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
 #include "cpu/linear/packed.h"
+#include "cpu/linear/int4.h"
 // clang-format on
 namespace jax_paged::cpu::avx2 {
 constexpr LinearKernelTable kLinear = {
     {{kSameWeights<BFloat16>, kSameWeights<Float16>, kSameWeights<float>}},
     kCodeWeights<Int8>,
-    kCodeWeights<Float8E4M3>};
+    kCodeWeights<Float8E4M3>,
+    {kInt4<BFloat16>, kInt4<Float16>, kInt4<float>}};
 }
 JAX_PAGED_END_TARGET
 

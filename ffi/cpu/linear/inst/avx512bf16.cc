@@ -33,6 +33,7 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
 #include "cpu/linear/packed.h"
+#include "cpu/linear/int4.h"
 // clang-format on
 namespace jax_paged::cpu::avx512bf16 {
 constexpr LinearKernels kBFloat16 = kSameWeights<BFloat16>;
@@ -53,6 +54,7 @@ const LinearKernelTable& Avx512Bf16LinearKernels() {
     all.same.of[kX] = avx512bf16::kBFloat16;
     all.int8.of[kX] = avx512bf16::kInt8;
     all.fp8.of[kX] = avx512bf16::kFp8;
+    all.int4[kX] = avx512bf16::kInt4<BFloat16>;
     return all;
   }();
   return table;

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// out = x w^T of 4-bit w: w[n, d] = scale[n, g] code[n, d] + offset[n, g], where d is in group g of
+// the depth, and a code is -8 to 7. Included by inst/<isa>.cc inside its target region (isa.h),
+// after packed.h.
+//
+// Panels of 16 outputs, [outputs / 16][depth / 8][16] words. A word has 8 elements of the depth of
+// one output: bits 4 k of its low half the elements 2 k, of its high half the elements 2 k + 1. So
+// a shift and a look-up (or a second shift and a conversion) make a vector of 16 outputs, and with
+// bf16 dot products the halves are the two words of a pair.
+//
+//   group  sums of its codes times x, one after the other; then sum = scale * that + sum, and sum =
+//          offset * (sum of the group's x) + sum. The order is the same for any number of rows
+//   tile   rows of x times groups: fewer rows have more groups, so that so many sums are under way
+//          that none waits for the one before
+//   block  panels that stay in L2: rows of x pass over it, a tile at a time
+//
+// Bound by reading codes up to some four rows, by multiply-adds beyond; an element of w costs a
+// shift and a look-up beside its multiply-adds.
+
+#ifndef JAX_PAGED_CPU_LINEAR_INT4_H_
+#define JAX_PAGED_CPU_LINEAR_INT4_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// The largest tile.
+constexpr int kInt4Rows = kWidth == 16 ? 8 : 4;
+
+// Rows of x, and where `sums` is not null the sums of their groups: [rows, depth / group].
+template <typename T>
+void LoadInt4Rows(const void* x, int64_t begin, int64_t end, int64_t depth, int64_t group,
+                  float* rows, int64_t x_stride, float* sums) {
+  if constexpr (kUsesDot<T>) {
+    LoadLinearRows<T>(x, begin, end, end, depth, rows, x_stride);
+  } else {
+    LoadPlainRows<T>(x, begin, end, end, depth, rows, x_stride);
+  }
+  for (int64_t r = begin; sums && r < end; ++r) {
+    const T* from = static_cast<const T*>(x) + r * depth;
+    for (int64_t g = 0; g < depth / group; ++g, from += group) {
+      Vec sum = Zero();
+      for (int64_t d = 0; d < group; d += kWidth) sum = Add(sum, Load(from + d));
+      sums[r * (depth / group) + g] = HorizontalSum(sum);
+    }
+  }
+}
+
+// One word of each output of a panel, times 8 elements of x.
+template <typename T, int ROWS>
+JAX_PAGED_INLINE void Int4Step(const float* x, int64_t x_stride, const uint32_t* words, Vec* sum) {
+  JAX_PAGED_UNROLL
+  for (int d = 0; d < 8; d += kUsesDot<T> ? 2 : 1) {
+    Vec w[kPanelVecs];
+    JAX_PAGED_UNROLL
+    for (int v = 0; v < kPanelVecs; ++v) {
+      if constexpr (kUsesDot<T>) {
+        w[v] = LoadInt4Pairs(words + v * kWidth, d / 2 * 4, static_cast<const T*>(nullptr));
+      } else {
+        w[v] = LoadInt4(words + v * kWidth, d % 2 * 16 + d / 2 * 4);
+      }
+    }
+    AddProducts<T, ROWS, kPanelVecs>(x + (kUsesDot<T> ? d / 2 : d), x_stride, w, sum);
+  }
+}
+
+// ROWS rows of x times a panel, over GROUPS groups from number `first` on.
+template <typename T, int ROWS, int GROUPS>
+JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel& w, int64_t first,
+                                 float* sums, int64_t sums_stride) {
+  Vec sum[GROUPS][ROWS * kPanelVecs];
+  JAX_PAGED_UNROLL
+  for (int g = 0; g < GROUPS; ++g) {
+    JAX_PAGED_UNROLL
+    for (int i = 0; i < ROWS * kPanelVecs; ++i) sum[g][i] = Zero();
+  }
+  constexpr int64_t kOfWord = kUsesDot<T> ? 4 : 8;  // floats of x
+  const int64_t words = w.group / 8;
+  const float* const from = x.data + row * x.stride + first * words * kOfWord;
+  const uint32_t* const codes = w.codes + first * words * kPanelOutputs;
+  for (int64_t i = 0; i < words; ++i) {
+    JAX_PAGED_UNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+      const int64_t at = g * words + i;
+      Int4Step<T, ROWS>(from + at * kOfWord, x.stride, codes + at * kPanelOutputs, sum[g]);
+    }
+  }
+  for (int g = 0; g < GROUPS; ++g) {
+    const float* const scale = w.scale + (first + g) * w.scale_stride;
+    for (int r = 0; r < ROWS; ++r) {
+      for (int v = 0; v < kPanelVecs; ++v) {
+        float* const to = sums + r * sums_stride + v * kWidth;
+        const Vec of_group = sum[g][r * kPanelVecs + v], factor = Load(scale + v * kWidth);
+        Vec all = first + g == 0 ? Mul(of_group, factor) : Fma(of_group, factor, Load(to));
+        if (x.sums) {
+          const float of_x = x.sums[(row + r) * w.num_groups + first + g];
+          all = Fma(Set1(of_x), Load(scale + kPanelOutputs + v * kWidth), all);
+        }
+        Store(to, all);
+      }
+    }
+  }
+}
+
+template <typename T, int ROWS>
+void Int4Tile(const Int4Rows& x, int64_t row, const Int4Panel& w, float* sums,
+              int64_t sums_stride) {
+  constexpr int kGroups = kInt4Rows / ROWS;
+  int64_t g = 0;
+  for (; g + kGroups <= w.num_groups; g += kGroups) {
+    Int4Groups<T, ROWS, kGroups>(x, row, w, g, sums, sums_stride);
+  }
+  for (; g < w.num_groups; ++g) Int4Groups<T, ROWS, 1>(x, row, w, g, sums, sums_stride);
+}
+
+// sums[r, n] = x[r] . w[n], for all rows of x and `panels` panels, of which w is the first one.
+template <typename T>
+void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
+              int64_t sums_stride) {
+  for (int64_t r = 0; r < num_rows;) {
+    const int64_t rest = num_rows - r;
+    const int64_t tile = rest >= 8 && kInt4Rows == 8 ? 8 : (rest >= 4 ? 4 : (rest >= 2 ? 2 : 1));
+    float* const to = sums + r * sums_stride;
+    for (int64_t p = 0; p < panels; ++p) {
+      const Int4Panel panel = w.Behind(p);
+      if (kInt4Rows == 8 && tile == 8) {
+        Int4Tile<T, kInt4Rows>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+      } else if (tile == 4) {
+        Int4Tile<T, 4>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+      } else if (tile == 2) {
+        Int4Tile<T, 2>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+      } else {
+        Int4Tile<T, 1>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+      }
+    }
+    r += tile;
+  }
+}
+
+template <typename T>
+constexpr Int4Kernels kInt4 = {LoadInt4Rows<T>, Int4Sums<T>, StoreLinearSums};
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_LINEAR_INT4_H_

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of 4 bits: `linear` against float64, packing, quantizing, errors."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bits import assert_same_bits
+
+from jax_paged import Int4Weight, linear, pack_int4, quantize_int4
+
+DTYPES = ["float32", "bfloat16", "float16"]
+SIZES = [(16, 32, 32), (48, 64, 32), (160, 256, 128), (32, 96, 96), (64, 320, 32)]
+
+
+def random_weight(out, depth, group, offsets, seed=0):
+    """A weight, and its values in float64."""
+    rng = np.random.default_rng([out, depth, group, seed])
+    codes = rng.integers(-8, 8, (out, depth)).astype(np.int8)
+    scale = rng.standard_normal((out, depth // group)).astype("f4")
+    offset = rng.standard_normal((out, depth // group)).astype("f4") if offsets else None
+    given = (None if x is None else jnp.asarray(x) for x in (codes, scale, offset))
+    exact = codes.astype("f8") * np.repeat(scale, group, -1).astype("f8")
+    if offsets:
+        exact += np.repeat(offset, group, -1)
+    return pack_int4(*given), exact
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_linear_matches_float64(sizes, dtype, offsets, implementation):
+    out, depth, group = sizes
+    weight, exact = random_weight(out, depth, group, offsets)
+    rng = np.random.default_rng(1)
+    for rows in (1, 2, 3, 4, 7, 8, 21):
+        x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
+        expected = np.asarray(x, np.float64) @ exact.T
+        # Rounded in f32 at each of `depth` additions, of terms as large as these.
+        terms = np.abs(np.asarray(x, np.float64)) @ np.abs(exact.T)
+        got = linear(x, weight, out_dtype=jnp.float32, implementation=implementation)
+        assert (np.abs(np.asarray(got) - expected) <= 2e-6 * terms).all()
+        rounded = linear(x, weight, implementation=implementation)
+        assert rounded.dtype == x.dtype
+        assert_same_bits(rounded, got.astype(x.dtype))
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_token_do_not_depend_on_its_batch(dtype, offsets):
+    weight, _ = random_weight(96, 352, 32, offsets)
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((512, 352)), dtype)
+    whole = linear(x, weight, implementation="native")
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 100):
+        for begin in (0, 17, 512 - rows):
+            part = linear(x[begin : begin + rows], weight, implementation="native")
+            assert_same_bits(part, whole[begin : begin + rows])
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+def test_words_hold_the_codes(offsets):
+    weight, exact = random_weight(32, 64, 32, offsets)
+    assert (weight.shape, weight.ndim, weight.size) == ((32, 64), 2, 2048)
+    assert (weight.dtype, weight.group, weight.has_offsets) == (jnp.int4, 32, offsets)
+    np.testing.assert_allclose(weight.dequantize(), exact, rtol=2e-7, atol=1e-6)
+    word = int(weight.codes[1, 3, 5])
+    for d in range(8):
+        code = (word >> (d % 2 * 16 + d // 2 * 4)) & 15
+        scale = weight.scales[1, 0, 0, 5] if offsets else weight.scales[1, 0, 5]
+        offset = float(weight.scales[1, 0, 1, 5]) if offsets else 0
+        value = float(scale) * (code - 16 * (code > 7)) + offset
+        assert abs(value - exact[21, 24 + d]) < 1e-5
+
+
+def test_experts_are_packed_each_on_its_own():
+    rng = np.random.default_rng(3)
+    codes = jnp.asarray(rng.integers(-8, 8, (3, 16, 64)), jnp.int8)
+    scale = jnp.asarray(rng.standard_normal((3, 16, 2)), jnp.float32)
+    all_of_them = pack_int4(codes, scale, scale)
+    assert all_of_them.shape == (3, 16, 64)
+    for i in range(3):
+        one = pack_int4(codes[i], scale[i], scale[i])
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], all_of_them).codes, one.codes)
+        assert_same_bits(all_of_them.dequantize()[i], one.dequantize())
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("offsets", [True, False])
+def test_quantizing_errs_by_half_a_step(offsets, group):
+    weight = jnp.asarray(np.random.default_rng(4).standard_normal((32, 128)), jnp.float32)
+    made = quantize_int4(weight, group=group, offsets=offsets)
+    parts = np.asarray(weight).reshape(32, -1, group)
+    step = np.ptp(parts, axis=-1) / 15 if offsets else np.abs(parts).max(-1) / 8
+    # Without offsets the number opposite to the largest one is 7 / 8 of it, and may be a step off.
+    most = step[..., None] * (0.5 if offsets else 1.0) + 1e-6
+    error = np.abs(np.asarray(made.dequantize()).reshape(parts.shape) - parts)
+    assert (error <= most).all()
+    again = quantize_int4(made.dequantize(), group=group, offsets=offsets)
+    np.testing.assert_allclose(again.dequantize(), made.dequantize(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+def test_equal_weights_stay_and_what_is_not_finite_shows(offsets):
+    weight = np.full((16, 64), 0.375, "f4")
+    weight[1] = 0
+    got = np.asarray(quantize_int4(jnp.asarray(weight), offsets=offsets).dequantize())
+    np.testing.assert_allclose(got, weight, rtol=1e-6)
+    weight[2, 5] = np.nan
+    got = np.asarray(quantize_int4(jnp.asarray(weight), offsets=offsets).dequantize())
+    assert np.isnan(got[2, :32]).all()
+    assert np.isfinite(got[2, 32:]).all()
+
+
+def test_vmap_and_gradients_are_those_of_the_product():
+    weight, exact = random_weight(32, 64, 32, True)
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((2, 3, 64)), jnp.float32)
+    batched = jax.vmap(lambda x: linear(x, weight))(x)
+    assert_same_bits(batched[1], linear(x[1], weight))
+    other = jax.tree.map(lambda a: jnp.stack([a, a]), weight)
+    assert_same_bits(jax.vmap(linear)(x, other), batched)
+    gradient = jax.grad(lambda x: linear(x, weight).sum())(x[0])
+    np.testing.assert_allclose(gradient, np.tile(exact.sum(0), (3, 1)), rtol=1e-4, atol=1e-4)
+
+
+CODES, SCALE = jnp.zeros((32, 64), jnp.int8), jnp.zeros((32, 2), jnp.float32)
+WEIGHT = pack_int4(CODES, SCALE)
+WRONG = [
+    (lambda: pack_int4(CODES[:8], SCALE), "codes: expected out to be a multiple of 16, got 8"),
+    (lambda: pack_int4(CODES[:, :40], SCALE), "codes: expected in to be a multiple of 32, got 40"),
+    (lambda: pack_int4(CODES.astype(jnp.float32), SCALE), "codes: expected an integer dtype, got"),
+    (lambda: pack_int4(CODES, SCALE[:4]), "scale: expected shape [out=32, groups=2], got [4, 2]"),
+    (lambda: pack_int4(CODES, SCALE, SCALE[:, :1]), "offset: expected shape [out=32, groups=2]"),
+    (
+        lambda: pack_int4(CODES, jnp.zeros((32, 4), jnp.float32)),
+        "scale: expected groups of a multiple of 32 of 64 elements, got 4 groups",
+    ),
+    (lambda: quantize_int4(SCALE, group=24), "group: expected a multiple of 32, got 24"),
+    (lambda: quantize_int4(SCALE), "weight: expected in to be a multiple of 32, got 2"),
+    (lambda: linear(jnp.zeros((2, 32)), WEIGHT), "weight: expected codes u32[out / 16, 4, 16]"),
+    (
+        lambda: linear(jnp.zeros((2, 64)), WEIGHT, weight_scale=jnp.zeros(32)),
+        "weight_scale: expected None beside 4 bits, got one",
+    ),
+    (
+        lambda: linear(jnp.zeros((2, 64)), Int4Weight(WEIGHT.codes, WEIGHT.scales[:1])),
+        "weight: expected scales f32[out / 16, groups, 16]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[w[1][:40] for w in WRONG])
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        call()
