@@ -14,11 +14,12 @@ from jax_paged.cache.table import Windows
 from jax_paged.cache.transfer.inbox import Inbox
 from jax_paged.native.load import build_info
 from jax_paged.ops.batch import StepBatch
+from jax_paged.ops.int4 import Int4Weight
 from jax_paged.ops.packing import PackedWeight
 from jax_paged.ops.plan import AttentionPlan
 
 TYPES = (
-    AttentionPlan, Inbox, KVGroup, KVState, PackedWeight, PageTable, StepBatch, Windows,
+    AttentionPlan, Inbox, Int4Weight, KVGroup, KVState, PackedWeight, PageTable, StepBatch, Windows,
 )  # fmt: skip
 
 
