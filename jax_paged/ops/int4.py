@@ -16,7 +16,7 @@ from jax_paged.ops.packing import PANEL
 
 TARGET = "jax_paged.linear_int4.v1"
 WORD = 8  # codes
-SMALLEST, LARGEST = -8, 7
+CENTER, LARGEST = 8, 15  # of codes
 
 
 @jax.tree_util.register_dataclass
@@ -24,14 +24,15 @@ SMALLEST, LARGEST = -8, 7
 class Int4Weight:
     """Weights [..., out, in] in 4 bits, which `pack_int4` and `quantize_int4` make, for `linear`.
 
-    weight[n, d] = scale[n, g] · code[n, d] + offset[n, g], with d in group g of the depth and codes
-    of -8 to 7. As a pytree it has two leaves.
+    With d in group g of the depth, and codes of 0 to 15, weight[n, d] = scale[n, g] · code[n, d] +
+    offset[n, g]; or without offsets scale[n, g] · (code[n, d] - 8). So GGUF's Q4_1 and Q4_0 are. As
+    a pytree it has two leaves.
 
     Args:
       codes: u32[..., out / 16, in / 8, 16]. Bits 4 k of the low half of a word are element 2 k of
         its 8, those of the high half element 2 k + 1.
-      scales: f32[..., out / 16, groups, 16]; with offsets [..., out / 16, groups, 2, 16], the
-        scales and then the offsets.
+      scales: [..., out / 16, groups, 16], f16 or f32; with offsets [..., out / 16, groups, 2, 16],
+        the scales and then the offsets.
     """
 
     codes: jax.Array
@@ -75,18 +76,18 @@ def pack_int4(
     scale: Float[Array, "*experts out groups"],
     offset: Float[Array, "*experts out groups"] | None = None,
 ) -> Int4Weight:
-    """Puts codes of -8 to 7 into words, in the order in which the CPU's kernel multiplies them.
+    """Puts codes of 0 to 15 into words, in the order in which the CPU's kernel multiplies them.
 
     Args:
       codes: [..., out, in], of which 4 bits are kept. out is a multiple of 16, in one of 32.
       scale, offset: of the groups of the depth, as many as there are: in / groups is a multiple of
-        32.
+        32. They stay f16 where they are, and else become f32. None = what a code is above 8 counts.
 
     Raises:
       ValueError: a shape or dtype is wrong.
 
     >>> import jax.numpy as jnp
-    >>> packed = pack_int4(jnp.full((16, 32), -3), jnp.full((16, 1), 0.5))
+    >>> packed = pack_int4(jnp.full((16, 32), 5), jnp.full((16, 1), 0.5))
     >>> print(packed.shape, packed.codes.shape, packed.dequantize()[0, 0])
     (16, 32) (1, 4, 16) -1.5
     """
@@ -119,8 +120,10 @@ def _pack(codes, scale, offset):
         jnp.bitwise_or, (nibbles[..., d] << jnp.uint32(_shift(d)) for d in range(WORD))
     )
 
+    all_half = scale.dtype == jnp.float16 and (offset is None or offset.dtype == jnp.float16)
+
     def panels(x):  # [..., out, n] → [..., out / 16, n, 16]
-        x = x.astype(jnp.float32)
+        x = x.astype(jnp.float16 if all_half else jnp.float32)
         return jnp.swapaxes(x.reshape(*leading, out // PANEL, PANEL, x.shape[-1]), -1, -2)
 
     scales = panels(scale)
@@ -139,15 +142,16 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """f32 weights [..., out, in]."""
     *leading, panels, words, _ = codes.shape
     nibbles = jnp.stack(
-        [(codes.astype(jnp.int32) << (28 - _shift(d))) >> 28 for d in range(WORD)], axis=-2
+        [codes >> jnp.uint32(_shift(d)) & jnp.uint32(LARGEST) for d in range(WORD)], axis=-2
     )  # [..., panels, words, 8, 16]
     with_offsets = scales.ndim > codes.ndim
     groups = scales.shape[codes.ndim - 2]
     wide = nibbles.reshape(*leading, panels, groups, -1, PANEL).astype(jnp.float32)
-    scale = scales[..., 0, :] if with_offsets else scales
-    wide = wide * scale[..., None, :]
+    scales = scales.astype(jnp.float32)
     if with_offsets:
-        wide = wide + scales[..., 1, None, :]
+        wide = wide * scales[..., 0, None, :] + scales[..., 1, None, :]
+    else:
+        wide = (wide - CENTER) * scales[..., None, :]
     wide = wide.reshape(*leading, panels, WORD * words, PANEL)
     return jnp.swapaxes(wide, -1, -2).reshape(*leading, panels * PANEL, WORD * words)
 
@@ -161,9 +165,12 @@ def check_int4(name: str, weight: Int4Weight, depth: int) -> None:
     expect(fits, name, expected, f"{codes.dtype.name}{list(codes.shape)}")
     groups = scales.shape[1] if scales.ndim in (3, 4) else 0
     whole = (len(codes), groups, 2, PANEL) if scales.ndim == 4 else (len(codes), groups, PANEL)
-    fits = scales.dtype == jnp.float32 and scales.shape == whole and groups > 0
+    fits = scales.dtype in (jnp.float16, jnp.float32) and scales.shape == whole and groups > 0
     fits = fits and depth % groups == 0 and depth // groups % 32 == 0
-    expected = "scales f32[out / 16, groups, 16] or [out / 16, groups, 2, 16], in / groups by 32"
+    expected = (
+        "f16 or f32 scales [out / 16, groups, 16] or [out / 16, groups, 2, 16], with groups of a "
+        "multiple of 32"
+    )
     expect(fits, name, expected, f"{scales.dtype.name}{list(scales.shape)}")
 
 
@@ -203,19 +210,15 @@ def quantize_int4(
 def _quantize(weight, group, offsets):
     parts = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group)
     if offsets:
-        least = jnp.min(parts, axis=-1)
-        scale = (jnp.max(parts, axis=-1) - least) / jnp.float32(15)
-        shift, offset = -least, least - SMALLEST * scale
-        low, high = 0, LARGEST - SMALLEST
+        offset = jnp.min(parts, axis=-1)
+        scale = (jnp.max(parts, axis=-1) - offset) / jnp.float32(LARGEST)
+        parts = parts - offset[..., None]
     else:
         at = jnp.argmax(jnp.abs(parts), axis=-1, keepdims=True)
-        scale = jnp.take_along_axis(parts, at, axis=-1)[..., 0] / jnp.float32(SMALLEST)
-        shift, offset = jnp.zeros_like(scale), None
-        low, high = SMALLEST, LARGEST
+        scale, offset = jnp.take_along_axis(parts, at, axis=-1)[..., 0] / jnp.float32(-CENTER), None
     safe = jnp.where(scale == 0, jnp.float32(1), scale)
-    steps = jnp.round((parts + shift[..., None]) / safe[..., None])
-    codes = jnp.clip(jnp.where(jnp.isnan(steps), 0, steps), low, high).astype(jnp.int32)
-    codes = codes + SMALLEST if offsets else codes
+    steps = jnp.round(parts / safe[..., None]) + (0 if offsets else CENTER)
+    codes = jnp.clip(jnp.where(jnp.isnan(steps), 0, steps), 0, LARGEST).astype(jnp.int32)
     return codes.reshape(weight.shape), scale, offset
 
 

@@ -25,6 +25,7 @@ from ..decoder.config import DOMAINS, ROPE_DOMAINS, DecoderConfig, RopeConfig
 from ..decoder.parameters import Fill, Part, Shape, check_tensors, each_expected_tensor
 from .gguf_quants import (
     FOUR_BITS,
+    HALF_SCALES,
     KINDS,
     NO_OFFSETS,
     QUANTIZATIONS,
@@ -447,9 +448,7 @@ class _Tensors:
         codes, scale = (np.concatenate(x) for x in zip(*(part[:2] for part in parts), strict=True))
         offset = None
         if self._have_offsets(names):
-            offset = np.concatenate(
-                [np.zeros_like(p.scale) if p.offset is None else p.offset for p in parts]
-            )
+            offset = np.concatenate([-8 * p.scale if p.offset is None else p.offset for p in parts])
         codes, scale = map(jax.device_put, (codes, scale))
         return pack_int4(codes, scale, None if offset is None else jax.device_put(offset))
 
@@ -459,8 +458,9 @@ class _Tensors:
             return None
         shapes = [self._file.shapes[gguf_name(name)] for name in names]
         out, depth = sum(shape[0] for shape in shapes), shapes[0][1]
-        codes = jax.ShapeDtypeStruct((out, depth), jnp.int8)
-        scale = jax.ShapeDtypeStruct((out, depth // 32), jnp.float32)
+        codes = jax.ShapeDtypeStruct((out, depth), jnp.uint8)
+        is_half = HALF_SCALES.issuperset(self._kinds(names))
+        scale = jax.ShapeDtypeStruct((out, depth // 32), jnp.float16 if is_half else jnp.float32)
         return jax.eval_shape(pack_int4, codes, scale, scale if self._have_offsets(names) else None)
 
     def _heads_of(self, name: str) -> int | None:

@@ -193,7 +193,10 @@ def _q6_k(blocks, out):  # 128 bytes of low bits, 64 of high bits, 16 i8 scales,
 
 
 class FourBits(NamedTuple):
-    """Weights scale · code + offset, codes i8[n, size] of -8 to 7, the others f32[n, size / 32]."""
+    """Weights scale · code + offset, or scale · (code - 8).
+
+    codes: u8[n, size]; the others, f16 or f32, are [n, size / 32].
+    """
 
     codes: np.ndarray
     scale: np.ndarray
@@ -201,28 +204,29 @@ class FourBits(NamedTuple):
 
 
 def _four_bits_of_q4_0(blocks: np.ndarray) -> FourBits:
-    return FourBits(_codes(blocks[:, 2:], 16), _half(blocks, 0), None)
+    return FourBits(_codes(blocks[:, 2:], 16), _half(blocks, 0).astype(np.float16), None)
 
 
 def _four_bits_of_q4_1(blocks: np.ndarray) -> FourBits:
-    scale = _half(blocks, 0)
-    return FourBits(_codes(blocks[:, 4:], 16), scale, _half(blocks, 2) + 8 * scale)
+    scale, offset = (_half(blocks, at).astype(np.float16) for at in (0, 2))
+    return FourBits(_codes(blocks[:, 4:], 16), scale, offset)
 
 
 def _four_bits_of_q4_k(blocks: np.ndarray) -> FourBits:
     scales, mins = _six_bit_pairs(blocks[:, 4:16])
-    scale = _half(blocks, 0) * scales
-    return FourBits(_codes(blocks[:, 16:], 32), scale, 8 * scale - _half(blocks, 2) * mins)
+    codes = _codes(blocks[:, 16:], 32)
+    return FourBits(codes, _half(blocks, 0) * scales, -_half(blocks, 2) * mins)
 
 
 def _codes(packed: np.ndarray, width: int) -> np.ndarray:
-    return _flat(_fields(packed, width, 4)).astype(np.int8) - np.int8(8)
+    return _flat(_fields(packed, width, 4))
 
 
 FOUR_BITS: dict[int, Callable[[np.ndarray], FourBits]] = {
     2: _four_bits_of_q4_0, 3: _four_bits_of_q4_1, 12: _four_bits_of_q4_k,
 }  # fmt: skip
 NO_OFFSETS = 2  # Q4_0
+HALF_SCALES = {2, 3}  # whose scales and offsets are f16
 
 # ggml's number of a type → how it is read.
 KINDS = {

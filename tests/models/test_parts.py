@@ -275,7 +275,7 @@ MISFITS = {  # what is built → message
         "window: expected an integer of at least 1, got 0",
     ),
     "weight_dtype": (
-        lambda source: DenseMLP(source, "blocks.0.mlp.", weight_dtype="int4"),
+        lambda source: DenseMLP(source, "blocks.0.mlp.", weight_dtype="int3"),
         "weight_dtype: expected None or ",
     ),
     "experts": (

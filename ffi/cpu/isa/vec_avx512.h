@@ -198,9 +198,11 @@ JAX_PAGED_INLINE void Transpose(Vec* x) {
   }
 }
 
-// The 4-bit codes at bit `shift` of 16 words.
-JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift) {
-  const Vec values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+// The 4-bit codes at bit `shift` of 16 words, less 8 where they are centered.
+JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift, bool centered) {
+  const Vec values = centered
+                         ? _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)
+                         : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   // What is above a code is not looked at.
   return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), shift), values);
 }
@@ -222,12 +224,16 @@ JAX_PAGED_INLINE Vec LoadWords(const BFloat16* p, int64_t n) {
   const __mmask32 keep = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
   return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(keep, p));
 }
-// The 4-bit codes at bit `shift` of the halves of 16 words, as bf16 words.
-JAX_PAGED_INLINE Vec LoadInt4Pairs(const uint32_t* words, int shift, const BFloat16*) {
-  // Those of 0 to 7, -8 to -1, and the same again: of what is above a code one bit is looked at.
+// The same of the halves of 16 words, as bf16 words.
+JAX_PAGED_INLINE Vec LoadInt4Pairs(const uint32_t* words, int shift, bool centered,
+                                   const BFloat16*) {
+  // The same 16 words twice: of what is above a code one bit is looked at.
   const __m512i values = _mm512_broadcast_i64x4(
-      _mm256_setr_epi16(0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, -0x3f00, -0x3f20,
-                        -0x3f40, -0x3f60, -0x3f80, -0x3fc0, -0x4000, -0x4080));
+      centered
+          ? _mm256_setr_epi16(-0x3f00, -0x3f20, -0x3f40, -0x3f60, -0x3f80, -0x3fc0, -0x4000,
+                              -0x4080, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0)
+          : _mm256_setr_epi16(0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100,
+                              0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
   const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(words), shift);
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(codes, values));
 }

@@ -102,11 +102,12 @@ JAX_PAGED_INLINE Vec LoadBytes(const T* p) {
   return Load(p);
 }
 
-// The 4-bit codes, -8 to 7, at bit `shift` of kWidth words.
-JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift) {
+// The 4-bit codes at bit `shift` of kWidth words, less 8 where they are centered.
+JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift, bool centered) {
   Lanes r;
   for (int i = 0; i < kWidth; ++i) {
-    r.lane[i] = static_cast<float>(static_cast<int32_t>(words[i] << (28 - shift)) >> 28);
+    const int32_t code = static_cast<int32_t>(words[i] >> shift & 15u);
+    r.lane[i] = static_cast<float>(centered ? code - 8 : code);
   }
   return FromLanes(r);
 }

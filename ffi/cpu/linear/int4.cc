@@ -38,6 +38,7 @@ struct Call {
   int64_t num_rows;
   int64_t depth;
   int64_t panels;
+  bool has_offsets;
 };
 
 void Multiply(ffi::ThreadPool& pool, const Call& call) {
@@ -48,15 +49,14 @@ void Multiply(ffi::ThreadPool& pool, const Call& call) {
   const int64_t share = CeilDiv(call.panels, workers * kItemsPerWorker);
   const int64_t block = Clamp(kBlockBytes / panel_bytes, 1, share);
   const int64_t x_stride = LinearStride(call.depth);
-  const bool has_offsets = call.w.scale_stride > kPanelOutputs;
   const bool is_direct = call.out_dtype == Dtype::kFloat32;
   const int64_t columns = call.panels * kPanelOutputs;
-  const int64_t of_groups = has_offsets ? num_rows * call.w.num_groups : 0;
+  const int64_t of_groups = call.has_offsets ? num_rows * call.w.num_groups : 0;
   const int64_t own = is_direct ? 0 : num_rows * block * kPanelOutputs;
   const int64_t rows_floats = num_rows * x_stride + RoundUp(of_groups, kPadFloats);
   const Scratch scratch(static_cast<size_t>(rows_floats + workers * own) * sizeof(float));
   float* const rows = reinterpret_cast<float*>(scratch.data());
-  float* const group_sums = has_offsets ? rows + num_rows * x_stride : nullptr;
+  float* const group_sums = call.has_offsets ? rows + num_rows * x_stride : nullptr;
   ParallelFor(pool, CeilDiv(num_rows, kRowsAtOnce), workers, [&](int64_t item, int64_t) {
     const int64_t begin = item * kRowsAtOnce;
     kernels.load_rows(call.x, begin, Clamp(begin + kRowsAtOnce, 0, num_rows), call.depth,
@@ -76,45 +76,52 @@ void Multiply(ffi::ThreadPool& pool, const Call& call) {
 }
 
 ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> codes,
-                      ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out) {
+                      ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
   std::string error;
   const auto failed = [&](std::string text) {
     error = std::move(text);
     return !error.empty();
   };
   Call call;
+  Dtype of_scales;
   if (failed(ReadDtype(kOp, "x", TypeOf(x), &call.dtype)) ||
       failed(ReadDtype(kOp, "out", TypeOf(*out), &call.out_dtype)) ||
+      failed(ReadDtype(kOp, "scales", TypeOf(scales), &of_scales)) ||
       failed(CheckRank(kOp, "x", Shape(x), 2)) ||
       failed(CheckRank(kOp, "codes", Shape(codes), 3)) ||
-      (Shape(scale).rank != 4 && failed(CheckRank(kOp, "scale", Shape(scale), 3)))) {
+      (Shape(scales).rank != 4 && failed(CheckRank(kOp, "scales", Shape(scales), 3)))) {
     return ffi::Error::InvalidArgument(error);
   }
-  const bool has_offsets = Shape(scale).rank == 4;
   call.num_rows = Shape(x)[0];
   call.depth = Shape(x)[1];
   call.panels = Shape(codes)[0];
-  call.w.num_groups = Shape(scale)[1];
-  const int64_t groups = call.w.num_groups;
+  call.has_offsets = Shape(scales).rank == 4;
+  const int64_t groups = Shape(scales)[1];
+  const std::string got = ShapeText(Shape(scales).dims, Shape(scales).rank);
   if (groups < 1 || call.depth % groups != 0 || call.depth / groups % 32 != 0) {
-    return ffi::Error::InvalidArgument(Mismatch(kOp, "scale",
-                                                "groups of a multiple of 32 elements of the depth",
-                                                ShapeText(Shape(scale).dims, Shape(scale).rank)));
+    const char* const expected = "groups of a multiple of 32 elements of the depth";
+    return ffi::Error::InvalidArgument(Mismatch(kOp, "scales", expected, got));
   }
-  if (failed(
-          CheckShape(kOp, "codes", Shape(codes), {call.panels, call.depth / 8, kPanelOutputs})) ||
-      failed(has_offsets
-                 ? CheckShape(kOp, "scale", Shape(scale), {call.panels, groups, 2, kPanelOutputs})
-                 : CheckShape(kOp, "scale", Shape(scale), {call.panels, groups, kPanelOutputs})) ||
-      failed(CheckShape(kOp, "out", Shape(*out), {call.num_rows, call.panels * kPanelOutputs}))) {
+  if (of_scales == Dtype::kBFloat16) {
+    return ffi::Error::InvalidArgument(Mismatch(kOp, "scales", "dtype f16 or f32", "bf16"));
+  }
+  const int64_t panels = call.panels, words = call.depth / 8;
+  if (failed(CheckShape(kOp, "codes", Shape(codes), {panels, words, kPanelOutputs})) ||
+      failed(call.has_offsets
+                 ? CheckShape(kOp, "scales", Shape(scales), {panels, groups, 2, kPanelOutputs})
+                 : CheckShape(kOp, "scales", Shape(scales), {panels, groups, kPanelOutputs})) ||
+      failed(CheckShape(kOp, "out", Shape(*out), {call.num_rows, panels * kPanelOutputs}))) {
     return ffi::Error::InvalidArgument(error);
   }
   if (call.num_rows == 0 || call.panels == 0) return ffi::Error::Success();
   call.x = static_cast<const char*>(x.untyped_data());
-  call.w.codes = codes.typed_data();
-  call.w.scale = scale.typed_data();
-  call.w.scale_stride = has_offsets ? 2 * kPanelOutputs : kPanelOutputs;
-  call.w.group = call.depth / groups;
+  const int64_t of_panel = groups * (call.has_offsets ? 2 : 1) * kPanelOutputs;
+  call.w = {codes.typed_data(),
+            scales.untyped_data(),
+            of_panel * ByteWidth(of_scales),
+            call.depth / groups,
+            groups,
+            of_scales == Dtype::kFloat16};
   call.out = static_cast<char*>(out->untyped_data());
   try {
     Multiply(pool, call);
@@ -131,7 +138,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(LinearInt4Handler, LinearInt4,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()         // x
                                   .Arg<ffi::Buffer<ffi::U32>>()  // codes
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // scale
+                                  .Arg<ffi::AnyBuffer>()         // scales
                                   .Ret<ffi::AnyBuffer>());       // out
 
 }  // namespace jax_paged::cpu

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = x w^T of 4-bit w: w[n, d] = scale[n, g] code[n, d] + offset[n, g], where d is in group g of
-// the depth, and a code is -8 to 7. Included by inst/<isa>.cc inside its target region (isa.h),
-// after packed.h.
+// out = x w^T of 4-bit w. With d in group g of the depth, and codes of 0 to 15, w[n, d] = scale[n,
+// g] code[n, d] + offset[n, g]; or without offsets w[n, d] = scale[n, g] (code[n, d] - 8). Included
+// by inst/<isa>.cc inside its target region (isa.h), after packed.h.
 //
 // Panels of 16 outputs, [outputs / 16][depth / 8][16] words. A word has 8 elements of the depth of
 // one output: bits 4 k of its low half the elements 2 k, of its high half the elements 2 k + 1. So
@@ -46,7 +46,7 @@ void LoadInt4Rows(const void* x, int64_t begin, int64_t end, int64_t depth, int6
 }
 
 // One word of each output of a panel, times 8 elements of x.
-template <typename T, int ROWS>
+template <typename T, bool CENTERED, int ROWS>
 JAX_PAGED_INLINE void Int4Step(const float* x, int64_t x_stride, const uint32_t* words, Vec* sum) {
   JAX_PAGED_UNROLL
   for (int d = 0; d < 8; d += kUsesDot<T> ? 2 : 1) {
@@ -54,17 +54,24 @@ JAX_PAGED_INLINE void Int4Step(const float* x, int64_t x_stride, const uint32_t*
     JAX_PAGED_UNROLL
     for (int v = 0; v < kPanelVecs; ++v) {
       if constexpr (kUsesDot<T>) {
-        w[v] = LoadInt4Pairs(words + v * kWidth, d / 2 * 4, static_cast<const T*>(nullptr));
+        w[v] =
+            LoadInt4Pairs(words + v * kWidth, d / 2 * 4, CENTERED, static_cast<const T*>(nullptr));
       } else {
-        w[v] = LoadInt4(words + v * kWidth, d % 2 * 16 + d / 2 * 4);
+        w[v] = LoadInt4(words + v * kWidth, d % 2 * 16 + d / 2 * 4, CENTERED);
       }
     }
     AddProducts<T, ROWS, kPanelVecs>(x + (kUsesDot<T> ? d / 2 : d), x_stride, w, sum);
   }
 }
 
+// The scales or offsets of a panel from number `at` on.
+JAX_PAGED_INLINE Vec LoadScales(const Int4Panel& w, int64_t at) {
+  return w.has_half_scales ? Load(static_cast<const Float16*>(w.scales) + at)
+                           : Load(static_cast<const float*>(w.scales) + at);
+}
+
 // ROWS rows of x times a panel, over GROUPS groups from number `first` on.
-template <typename T, int ROWS, int GROUPS>
+template <typename T, bool CENTERED, int ROWS, int GROUPS>
 JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel& w, int64_t first,
                                  float* sums, int64_t sums_stride) {
   Vec sum[GROUPS][ROWS * kPanelVecs];
@@ -81,19 +88,25 @@ JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel
     JAX_PAGED_UNROLL
     for (int g = 0; g < GROUPS; ++g) {
       const int64_t at = g * words + i;
-      Int4Step<T, ROWS>(from + at * kOfWord, x.stride, codes + at * kPanelOutputs, sum[g]);
+      Int4Step<T, CENTERED, ROWS>(from + at * kOfWord, x.stride, codes + at * kPanelOutputs,
+                                  sum[g]);
     }
   }
+  JAX_PAGED_UNROLL
   for (int g = 0; g < GROUPS; ++g) {
-    const float* const scale = w.scale + (first + g) * w.scale_stride;
-    for (int r = 0; r < ROWS; ++r) {
-      for (int v = 0; v < kPanelVecs; ++v) {
+    constexpr int64_t kOfGroup = CENTERED ? kPanelOutputs : 2 * kPanelOutputs;
+    JAX_PAGED_UNROLL
+    for (int v = 0; v < kPanelVecs; ++v) {
+      const int64_t at = (first + g) * kOfGroup + v * kWidth;
+      const Vec scale = LoadScales(w, at);
+      const Vec offset = CENTERED ? Zero() : LoadScales(w, at + kPanelOutputs);
+      JAX_PAGED_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
         float* const to = sums + r * sums_stride + v * kWidth;
-        const Vec of_group = sum[g][r * kPanelVecs + v], factor = Load(scale + v * kWidth);
-        Vec all = first + g == 0 ? Mul(of_group, factor) : Fma(of_group, factor, Load(to));
-        if (x.sums) {
-          const float of_x = x.sums[(row + r) * w.num_groups + first + g];
-          all = Fma(Set1(of_x), Load(scale + kPanelOutputs + v * kWidth), all);
+        const Vec of_group = sum[g][r * kPanelVecs + v];
+        Vec all = first + g == 0 ? Mul(of_group, scale) : Fma(of_group, scale, Load(to));
+        if constexpr (!CENTERED) {
+          all = Fma(Set1(x.sums[(row + r) * w.num_groups + first + g]), offset, all);
         }
         Store(to, all);
       }
@@ -101,21 +114,20 @@ JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel
   }
 }
 
-template <typename T, int ROWS>
+template <typename T, bool CENTERED, int ROWS>
 void Int4Tile(const Int4Rows& x, int64_t row, const Int4Panel& w, float* sums,
               int64_t sums_stride) {
   constexpr int kGroups = kInt4Rows / ROWS;
   int64_t g = 0;
   for (; g + kGroups <= w.num_groups; g += kGroups) {
-    Int4Groups<T, ROWS, kGroups>(x, row, w, g, sums, sums_stride);
+    Int4Groups<T, CENTERED, ROWS, kGroups>(x, row, w, g, sums, sums_stride);
   }
-  for (; g < w.num_groups; ++g) Int4Groups<T, ROWS, 1>(x, row, w, g, sums, sums_stride);
+  for (; g < w.num_groups; ++g) Int4Groups<T, CENTERED, ROWS, 1>(x, row, w, g, sums, sums_stride);
 }
 
-// sums[r, n] = x[r] . w[n], for all rows of x and `panels` panels, of which w is the first one.
-template <typename T>
-void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
-              int64_t sums_stride) {
+template <typename T, bool CENTERED>
+void Int4Block(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
+               int64_t sums_stride) {
   for (int64_t r = 0; r < num_rows;) {
     const int64_t rest = num_rows - r;
     const int64_t tile = rest >= 8 && kInt4Rows == 8 ? 8 : (rest >= 4 ? 4 : (rest >= 2 ? 2 : 1));
@@ -123,16 +135,27 @@ void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t p
     for (int64_t p = 0; p < panels; ++p) {
       const Int4Panel panel = w.Behind(p);
       if (kInt4Rows == 8 && tile == 8) {
-        Int4Tile<T, kInt4Rows>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+        Int4Tile<T, CENTERED, kInt4Rows>(x, r, panel, to + p * kPanelOutputs, sums_stride);
       } else if (tile == 4) {
-        Int4Tile<T, 4>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+        Int4Tile<T, CENTERED, 4>(x, r, panel, to + p * kPanelOutputs, sums_stride);
       } else if (tile == 2) {
-        Int4Tile<T, 2>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+        Int4Tile<T, CENTERED, 2>(x, r, panel, to + p * kPanelOutputs, sums_stride);
       } else {
-        Int4Tile<T, 1>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+        Int4Tile<T, CENTERED, 1>(x, r, panel, to + p * kPanelOutputs, sums_stride);
       }
     }
     r += tile;
+  }
+}
+
+// sums[r, n] = x[r] . w[n], for all rows of x and `panels` panels, of which w is the first one.
+template <typename T>
+void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
+              int64_t sums_stride) {
+  if (x.sums) {
+    Int4Block<T, /*CENTERED=*/false>(x, num_rows, w, panels, sums, sums_stride);
+  } else {
+    Int4Block<T, /*CENTERED=*/true>(x, num_rows, w, panels, sums, sums_stride);
   }
 }
 

@@ -120,15 +120,16 @@ struct Int4Rows {
 // A panel of 4-bit weights (linear/int4.h), of which others follow.
 struct Int4Panel {
   const uint32_t* codes;  // [depth / 8, 16]
-  const float* scale;     // [groups, 16], or with offsets [groups, 2, 16]
-  int64_t scale_stride;   // 16 or 32
+  const void* scales;     // [groups, 16], or with offsets [groups, 2, 16]
+  int64_t scales_bytes;   // of a panel
   int64_t group;          // elements of the depth that have a scale
   int64_t num_groups;
+  bool has_half_scales;  // f16, else f32
 
   Int4Panel Behind(int64_t panels) const {
     Int4Panel panel = *this;
     panel.codes += panels * num_groups * group / 8 * kPanelOutputs;
-    panel.scale += panels * num_groups * scale_stride;
+    panel.scales = static_cast<const char*>(scales) + panels * scales_bytes;
     return panel;
   }
 };
