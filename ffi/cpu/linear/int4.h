@@ -25,6 +25,8 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 // The largest tile.
 constexpr int kInt4Rows = kWidth == 16 ? 8 : 4;
+// Bytes of codes that come in ahead of those that are multiplied.
+constexpr int64_t kInt4Ahead = 4096;
 
 // Rows of x, and where `sums` is not null the sums of their groups: [rows, depth / group].
 template <typename T>
@@ -45,22 +47,24 @@ void LoadInt4Rows(const void* x, int64_t begin, int64_t end, int64_t depth, int6
   }
 }
 
-// One word of each output of a panel, times 8 elements of x.
-template <typename T, bool CENTERED, int ROWS>
-JAX_PAGED_INLINE void Int4Step(const float* x, int64_t x_stride, const uint32_t* words, Vec* sum) {
+// One word of each output of some panels, `panel_words` apart, times 8 elements of x.
+template <typename T, bool CENTERED, int ROWS, int PANELS>
+JAX_PAGED_INLINE void Int4Step(const float* x, int64_t x_stride, const uint32_t* words,
+                               int64_t panel_words, Vec* sum) {
+  constexpr int kVecs = PANELS * kPanelVecs;
   JAX_PAGED_UNROLL
   for (int d = 0; d < 8; d += kUsesDot<T> ? 2 : 1) {
-    Vec w[kPanelVecs];
+    Vec w[kVecs];
     JAX_PAGED_UNROLL
-    for (int v = 0; v < kPanelVecs; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
+      const uint32_t* const from = words + v / kPanelVecs * panel_words + v % kPanelVecs * kWidth;
       if constexpr (kUsesDot<T>) {
-        w[v] =
-            LoadInt4Pairs(words + v * kWidth, d / 2 * 4, CENTERED, static_cast<const T*>(nullptr));
+        w[v] = LoadInt4Pairs(from, d / 2 * 4, CENTERED, static_cast<const T*>(nullptr));
       } else {
-        w[v] = LoadInt4(words + v * kWidth, d % 2 * 16 + d / 2 * 4, CENTERED);
+        w[v] = LoadInt4(from, d % 2 * 16 + d / 2 * 4, CENTERED);
       }
     }
-    AddProducts<T, ROWS, kPanelVecs>(x + (kUsesDot<T> ? d / 2 : d), x_stride, w, sum);
+    AddProducts<T, ROWS, kVecs>(x + (kUsesDot<T> ? d / 2 : d), x_stride, w, sum);
   }
 }
 
@@ -70,15 +74,16 @@ JAX_PAGED_INLINE Vec LoadScales(const Int4Panel& w, int64_t at) {
                            : Load(static_cast<const float*>(w.scales) + at);
 }
 
-// ROWS rows of x times a panel, over GROUPS groups from number `first` on.
-template <typename T, bool CENTERED, int ROWS, int GROUPS>
+// ROWS rows of x times PANELS panels, over GROUPS groups from number `first` on.
+template <typename T, bool CENTERED, int ROWS, int GROUPS, int PANELS>
 JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel& w, int64_t first,
                                  float* sums, int64_t sums_stride) {
-  Vec sum[GROUPS][ROWS * kPanelVecs];
+  constexpr int kVecs = PANELS * kPanelVecs;
+  Vec sum[GROUPS][ROWS * kVecs];
   JAX_PAGED_UNROLL
   for (int g = 0; g < GROUPS; ++g) {
     JAX_PAGED_UNROLL
-    for (int i = 0; i < ROWS * kPanelVecs; ++i) sum[g][i] = Zero();
+    for (int i = 0; i < ROWS * kVecs; ++i) sum[g][i] = Zero();
   }
   constexpr int64_t kOfWord = kUsesDot<T> ? 4 : 8;  // floats of x
   const int64_t words = w.group / 8;
@@ -88,22 +93,25 @@ JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel
     JAX_PAGED_UNROLL
     for (int g = 0; g < GROUPS; ++g) {
       const int64_t at = g * words + i;
-      Int4Step<T, CENTERED, ROWS>(from + at * kOfWord, x.stride, codes + at * kPanelOutputs,
-                                  sum[g]);
+      if (ROWS <= 4)
+        Prefetch(reinterpret_cast<const char*>(codes + at * kPanelOutputs) + kInt4Ahead);
+      Int4Step<T, CENTERED, ROWS, PANELS>(from + at * kOfWord, x.stride, codes + at * kPanelOutputs,
+                                          words * w.num_groups * kPanelOutputs, sum[g]);
     }
   }
   JAX_PAGED_UNROLL
   for (int g = 0; g < GROUPS; ++g) {
     constexpr int64_t kOfGroup = CENTERED ? kPanelOutputs : 2 * kPanelOutputs;
     JAX_PAGED_UNROLL
-    for (int v = 0; v < kPanelVecs; ++v) {
-      const int64_t at = (first + g) * kOfGroup + v * kWidth;
-      const Vec scale = LoadScales(w, at);
-      const Vec offset = CENTERED ? Zero() : LoadScales(w, at + kPanelOutputs);
+    for (int v = 0; v < kVecs; ++v) {
+      const Int4Panel panel = w.Behind(v / kPanelVecs);
+      const int64_t at = (first + g) * kOfGroup + v % kPanelVecs * kWidth;
+      const Vec scale = LoadScales(panel, at);
+      const Vec offset = CENTERED ? Zero() : LoadScales(panel, at + kPanelOutputs);
       JAX_PAGED_UNROLL
       for (int r = 0; r < ROWS; ++r) {
         float* const to = sums + r * sums_stride + v * kWidth;
-        const Vec of_group = sum[g][r * kPanelVecs + v];
+        const Vec of_group = sum[g][r * kVecs + v];
         Vec all = first + g == 0 ? Mul(of_group, scale) : Fma(of_group, scale, Load(to));
         if constexpr (!CENTERED) {
           all = Fma(Set1(x.sums[(row + r) * w.num_groups + first + g]), offset, all);
@@ -114,15 +122,17 @@ JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel
   }
 }
 
-template <typename T, bool CENTERED, int ROWS>
+template <typename T, bool CENTERED, int ROWS, int PANELS = 1>
 void Int4Tile(const Int4Rows& x, int64_t row, const Int4Panel& w, float* sums,
               int64_t sums_stride) {
   constexpr int kGroups = kInt4Rows / ROWS;
   int64_t g = 0;
   for (; g + kGroups <= w.num_groups; g += kGroups) {
-    Int4Groups<T, CENTERED, ROWS, kGroups>(x, row, w, g, sums, sums_stride);
+    Int4Groups<T, CENTERED, ROWS, kGroups, PANELS>(x, row, w, g, sums, sums_stride);
   }
-  for (; g < w.num_groups; ++g) Int4Groups<T, CENTERED, ROWS, 1>(x, row, w, g, sums, sums_stride);
+  for (; g < w.num_groups; ++g) {
+    Int4Groups<T, CENTERED, ROWS, 1, PANELS>(x, row, w, g, sums, sums_stride);
+  }
 }
 
 template <typename T, bool CENTERED>
@@ -132,17 +142,24 @@ void Int4Block(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t 
     const int64_t rest = num_rows - r;
     const int64_t tile = rest >= 8 && kInt4Rows == 8 ? 8 : (rest >= 4 ? 4 : (rest >= 2 ? 2 : 1));
     float* const to = sums + r * sums_stride;
-    for (int64_t p = 0; p < panels; ++p) {
+    for (int64_t p = 0; p < panels;) {
       const Int4Panel panel = w.Behind(p);
-      if (kInt4Rows == 8 && tile == 8) {
-        Int4Tile<T, CENTERED, kInt4Rows>(x, r, panel, to + p * kPanelOutputs, sums_stride);
-      } else if (tile == 4) {
-        Int4Tile<T, CENTERED, 4>(x, r, panel, to + p * kPanelOutputs, sums_stride);
-      } else if (tile == 2) {
-        Int4Tile<T, CENTERED, 2>(x, r, panel, to + p * kPanelOutputs, sums_stride);
-      } else {
-        Int4Tile<T, CENTERED, 1>(x, r, panel, to + p * kPanelOutputs, sums_stride);
+      float* const of_panel = to + p * kPanelOutputs;
+      if (kInt4Rows == 8 && tile == 8 && panels - p >= 2) {
+        Int4Tile<T, CENTERED, kInt4Rows, 2>(x, r, panel, of_panel, sums_stride);
+        p += 2;
+        continue;
       }
+      if (kInt4Rows == 8 && tile == 8) {
+        Int4Tile<T, CENTERED, kInt4Rows>(x, r, panel, of_panel, sums_stride);
+      } else if (tile == 4) {
+        Int4Tile<T, CENTERED, 4>(x, r, panel, of_panel, sums_stride);
+      } else if (tile == 2) {
+        Int4Tile<T, CENTERED, 2>(x, r, panel, of_panel, sums_stride);
+      } else {
+        Int4Tile<T, CENTERED, 1>(x, r, panel, of_panel, sums_stride);
+      }
+      ++p;
     }
     r += tile;
   }
