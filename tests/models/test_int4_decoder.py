@@ -18,6 +18,7 @@ from jax_paged.models.checkpoint.weights import open_checkpoint
 from jax_paged.models.decoder.adapters import with_adapter
 from jax_paged.models.decoder.merge_adapter import merge_adapter
 from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.decoder.projections import param_value
 from jax_paged.models.serving.batch import generate_many
 from jax_paged.models.serving.engine import Engine
 from jax_paged.models.testing import small_config
@@ -88,13 +89,13 @@ def test_a_file_s_4_bits_stay_as_they_are(tmp_path, architecture, kind):
     model, config, _ = load_checkpoint(path, weight_dtype="int4", progress=False)
     wide, *_ = load_checkpoint(path, progress=False)
     assert count_int4(model) == 4 * config.num_layers
-    has_offsets = model.layers[0].attention.qkv.get_value().has_offsets
+    has_offsets = param_value(model.layers[0].attention.qkv).has_offsets
     assert has_offsets == (kind == "Q4_1")
     for ours, theirs in zip(model.layers, wide.layers, strict=True):
         for part, name in (("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up")):
             mine, its = (getattr(getattr(x, part), name) for x in (ours, theirs))
             np.testing.assert_allclose(
-                mine.get_value().dequantize(), its.get_value(), rtol=1e-6, atol=1e-6
+                param_value(mine).dequantize(), param_value(its), rtol=1e-6, atol=1e-6
             )
     with open_checkpoint(path, weight_dtype="int4") as checkpoint:  # which compiles for them
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(checkpoint.shapes()))
@@ -116,9 +117,9 @@ def test_what_a_file_has_in_more_bits_is_rounded_to_4(tmp_path):
     path = file_of(tmp_path, "qwen3", "Q4_0", {"blk.0.attn_v.weight": Kind.Q8_0})
     model, *_ = load_checkpoint(path, weight_dtype="int4", progress=False)
     wide, *_ = load_checkpoint(path, progress=False)
-    kinds = [layer.attention.qkv.get_value().has_offsets for layer in model.layers]
+    kinds = [param_value(layer.attention.qkv).has_offsets for layer in model.layers]
     assert kinds == [True, False]
-    mine, its = (x.layers[0].attention.qkv.get_value() for x in (model, wide))
+    mine, its = (param_value(x.layers[0].attention.qkv) for x in (model, wide))
     error = np.abs(np.asarray(mine.dequantize()) - np.asarray(its))
     step = np.ptp(np.asarray(its).reshape(len(its), -1, 32), axis=-1) / 15
     assert (error.reshape(len(its), -1, 32) <= step[..., None] / 2 + 1e-6).all()

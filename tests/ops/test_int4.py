@@ -135,7 +135,7 @@ def test_vmap_and_gradients_are_those_of_the_product():
 
 
 CODES, SCALE = jnp.zeros((32, 64), jnp.int8), jnp.zeros((32, 2), jnp.float32)
-WEIGHT = pack_int4(CODES, SCALE)
+WEIGHT, X = pack_int4(CODES, SCALE), jnp.zeros((2, 64), jnp.float32)
 WRONG = [
     (lambda: pack_int4(CODES[:8], SCALE), "codes: expected out to be a multiple of 16, got 8"),
     (lambda: pack_int4(CODES[:, :40], SCALE), "codes: expected in to be a multiple of 32, got 40"),
@@ -148,13 +148,13 @@ WRONG = [
     ),
     (lambda: quantize_int4(SCALE, group=24), "group: expected a multiple of 32, got 24"),
     (lambda: quantize_int4(SCALE), "weight: expected in to be a multiple of 32, got 2"),
-    (lambda: linear(jnp.zeros((2, 32)), WEIGHT), "weight: expected codes u32[out / 16, 4, 16]"),
+    (lambda: linear(X[:, :32], WEIGHT), "weight: expected codes u32[out / 16, 4, 16]"),
     (
-        lambda: linear(jnp.zeros((2, 64)), WEIGHT, weight_scale=jnp.zeros(32)),
+        lambda: linear(X, WEIGHT, weight_scale=jnp.zeros(32)),
         "weight_scale: expected None beside 4 bits, got one",
     ),
     (
-        lambda: linear(jnp.zeros((2, 64)), Int4Weight(WEIGHT.codes, WEIGHT.scales[:1])),
+        lambda: linear(X, Int4Weight(WEIGHT.codes, WEIGHT.scales[:1])),
         "weight: expected f16 or f32 scales [out / 16, groups, 16]",
     ),
 ]
