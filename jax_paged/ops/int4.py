@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from jax_paged.checks import Implementation, check_array, check_float, check_shape, expect
-from jax_paged.native.call import ffi_call
-from jax_paged.native.sharding import WHOLE, Split
+from jax_paged.checks import check_array, check_float, check_shape, expect
 from jax_paged.ops.packing import PANEL
 
-TARGET = "jax_paged.linear_int4.v1"
 WORD = 8  # codes
 CENTER, LARGEST = 8, 15  # of codes
 
@@ -220,65 +217,3 @@ def _quantize(weight, group, offsets):
     steps = jnp.round(parts / safe[..., None]) + (0 if offsets else CENTER)
     codes = jnp.clip(jnp.where(jnp.isnan(steps), 0, steps), 0, LARGEST).astype(jnp.int32)
     return codes.reshape(weight.shape), scale, offset
-
-
-def contract_int4(out_dtype, x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """XLA's product of x [tokens, in] and the weights, in f32."""
-    return jax.lax.dot_general(
-        x.astype(jnp.float32), dequantize(codes, scales), (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-    ).astype(out_dtype)  # fmt: skip
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def linear_int4(
-    out_dtype: jnp.dtype, implementation: Implementation, x: jax.Array, codes: jax.Array,
-    scales: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """`linear` of checked operands."""
-    return _batched(out_dtype, implementation)(x, codes, scales)
-
-
-@functools.cache
-def _batched(out_dtype: jnp.dtype, implementation: Implementation):
-    @jax.custom_batching.custom_vmap
-    def call(x, codes, scales):
-        more = f" {WHOLE}" * (scales.ndim - 2)
-        axes = {
-            "x": f"tokens {WHOLE}", "codes": f"out {WHOLE} {WHOLE}", "scales": f"out {WHOLE}{more}"
-        }  # fmt: skip
-        split = Split(axes, results=("tokens out",), fixed=("codes",))
-        (out,) = ffi_call(
-            TARGET, (x, codes, scales), {}, split=split, implementation=implementation,
-            reference=lambda *operands: (contract_int4(out_dtype, *operands),),
-        )  # fmt: skip
-        return out
-
-    @call.def_vmap
-    def rule(axis_size, in_batched, x, codes, scales):
-        if in_batched == [True, False, False]:
-            out = call(x.reshape(-1, x.shape[-1]), codes, scales)
-            return out.reshape(axis_size, -1, out.shape[-1]), True
-        operands = (x, codes, scales)
-        own = [a for a, is_own in zip(operands, in_batched, strict=True) if is_own]
-
-        def one(own):
-            each = iter(own)
-            pairs = zip(operands, in_batched, strict=True)
-            return call(*(next(each) if is_own else a for a, is_own in pairs))
-
-        return jax.lax.map(one, own), True
-
-    return call
-
-
-def _forward(out_dtype, implementation, x, codes, scales):
-    return linear_int4(out_dtype, implementation, x, codes, scales), (x, codes, scales)
-
-
-def _backward(out_dtype, implementation, operands, cotangent):
-    _, pullback = jax.vjp(functools.partial(contract_int4, out_dtype), *operands)
-    return pullback(cotangent)
-
-
-linear_int4.defvjp(_forward, _backward)

@@ -27,11 +27,12 @@ from jax_paged.checks import (
 )
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import WHOLE, Split
-from jax_paged.ops.int4 import Int4Weight, check_int4, linear_int4
+from jax_paged.ops.int4 import Int4Weight, check_int4, dequantize
 from jax_paged.ops.packing import PackedWeight, panels_of, unpack
 from jax_paged.ops.reference import QMAX, quantize
 
 TARGET = "jax_paged.linear.v1"
+INT4_TARGET = "jax_paged.linear_int4.v1"
 
 
 def linear(
@@ -93,7 +94,7 @@ def linear(
         dtype.name,
     )
     if isinstance(weight, Int4Weight):
-        return _linear_int4(dtype, implementation, x, weight.codes, weight.scales)
+        return _linear(dtype, implementation, x, weight.codes, weight.scales)
     if implementation != "reference" and (x.shape[1] % 8 or not x.shape[1]):
         raise NotImplementedError(
             f"x: expected a positive multiple of 8 columns, got {x.shape[1]}; "
@@ -167,7 +168,13 @@ def contract_last(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
 def contract(
     out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array | None, parts: int = 1
 ) -> jax.Array:
-    """The same, where weights may be packed, or 8-bit, which every float dtype holds exactly."""
+    """The same, where weights may be packed, or 8-bit, which every float dtype holds exactly.
+
+    Those of 4 bits, which come as the words and scales of an `Int4Weight`, are multiplied in f32.
+    """
+    if _is_int4(weight):
+        wide = x.astype(jnp.float32), dequantize(weight, scale)
+        return contract_last(*wide, jnp.float32).astype(out_dtype)
     weight = unpack(weight) if weight.ndim == 3 else weight
     if weight.dtype not in WEIGHT_DTYPES or scale is None:
         return contract_last(x, weight, out_dtype)
@@ -202,8 +209,19 @@ def _contract_blocks(x: jax.Array, weight: jax.Array, scale: jax.Array, parts: i
     return jax.lax.map(of_row, x, batch_size=at_once)
 
 
+def _is_int4(weight: jax.Array) -> bool:
+    """Whether a kernel's operand is the words of an `Int4Weight`."""
+    return weight.dtype == jnp.uint32
+
+
 def _split(weight: jax.Array, scale: jax.Array) -> Split:
     more = f" {WHOLE}" * (weight.ndim - 2)  # packed
+    if _is_int4(weight):
+        axes = {
+            "x": f"tokens {WHOLE}", "weight": f"out {WHOLE}{more}",
+            "weight_scale": "out" + f" {WHOLE}" * (scale.ndim - 1),
+        }  # fmt: skip
+        return Split(axes, results=("tokens out",), fixed=("weight",))
     if scale.ndim == 2:
         whole = f"{WHOLE} {WHOLE}"
         axes = {"x": f"tokens {WHOLE}", "weight": whole + more, "weight_scale": whole}
@@ -218,7 +236,7 @@ def _batched(dtype: jnp.dtype, implementation: Implementation):
     @custom_vmap
     def call(x, weight, scale):
         (out,) = ffi_call(
-            TARGET,
+            INT4_TARGET if _is_int4(weight) else TARGET,
             (x, weight, scale),
             {},
             split=_split(weight, scale),
@@ -261,9 +279,6 @@ def _backward(dtype, implementation, operands, cotangent):
 
 
 _differentiable.defvjp(_forward, _backward)
-
-
-_linear_int4 = jax.jit(linear_int4, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -42,7 +42,8 @@ struct Call {
 };
 
 void Multiply(ffi::ThreadPool& pool, const Call& call) {
-  const Int4Kernels& kernels = ChosenLinearKernels().int4[static_cast<int>(call.dtype)];
+  const LinearKernelTable& all = ChosenLinearKernels();
+  const Int4Kernels& kernels = all.int4[static_cast<int>(call.dtype)];
   const int64_t num_rows = call.num_rows, panel_bytes = call.depth * kPanelOutputs / 2;
   const bool is_small = call.panels * panel_bytes < kSerialBytes;
   const int64_t workers = is_small ? 1 : Clamp(pool.num_threads(), 1, 1024);
@@ -71,7 +72,8 @@ void Multiply(ffi::ThreadPool& pool, const Call& call) {
         is_direct ? reinterpret_cast<float*>(out) : rows + rows_floats + worker * own;
     kernels.sums(x, num_rows, call.w.Behind(begin), panels, sums, is_direct ? columns : count);
     if (is_direct) return;
-    kernels.store(sums, num_rows, /*most=*/1, count, columns, call.out_dtype, out);
+    all.Of(call.dtype, call.dtype)
+        .store(sums, num_rows, /*most=*/1, count, columns, call.out_dtype, out);
   });
 }
 

@@ -177,7 +177,7 @@ void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t p
 }
 
 template <typename T>
-constexpr Int4Kernels kInt4 = {LoadInt4Rows<T>, Int4Sums<T>, StoreLinearSums};
+constexpr Int4Kernels kInt4 = {LoadInt4Rows<T>, Int4Sums<T>};
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 

@@ -140,8 +140,6 @@ struct Int4Kernels {
                     float* rows, int64_t x_stride, float* sums);
   void (*sums)(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
                int64_t sums_stride);
-  void (*store)(const float* sums, int64_t num_rows, int64_t most, int64_t count,
-                int64_t out_stride, Dtype dtype, void* out);
 };
 
 // sums *= scale[n], for `count` columns n of num_rows rows, `most` in a tile.
