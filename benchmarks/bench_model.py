@@ -96,7 +96,7 @@ def main() -> None:
     has_llama = bench.has_peer("llama_cpp", "pip install llama-cpp-python") and has_checkpoint
     context, steps = bench.pick((512, 16), dry=(24, 2))
     batches = bench.pick((1, 8, 32), quick=(1,), dry=(1,))
-    multiplies_bf16 = jax_paged.build_info()["cpu"].get("isa") == "avx512bf16"
+    multiplies_bf16 = jax_paged.build_info()["cpu"].get("isa") in ("avx512bf16", "amx")
     beside_int8 = "bfloat16" if multiplies_bf16 or jax.default_backend() == "gpu" else "float32"
     for name in bench.pick(["qwen3_moe_512m", "smollm2_135m"], dry=["qwen3_moe_512m"]):
         config = config_from_hf(sizes(name, bench.dry))

@@ -75,7 +75,7 @@ class Exempt:
         )  # fmt: skip
 
 
-AVX512 = ("avx512", "avx512bf16")
+AVX512 = ("avx512", "avx512bf16", "amx")
 _LONG = ("8 × 4096", "32 × 4096")
 _CHEAP = ("soft_cap", "lse", "fp8 output", "sinks", "alibi_slopes")
 

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed weights: the bits are those of plain ones, which test_linear.py and test_moe.py check."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,20 +135,3 @@ def test_the_handler_checks_panels():
         jax.errors.JaxRuntimeError, match=r"w expected panels of shape \[..., 24, 16\]"
     ):
         jax.block_until_ready(call(x, wrong, none))
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("isa", ["avx2", "generic"])
-def test_other_instruction_sets(isa):
-    if isa == "avx2" and build_info()["cpu"]["isa"] == "generic":
-        pytest.skip("this processor has no AVX2")
-    tests = ["-k", "weights_give or codes_give or experts_give", "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", __file__, *tests],
-        env=os.environ | {"JAX_PAGED_CPU_ISA": isa},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
-    assert " passed" in run.stdout

@@ -38,7 +38,7 @@ from jax_paged import (
 from jax_paged.native import load
 
 ROOT = Path(__file__).parents[2]
-ISAS = ["generic", "avx2", "avx512", "avx512bf16"]
+ISAS = ["generic", "avx2", "avx512", "avx512bf16", "amx"]
 WITH_EXAMPLES = [
     name
     for name in MODULES

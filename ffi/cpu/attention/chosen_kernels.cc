@@ -2,6 +2,14 @@
 
 // Which instruction set's kernels a process uses.
 
+#ifndef JAX_PAGED_GENERIC_ONLY
+#include <cpuid.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -18,6 +26,21 @@ struct Isa {
   bool runs;
 };
 
+#ifndef JAX_PAGED_GENERIC_ONLY
+// Whether the processor has tiles of bf16, and Linux lets this process use them once it asks.
+bool MayUseAmx() {
+#ifdef __linux__
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24;  // amx-bf16, amx-tile
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // Worst first.
 std::vector<Isa> BuiltIsas() {
   std::vector<Isa> isas = {{GenericKernels(), true}};
@@ -32,6 +55,7 @@ std::vector<Isa> BuiltIsas() {
   isas.push_back({Avx512Kernels(), avx512});
   isas.push_back({Avx512Bf16Kernels(), avx512 && __builtin_cpu_supports("avx512vbmi") &&
                                            __builtin_cpu_supports("avx512bf16")});
+  isas.push_back({AmxKernels(), isas.back().runs && MayUseAmx()});
 #endif
   return isas;
 }
@@ -64,6 +88,7 @@ const LinearKernelTable& ChosenLinearKernels() {
   static const LinearKernelTable& chosen = []() -> const LinearKernelTable& {
 #ifndef JAX_PAGED_GENERIC_ONLY
     const std::string isa = ChosenKernels().isa;
+    if (isa == "amx") return AmxLinearKernels();
     if (isa == "avx512bf16") return Avx512Bf16LinearKernels();
     if (isa == "avx512") return Avx512LinearKernels();
     if (isa == "avx2") return Avx2LinearKernels();

@@ -132,6 +132,7 @@ const Kernels& GenericKernels();
 const Kernels& Avx2Kernels();
 const Kernels& Avx512Kernels();
 const Kernels& Avx512Bf16Kernels();
+const Kernels& AmxKernels();
 #endif
 
 // The kernels in use, chosen once: the best that the CPU runs, or what JAX_PAGED_CPU_ISA names.

@@ -21,7 +21,20 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 constexpr int kPanel = 2 * kWidth;
 static_assert(kPadFloats % kPanel == 0 && kKeyBlock % kPanel == 0, "buffers hold whole panels");
-static_assert(kPrefillBlock % kGemmRows == 0, "buffers hold whole row tiles");
+
+// Products of blocks by tiles of the processor; prefill_tiles.h has those that there are.
+template <typename T>
+struct BlockTiles {
+  static constexpr int kRows = 0;  // none
+};
+template <typename T>
+constexpr bool kUsesTiles = BlockTiles<T>::kRows > 0;
+
+// Rows of a tile.
+template <typename T>
+constexpr int kPrefillRows = kUsesTiles<T> ? BlockTiles<T>::kRows : kGemmRows;
+static_assert(kPrefillBlock % kGemmRows == 0 && kPrefillBlock % 16 == 0,
+              "buffers hold whole row tiles");
 
 // Stores kWidth dimensions of kWidth tokens, transposed, `rows` dimensions of them.
 JAX_PAGED_INLINE void StoreTransposed(Vec* x, int64_t rows, float* to) {
@@ -248,7 +261,7 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
                   const Partial& part) {
   const int64_t begin = span.begin, end = span.end;
   const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
-  const int padded_rows = static_cast<int>(RoundUp(num_rows, kGemmRows));
+  const int padded_rows = static_cast<int>(RoundUp(num_rows, kPrefillRows<T>));
   // Tokens [first, limit) are seen; padding rows see what the last row sees.
   int64_t first[kPrefillBlock], limit[kPrefillBlock];
   AlibiRow alibi[kPrefillBlock];
@@ -256,6 +269,7 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
   SetRows(params, row, item, span, num_rows, padded_rows, first, limit,
           scale.alibi ? alibi : nullptr);
   for (int r = 0; r < padded_rows; ++r) top[r] = -kInfinity;
+  [[maybe_unused]] const BlockTiles<T> tiles;
   KeyBlock<T> stored, floats;
   int hidden[kPrefillBlock], visible[kPrefillBlock];
   float alpha[kPrefillBlock], key_offset[kKeyBlock];
@@ -272,9 +286,12 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
     CountBefore(block.count_before, block.begin, first, padded_rows, hidden);
     CountBefore(block.count_before, block.begin, limit, padded_rows, visible);
     if (visible[padded_rows - 1] <= hidden[0]) continue;
-    PackKeys(block, params.head_dim, scratch.k_panels);
-    PackValues(block, params.v_head_dim, scratch.v_panels);
-    ScoreRows<T>(scratch, hidden, visible, padded_rows, params.head_dim);
+    if constexpr (kUsesTiles<T>) {
+      tiles.Score(block, scratch, hidden, visible, padded_rows, params.head_dim);
+    } else {
+      PackKeys(block, params.head_dim, scratch.k_panels);
+      ScoreRows<T>(scratch, hidden, visible, padded_rows, params.head_dim);
+    }
     if (scale.edited) {
       if (scale.alibi) ListOffsets(params, row, item.row, block, key_offset);
       for (int r = 0; r < num_rows; ++r) {
@@ -286,6 +303,14 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
     if (hides) {
       SetSeen(params, row, item, span, num_rows, padded_rows, block.count_before, block.begin,
               seen);
+    }
+    if constexpr (kUsesTiles<T>) {
+      if (tiles.AddValues(block, scratch, part, hidden, visible, hides ? seen : nullptr,
+                          scale.scale, top, padded_rows, params.v_head_dim)) {
+        continue;
+      }
+    }
+    if (hides) {
       for (int r = 0; r < padded_rows; ++r) {
         HideScores(seen[r], hidden[r], visible[r], /*token_stride=*/1,
                    scratch.scores + r * kKeyBlock);
@@ -295,6 +320,7 @@ void PrefillSplit(const AttentionParams& params, const Row& row, const WorkItem&
       alpha[r] = WeighRow(scratch.scores + r * kKeyBlock, hidden[r], visible[r], scale.scale,
                           &top[r], &part.m[r], &part.l[r]);
     }
+    PackValues(block, params.v_head_dim, scratch.v_panels);
     AddValueRows(scratch, part, hidden, visible, hides ? seen : nullptr, alpha, padded_rows,
                  params.v_head_dim);
   }

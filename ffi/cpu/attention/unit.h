@@ -14,7 +14,8 @@ void RunItem(const AttentionParams& params, const Row& row, const WorkItem& item
              const WorkerScratch& scratch, float* partials) {
   const int64_t num_rows = item.packed_end - item.packed_begin;
   const bool decode = WORDS || int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
-  const int64_t padded_rows = decode ? DecodePaddedRows(num_rows) : RoundUp(num_rows, kGemmRows);
+  const int64_t padded_rows =
+      decode ? DecodePaddedRows(num_rows) : RoundUp(num_rows, kPrefillRows<T>);
   const LogitScale scale(params);
   if (WORDS) {
     LoadQueries<T>(params, row, item, scale.sign, padded_rows, scratch);

@@ -95,8 +95,8 @@ void Multiply(ffi::ThreadPool& pool, const Projection& call) {
           LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
       kernels.sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count, blocks,
                    mine + sums_floats, mine);
-      if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, /*most=*/8, count, mine);
-      kernels.store(mine, num_rows, /*most=*/8, count, num_columns, call.out_dtype,
+      if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, kernels.most, count, mine);
+      kernels.store(mine, num_rows, kernels.most, count, num_columns, call.out_dtype,
                     call.out + begin * ByteWidth(call.out_dtype));
     });
   });

@@ -101,6 +101,7 @@ struct LinearKernels {
                     float* rows, int64_t x_stride);
   void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
                int64_t count, const LinearBlocks& blocks, float* panel, float* sums);
+  int64_t most;  // rows in a tile of these sums: 8, or 1
   // Of packed w; null where there is no such kernel.
   void (*packed_sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
                       int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
@@ -207,6 +208,7 @@ const LinearKernelTable& GenericLinearKernels();
 const LinearKernelTable& Avx2LinearKernels();
 const LinearKernelTable& Avx512LinearKernels();
 const LinearKernelTable& Avx512Bf16LinearKernels();
+const LinearKernelTable& AmxLinearKernels();
 #endif
 
 // Those of the instruction set in use (ChosenKernels).

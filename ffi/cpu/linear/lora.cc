@@ -85,13 +85,13 @@ Tokens SortTokens(const Lora& call, int64_t begin, int64_t end) {
   return tokens;
 }
 
-// out[token, first_column + n] += sums, rounded once.
+// out[token, first_column + n] += sums, of which a tile has `most` rows at most, rounded once.
 template <typename T>
-void AddSums(const float* sums, const int64_t* token_of, int64_t num_rows, int64_t count,
-             int64_t first_column, int64_t num_columns, T* out) {
+void AddSums(const float* sums, const int64_t* token_of, int64_t num_rows, int64_t most,
+             int64_t count, int64_t first_column, int64_t num_columns, T* out) {
   const int64_t padded = RoundUp(count, kLinearColumns);
   for (int64_t begin = 0; begin < num_rows;) {
-    const int tile = LinearTileRows(num_rows, begin);
+    const int tile = LinearTileRows(num_rows, begin, most);
     const float* const from = sums + begin * padded;
     for (int r = 0; r < tile && begin + r < num_rows; ++r) {
       T* const to = out + token_of[begin + r] * num_columns + first_column;
@@ -101,10 +101,10 @@ void AddSums(const float* sums, const int64_t* token_of, int64_t num_rows, int64
   }
 }
 
-void AddSums(const float* sums, const int64_t* token_of, int64_t num_rows, int64_t count,
-             int64_t first_column, int64_t num_columns, Dtype dtype, char* out) {
+void AddSums(const float* sums, const int64_t* token_of, int64_t num_rows, int64_t most,
+             int64_t count, int64_t first_column, int64_t num_columns, Dtype dtype, char* out) {
   const auto add = [&](auto* to) {
-    AddSums(sums, token_of, num_rows, count, first_column, num_columns, to);
+    AddSums(sums, token_of, num_rows, most, count, first_column, num_columns, to);
   };
   switch (dtype) {
     case Dtype::kBFloat16:
@@ -176,7 +176,7 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     const char* const w = call.a + (group.adapter * inner + begin) * call.depth * bytes;
     kernels.sums(x_rows + group.first_row * x_stride, x_stride, group.num_rows, w, call.depth,
                  count, /*blocks=*/{}, /*panel=*/nullptr, mine);
-    kernels.store(mine, group.num_rows, /*most=*/8, count, inner, call.dtype,
+    kernels.store(mine, group.num_rows, kernels.most, count, inner, call.dtype,
                   h + (group.first_row * inner + begin) * bytes);
   });
 
@@ -206,8 +206,8 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     kernels.sums(h_rows + (block.part * num_rows + group.first_row) * h_stride, h_stride,
                  group.num_rows, call.b + row_of_b * call.rank * bytes, call.rank, block.count,
                  /*blocks=*/{}, /*panel=*/nullptr, mine);
-    AddSums(mine, tokens.token_of.data() + group.first_row, group.num_rows, block.count,
-            block.begin, call.num_columns, call.dtype, call.out);
+    AddSums(mine, tokens.token_of.data() + group.first_row, group.num_rows, kernels.most,
+            block.count, block.begin, call.num_columns, call.dtype, call.out);
   });
 }
 

@@ -91,7 +91,7 @@ struct Product {
   int64_t depth;
 
   // Rows in a tile of sums, at most.
-  int64_t most() const { return is_packed ? 1 : 8; }
+  int64_t most() const { return is_packed ? 1 : kernels.most; }
 
   void Run(const float* x, int64_t x_stride, int64_t num_rows, const char* w, int64_t count,
            const LinearBlocks& blocks, float* panel, float* sums) const {
@@ -192,7 +192,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
       AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows,
                     gate_up.most(), count, up);
     }
-    const int64_t rows = packed.gate_up ? group.num_rows : PadLinearRows(group.num_rows);
+    const int64_t rows = gate_up.most() == 1 ? group.num_rows : PadLinearRows(group.num_rows);
     kernels.gate(call.activation, limit, up, rows * RoundUp(count, kLinearColumns), gate);
     kernels.store(gate, group.num_rows, gate_up.most(), count, call.inner, call.dtype,
                   reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);

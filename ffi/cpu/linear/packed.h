@@ -21,8 +21,8 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 // A leaf's sums of a panel.
 constexpr int kPanelVecs = kPanelOutputs / kWidth;
 // The largest tile: rows of x, and panels.
-constexpr int kTileRows = kGemmRows;
-constexpr int kTilePanels = kWidth == 16 ? 3 : 1;
+constexpr int kPackedRows = kGemmRows;
+constexpr int kPackedPanels = kWidth == 16 ? 3 : 1;
 
 // Whether two elements of the depth lie side by side.
 template <typename T>
@@ -230,8 +230,8 @@ constexpr int kRunLeaves =
 // Rows of the tile that begins where `rest` rows are left. Where that is 8, x has rows of zeros to
 // fill it up (PadLinearRows).
 inline int64_t PackedTileRows(int64_t rest) {
-  if (rest >= kTileRows) return kTileRows;
-  if (kTileRows == 8) return LinearTileRows(rest, 0);
+  if (rest >= kPackedRows) return kPackedRows;
+  if (kPackedRows == 8) return LinearTileRows(rest, 0);
   return rest >= 4 ? 4 : (rest >= 2 ? 2 : 1);
 }
 
@@ -240,9 +240,9 @@ template <typename T>
 void PanelRows(int64_t tile, const float* x, int64_t x_stride, int64_t rows, const T* w,
                int64_t depth, int64_t d, const LinearBlocks& blocks, int64_t n, Fetch* fetch,
                float* sums, int64_t sums_stride) {
-  if (tile == kTileRows) {
-    PanelTile<T, kTileRows, kRunLeaves<8>, 1>(x, x_stride, rows, w, /*w_stride=*/0, depth, d,
-                                              blocks, n, fetch, sums, sums_stride);
+  if (tile == kPackedRows) {
+    PanelTile<T, kPackedRows, kRunLeaves<8>, 1>(x, x_stride, rows, w, /*w_stride=*/0, depth, d,
+                                                blocks, n, fetch, sums, sums_stride);
   } else if (tile == 4) {
     PanelTile<T, 4, kRunLeaves<4>, 1>(x, x_stride, rows, w, /*w_stride=*/0, depth, d, blocks, n,
                                       fetch, sums, sums_stride);
@@ -257,7 +257,7 @@ void PanelRows(int64_t tile, const float* x, int64_t x_stride, int64_t rows, con
 
 // Passes of a tile of so many rows over a panel.
 inline int64_t PanelPasses(int64_t tile) {
-  if (tile == kTileRows) return kWidth / kRunLeaves<8>;
+  if (tile == kPackedRows) return kWidth / kRunLeaves<8>;
   return kWidth / (tile == 4 ? kRunLeaves<4> : (tile == 2 ? kRunLeaves<2> : kRunLeaves<1>));
 }
 
@@ -266,21 +266,21 @@ template <typename T>
 void PackedChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t w_stride,
                  int64_t depth, int64_t d, int64_t count, const LinearBlocks& blocks, Fetch* fetch,
                  float* sums, int64_t sums_stride) {
-  constexpr int64_t kGroup = kTilePanels * kPanelOutputs;
+  constexpr int64_t kGroup = kPackedPanels * kPanelOutputs;
   // Long runs cost loads of x: with more rows, or half the bytes, that is more than they save.
   const bool runs = num_rows <= (kPaired<T> ? 4 : 8);
-  const int64_t tiles = CeilDiv(num_rows, kTileRows), panels = count / kPanelOutputs;
+  const int64_t tiles = CeilDiv(num_rows, kPackedRows), panels = count / kPanelOutputs;
   fetch->passes = tiles * (runs ? panels * PanelPasses(PackedTileRows(num_rows))
-                                : CeilDiv(panels, kTilePanels) * kWidth);
+                                : CeilDiv(panels, kPackedPanels) * kWidth);
   for (int64_t r = 0; r < num_rows;) {
     const float* const rows = x + r * x_stride;
     float* const to = sums + r * sums_stride;
     const int64_t tile = PackedTileRows(num_rows - r), used = Clamp(num_rows - r, 0, tile);
     for (int64_t n = 0; n < count;) {
       const T* const from = w + n / kPanelOutputs * w_stride;
-      if (!runs && tile == kTileRows && count - n >= kGroup) {
-        PanelTile<T, kTileRows, 1, kTilePanels>(rows, x_stride, used, from, w_stride, depth, d,
-                                                blocks, n, fetch, to + n, sums_stride);
+      if (!runs && tile == kPackedRows && count - n >= kGroup) {
+        PanelTile<T, kPackedRows, 1, kPackedPanels>(rows, x_stride, used, from, w_stride, depth, d,
+                                                    blocks, n, fetch, to + n, sums_stride);
         n += kGroup;
       } else {
         PanelRows<T>(tile, rows, x_stride, used, from, depth, d, blocks, n, fetch, to + n,
@@ -330,11 +330,12 @@ void PackedSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
 
 // The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
 template <typename T>
-constexpr LinearKernels kSameWeights = {LoadLinearRows<T>, LinearSums<T>, PackedSums<T>, GateSums,
-                                        StoreLinearSums};
+constexpr LinearKernels kSameWeights = {LoadLinearRows<T>, LinearSums<T>, /*most=*/8,
+                                        PackedSums<T>,     GateSums,      StoreLinearSums};
 template <typename C, typename X>
-constexpr LinearKernels kOfCodes = {LoadPlainRows<X>, LinearSums<C, float>, PackedSums<C, float>,
-                                    GateSums, StoreLinearSums};
+constexpr LinearKernels kOfCodes = {LoadPlainRows<X>, LinearSums<C, float>,
+                                    /*most=*/8,       PackedSums<C, float>,
+                                    GateSums,         StoreLinearSums};
 template <typename C>
 constexpr LinearKernelsOf kCodeWeights = {
     {kOfCodes<C, BFloat16>, kOfCodes<C, Float16>, kOfCodes<C, float>}};

@@ -18,7 +18,7 @@ from jax_paged.native.load import build_info
 PARTS = {"ops": 5, "values": 2, "state": 1, "engine": 1, "files": 1}  # with their shares of time
 # XLA compiles these in a third of the time; what is tested is not compiled by XLA.
 QUICK_PROGRAMS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ISAS = ("generic", "avx2", "avx512", "avx512bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 
 
 def main(arguments: list[str] | None = None) -> int:

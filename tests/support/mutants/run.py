@@ -39,7 +39,12 @@ ROOT = Path(__file__).resolve().parents[3]
 TABLE = Path(__file__).with_name("table.md")
 TIERS = {"mapped": (), "default": (), "deep": ("--deep",)}
 NATIVE = (".h", ".cc")
-INSTRUCTION_SETS = {"avx512bf16": "avx512_bf16", "avx512": "avx512f", "avx2": "avx2"}
+INSTRUCTION_SETS = {
+    "amx": "amx_tile",
+    "avx512bf16": "avx512_bf16",
+    "avx512": "avx512f",
+    "avx2": "avx2",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Prefill in bf16 by tiles (isa/tiles.h): what prefill.h does otherwise. Included by inst/amx.cc
+// inside its target region (isa.h), after prefill.h.
+//
+//   keys     [16 tokens a tile][head_dim / 32][16 pairs of dimensions][16 tokens][2]
+//   scores   f32, as in prefill.h
+//   weights  in place of a row's scores, as words. What rounding to a word leaves is a second word,
+//            unless all weights of the block are small beside the sum of the weights so far: then
+//            rounding errors are many and cancel. What a row does not see has weight 0
+//   values   [v_head_dim / 32][32 tokens a step][even dimensions, odd ones][16 pairs of tokens]
+//            [16 dimensions][2], in the order in which o has them
+//
+// A weight of 0 makes 0 of any value but infinity and NaN: a block with such values is prefill.h's.
+
+#ifndef JAX_PAGED_CPU_ATTENTION_PREFILL_TILES_H_
+#define JAX_PAGED_CPU_ATTENTION_PREFILL_TILES_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// One word is enough for the weights of a block up to 2^-4 of their row's sum.
+constexpr int kOneWordBits = 4;
+
+inline void PackKeyTiles(const KeyBlock<BFloat16>& block, int64_t head_dim, float* to) {
+  for (int t0 = 0; t0 < block.count; t0 += kWidth) {
+    for (int64_t d = 0; d < head_dim; d += kTileDepth) {
+      Vec words[kWidth];
+      JAX_PAGED_UNROLL
+      for (int i = 0; i < kWidth; ++i) {
+        words[i] = t0 + i < block.count ? LoadWords(block.k[t0 + i] + d, head_dim - d) : Zero();
+      }
+      Transpose(words);
+      JAX_PAGED_UNROLL
+      for (int i = 0; i < kWidth; ++i, to += kWidth) Store(to, words[i]);
+    }
+  }
+  if (RoundUp(block.count, kWidth) % kTileDepth == 0) return;
+  for (int64_t i = 0; i < RoundUp(head_dim, kTileDepth) / 2; ++i, to += kWidth) Store(to, Zero());
+}
+
+// Words of two tokens, dimension by dimension: the even dimensions of 32, and the odd ones.
+JAX_PAGED_INLINE Pair PairTokens(__m512i a, __m512i b) {
+  constexpr __mmask32 kOdd = 0xaaaaaaaau;
+  return {_mm512_castsi512_ps(_mm512_mask_blend_epi16(kOdd, a, _mm512_slli_epi32(b, 16))),
+          _mm512_castsi512_ps(_mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(a, 16), b))};
+}
+// The same of fewer than 32 dimensions, which are not parted: 16, and the rest.
+JAX_PAGED_INLINE Vec PairHalves(__m256i a, __m256i b) {
+  const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(a), high));
+}
+
+// Returns whether all values are finite.
+inline bool PackValueTiles(const KeyBlock<BFloat16>& block, int64_t v_head_dim, float* to) {
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t d = 0; d < v_head_dim; d += kTileDepth) {
+    const int64_t n = v_head_dim - d;
+    float* of_step = to + d / kTileDepth * (kKeyBlock / kTileDepth) * 2 * kTileFloats;
+    for (int t = 0; t < block.count; t += kTileDepth, of_step += 2 * kTileFloats) {
+      float* even = of_step;
+      for (int i = t; i < t + kTileDepth; i += 2, even += kWidth) {
+        const Vec x = i < block.count ? LoadWords(block.v[i] + d, n) : Zero();
+        const Vec y = i + 1 < block.count ? LoadWords(block.v[i + 1] + d, n) : Zero();
+        const __m512i a = _mm512_castps_si512(x), b = _mm512_castps_si512(y);
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(a, magnitude));
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(b, magnitude));
+        Pair both;
+        if (n >= kTileDepth) {
+          both = PairTokens(a, b);
+        } else {
+          both.a = PairHalves(_mm512_castsi512_si256(a), _mm512_castsi512_si256(b));
+          both.b = PairHalves(_mm512_extracti64x4_epi64(a, 1), _mm512_extracti64x4_epi64(b, 1));
+        }
+        Store(even, both.a);
+        Store(even + kTileFloats, both.b);
+      }
+    }
+  }
+  return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0;
+}
+
+// scores[row][token] for the tokens that each 32 rows see.
+inline void ScoreTiles(const WorkerScratch& scratch, const int* hidden, const int* visible,
+                       int64_t padded_rows, int64_t head_dim) {
+  const int64_t steps = CeilDiv(head_dim, kTileDepth);
+  const int64_t q_bytes = scratch.q_stride * int64_t{sizeof(float)};
+  constexpr int64_t kScoreBytes = kKeyBlock * int64_t{sizeof(float)};
+  Written(scratch.k_panels);
+  for (int t = hidden[0] / kTileDepth * kTileDepth; t < visible[padded_rows - 1]; t += kTileDepth) {
+    const float* const keys = scratch.k_panels + t / kTileRows * steps * kTileFloats;
+    const float* const more_keys = keys + steps * kTileFloats;
+    for (int64_t r = 0; r < padded_rows; r += 2 * kTileRows) {
+      const bool two = padded_rows - r > kTileRows;
+      const int64_t last = r + (two ? 2 : 1) * kTileRows - 1;
+      if (visible[last] <= t || hidden[r] >= t + kTileDepth) continue;
+      const float* const q = scratch.q + r * scratch.q_stride;
+      float* const to = scratch.scores + r * kKeyBlock + t;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t i = 0; i < steps; ++i) {
+        _tile_loadd(4, q + i * kWidth, q_bytes);
+        _tile_loadd(6, keys + i * kTileFloats, 64);
+        _tile_loadd(7, more_keys + i * kTileFloats, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!two) continue;
+        _tile_loadd(5, q + kTileRows * scratch.q_stride + i * kWidth, q_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, to, kScoreBytes);
+      _tile_stored(1, to + kTileRows, kScoreBytes);
+      if (!two) continue;
+      _tile_stored(2, to + kTileRows * kKeyBlock, kScoreBytes);
+      _tile_stored(3, to + kTileRows * kKeyBlock + kTileRows, kScoreBytes);
+    }
+  }
+  Written(scratch.scores);
+}
+
+// Turns a row's logits into weights, words of what it sees of the block and zeros else, and what
+// rounding left of them kKeyBlock words behind. Returns what o is to be scaled by.
+inline float WeighTileRow(float* scores, uint64_t seen, float scale, float* row_top, float* m,
+                          float* l, bool* needs_rest) {
+  constexpr int kVecs = kKeyBlock / kWidth;
+  Vec logits[kVecs], top = Set1(-kInfinity);
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < kVecs; ++i) {
+    const __mmask16 mine = static_cast<__mmask16>(seen >> i * kWidth);
+    logits[i] = _mm512_mask_loadu_ps(Set1(-kInfinity), mine, scores + i * kWidth);
+    top = MaxSkipNan(top, logits[i]);
+  }
+  const float block_top = HorizontalMax(top);
+  *row_top = block_top > *row_top ? block_top : *row_top;
+  const float new_m = *row_top == -kInfinity ? -kInfinity : *row_top * scale;
+  const Vec shift = Set1(new_m == -kInfinity ? 0.0f : -new_m);
+  const Vec factor = Set1(scale);
+  BFloat16* const words = reinterpret_cast<BFloat16*>(scores);
+  Vec sum = Zero();
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < kVecs; ++i) {
+    const __mmask16 mine = static_cast<__mmask16>(seen >> i * kWidth);
+    const Vec weight = _mm512_maskz_mov_ps(mine, Exp2(FmaOnce(logits[i], factor, shift)));
+    sum = Add(sum, weight);
+    const __m256i word = (__m256i)_mm512_cvtneps_pbh(weight);
+    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(word), 16);
+    const Vec rest = _mm512_sub_ps(weight, _mm512_castsi512_ps(wide));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + i * kWidth), word);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + kKeyBlock + i * kWidth),
+                        (__m256i)_mm512_cvtneps_pbh(rest));
+  }
+  if (seen == 0) return 1.0f;
+  const float alpha = *m == new_m ? 1.0f : (*m == -kInfinity ? 0.0f : Exp2(*m - new_m));
+  *m = new_m;
+  *l = *l * alpha + HorizontalSum(sum);
+  const int whole_bits = static_cast<int>(FloatBits(*l) >> 23) - 127;  // 2^whole_bits <= l
+  *needs_rest |= !(block_top * scale - new_m <= static_cast<float>(whole_bits - kOneWordBits));
+  return alpha;
+}
+
+// o = o * alpha + weights v of 32 rows, or of 16, and of tokens [begin, end).
+inline void AddValueTiles(const WorkerScratch& scratch, const Partial& part, int64_t r, bool two,
+                          int begin, int end, bool with_rest, int64_t v_head_dim) {
+  constexpr int64_t kScoreBytes = kKeyBlock * int64_t{sizeof(float)};
+  const int64_t o_bytes = part.stride * int64_t{sizeof(float)};
+  const float* const weights = scratch.scores + r * kKeyBlock;
+  for (int64_t d = 0; d < v_head_dim; d += kTileDepth) {
+    float* const o = part.o + r * part.stride + d;
+    float* const below = o + kTileRows * part.stride;
+    _tile_loadd(0, o, o_bytes);
+    _tile_loadd(1, o + kTileRows, o_bytes);
+    if (two) {
+      _tile_loadd(2, below, o_bytes);
+      _tile_loadd(3, below + kTileRows, o_bytes);
+    }
+    for (int t = begin; t < end; t += kTileDepth) {
+      const int64_t step = d / kTileDepth * (kKeyBlock / kTileDepth) + t / kTileDepth;
+      const float* const values = scratch.v_panels + step * 2 * kTileFloats;
+      _tile_loadd(6, values, 64);
+      _tile_loadd(7, values + kTileFloats, 64);
+      for (int rest = 0; rest < (with_rest ? 2 : 1); ++rest) {
+        const float* const words = weights + (rest * kKeyBlock + t) / 2;
+        _tile_loadd(4, words, kScoreBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!two) continue;
+        _tile_loadd(5, words + kTileRows * kKeyBlock, kScoreBytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, o, o_bytes);
+    _tile_stored(1, o + kTileRows, o_bytes);
+    if (two) {
+      _tile_stored(2, below, o_bytes);
+      _tile_stored(3, below + kTileRows, o_bytes);
+    }
+  }
+  Written(part.o);
+}
+
+// Shapes the tiles while it lives.
+template <>
+struct BlockTiles<BFloat16> {
+  static constexpr int kRows = kTileRows;
+
+  BlockTiles() { ShapeTiles(kTileRows, kTileRows); }
+  ~BlockTiles() { _tile_release(); }
+
+  void Score(const KeyBlock<BFloat16>& block, const WorkerScratch& scratch, const int* hidden,
+             const int* visible, int64_t padded_rows, int64_t head_dim) const {
+    PackKeyTiles(block, head_dim, scratch.k_panels);
+    ScoreTiles(scratch, hidden, visible, padded_rows, head_dim);
+  }
+
+  // Scores become weights, times V: done, unless a value is not finite. `seen` (SetSeen) is null
+  // where rows see ranges.
+  bool AddValues(const KeyBlock<BFloat16>& block, const WorkerScratch& scratch, const Partial& part,
+                 const int* hidden, const int* visible, const uint64_t* seen, float scale,
+                 float* top, int64_t padded_rows, int64_t v_head_dim) const {
+    if (!PackValueTiles(block, v_head_dim, scratch.v_panels)) return false;
+    for (int64_t r = 0; r < padded_rows; r += 2 * kTileRows) {
+      const bool two = padded_rows - r > kTileRows;
+      const int64_t end = r + (two ? 2 : 1) * kTileRows;
+      if (visible[end - 1] <= hidden[r]) continue;
+      bool needs_rest = false;
+      for (int64_t i = r; i < end; ++i) {
+        const uint64_t mine = BitRange(hidden[i], visible[i]) & (seen ? seen[i] : ~uint64_t{0});
+        const float alpha = WeighTileRow(scratch.scores + i * kKeyBlock, mine, scale, &top[i],
+                                         &part.m[i], &part.l[i], &needs_rest);
+        if (alpha == 1.0f) continue;
+        float* const o = part.o + i * part.stride;
+        for (int64_t d = 0; d < v_head_dim; d += kWidth) {
+          Store(o + d, Mul(Load(o + d), Set1(alpha)));
+        }
+      }
+      Written(scratch.scores);
+      const int begin = hidden[r] / kTileDepth * kTileDepth;
+      AddValueTiles(scratch, part, r, two, begin, visible[end - 1], needs_rest, v_head_dim);
+    }
+    return true;
+  }
+};
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_ATTENTION_PREFILL_TILES_H_

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// out = x w^T in bf16 by tiles (isa/tiles.h). Included by inst/amx.cc inside its target region
+// (isa.h), after packed.h.
+//
+//   tile     [16 rows][32 of the depth] of x as it is; [32 / 2 of the depth][16 outputs][2] of w,
+//            which is how packed w has it. Other w is put in this order, 8-bit codes as bf16
+//   pass     up to 2 x 2 tiles of sums over a chunk of the depth, in registers
+//   chunk    of the depth, so much that two panels of it stay in L1 while all rows of x pass
+//
+// Each sum is of 16 even and of 16 odd elements, added to the sum before: no number of rows or
+// columns changes the order, so packed w or not, the bits are the same.
+//
+// Bound by reading w up to some hundred rows: what the next chunk needs comes in during each pass.
+
+#ifndef JAX_PAGED_CPU_LINEAR_TILES_H_
+#define JAX_PAGED_CPU_LINEAR_TILES_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+constexpr int64_t kTilesChunk = 512;
+constexpr int64_t kTilesRows = 1024;  // of x, whose chunks stay in L2
+
+// What a pass multiplies.
+struct TilePass {
+  const float* x;
+  int64_t x_bytes;    // from a row to the next
+  const BFloat16* w;  // of the first panel
+  const BFloat16* w2;
+  int64_t steps;  // tiles of the depth
+  const char* ahead;
+  int64_t lines;  // that come in from there on
+  float* sums;
+  int64_t sums_bytes;  // from a row to the next
+  bool adds;           // to what is there
+};
+
+// sums[rows, 16 or 32] (+)= x times w.
+template <bool TWO_ROWS, bool TWO_PANELS>
+void RunPass(const TilePass& pass) {
+  float* const sums = pass.sums;
+  float* const below = sums + kTileRows * (pass.sums_bytes / int64_t{sizeof(float)});
+  const int64_t sums_bytes = pass.sums_bytes, x_bytes = pass.x_bytes;
+  if (pass.adds) {
+    _tile_loadd(0, sums, sums_bytes);
+    if constexpr (TWO_PANELS) _tile_loadd(1, sums + kPanelOutputs, sums_bytes);
+    if constexpr (TWO_ROWS) _tile_loadd(2, below, sums_bytes);
+    if constexpr (TWO_ROWS && TWO_PANELS) _tile_loadd(3, below + kPanelOutputs, sums_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (TWO_PANELS) _tile_zero(1);
+    if constexpr (TWO_ROWS) _tile_zero(2);
+    if constexpr (TWO_ROWS && TWO_PANELS) _tile_zero(3);
+  }
+  const char* x = reinterpret_cast<const char*>(pass.x);
+  const char* const x2 = x + kTileRows * x_bytes;
+  const char* ahead = pass.ahead;
+  const char* const until = ahead + 64 * pass.lines;
+  const int64_t rate = CeilDiv(pass.lines, pass.steps);
+  for (int64_t i = 0; i < pass.steps; ++i) {
+    for (int64_t j = 0; j < rate && ahead < until; ++j, ahead += 64) Prefetch(ahead);
+    _tile_loadd(6, pass.w + i * kTileDepth * kPanelOutputs, 64);
+    _tile_loadd(4, x + i * 64, x_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (TWO_PANELS) {
+      _tile_loadd(7, pass.w2 + i * kTileDepth * kPanelOutputs, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (TWO_ROWS) {
+      _tile_loadd(5, x2 + i * 64, x_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (TWO_ROWS && TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, sums_bytes);
+  if constexpr (TWO_PANELS) _tile_stored(1, sums + kPanelOutputs, sums_bytes);
+  if constexpr (TWO_ROWS) _tile_stored(2, below, sums_bytes);
+  if constexpr (TWO_ROWS && TWO_PANELS) _tile_stored(3, below + kPanelOutputs, sums_bytes);
+}
+inline void RunPass(bool two_rows, bool two_panels, const TilePass& pass) {
+  if (two_rows) {
+    two_panels ? RunPass<true, true>(pass) : RunPass<true, false>(pass);
+  } else {
+    two_panels ? RunPass<false, true>(pass) : RunPass<false, false>(pass);
+  }
+}
+
+// sums += scale times `part` [rows, columns], or is it.
+inline void AddScaled(const float* part, float scale, int64_t rows, int64_t columns, bool adds,
+                      float* sums, int64_t sums_stride) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; c += kWidth) {
+      const Vec x = Load(part + r * columns + c);
+      float* const to = sums + r * sums_stride + c;
+      Store(to, adds ? Fma(x, Set1(scale), Load(to)) : Mul(x, Set1(scale)));
+    }
+  }
+}
+
+// A chunk of a panel of rows of w as tiles, zeros behind it. The last row stands for those from
+// `count` on.
+template <typename T>
+void StageTiles(const T* w, int64_t w_stride, int64_t depth, int64_t count, BFloat16* to) {
+  constexpr int64_t kAhead = 512 / int64_t{sizeof(T)};
+  for (int64_t d = 0; d < depth; d += kTileDepth, to += kTileDepth * kPanelOutputs) {
+    Vec rows[kPanelOutputs];
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < kPanelOutputs; ++r) {
+      const T* const from = w + (r < count ? r : count - 1) * w_stride + d;
+      Prefetch(reinterpret_cast<const char*>(from + kAhead));
+      rows[r] = LoadWords(from, depth - d);
+    }
+    Transpose(rows);
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < kPanelOutputs; ++r) {
+      Store(reinterpret_cast<float*>(to + r * 2 * kPanelOutputs), rows[r]);
+    }
+  }
+}
+// The same of a packed panel, of which codes lie 16 outputs behind 16 outputs.
+template <typename T>
+void StagePacked(const T* w, int64_t depth, BFloat16* to) {
+  const __m512i in_pairs =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const int64_t count = depth * kPanelOutputs;
+  for (int64_t i = 0; i < RoundUp(depth, kTileDepth) * kPanelOutputs; i += 2 * kWidth) {
+    Vec words = LoadWords(w + i, Clamp(count - i, 0, 2 * kWidth));
+    if constexpr (!kSameType<T, BFloat16>) {
+      const __m512i bits = _mm512_castps_si512(words);
+      words = _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_pairs, bits));
+    }
+    Store(reinterpret_cast<float*>(to + i), words);
+  }
+}
+
+// sums[r, n] = x[r] . w[n] for all rows of x and n < count, rounded up to whole panels; rows of
+// sums are sums_stride apart. w is PACKED or rows. `next`: of packed w, what the caller will ask
+// for next, or null.
+template <typename T, bool PACKED>
+void TileSums(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t depth,
+              int64_t count, const void* next, const LinearBlocks& blocks, float* sums,
+              int64_t sums_stride) {
+  alignas(64) BFloat16 staged[2 * kTilesChunk * kPanelOutputs];
+  alignas(64) float part[4 * kTileRows * kPanelOutputs];
+  const int64_t chunk = blocks.scale ? kScaleBlock : kTilesChunk;
+  const int64_t x_bytes = x_stride * int64_t{sizeof(float)};
+  // Up to 32 rows one panel is read behind the other, a single stream.
+  const int64_t at_once = (num_rows > 2 * kTileRows ? 2 : 1) * kPanelOutputs;
+  int64_t shaped[2] = {-1, -1};
+  for (int64_t first = 0; first < num_rows; first += kTilesRows) {
+    const int64_t last = Clamp(first + kTilesRows, 0, num_rows);
+    for (int64_t n = 0; n < count; n += at_once) {
+      const bool two_panels = count - n > kPanelOutputs && at_once > kPanelOutputs;
+      for (int64_t d = 0; d < depth; d += chunk) {
+        const int64_t here = Clamp(depth - d, 0, chunk), steps = CeilDiv(here, kTileDepth);
+        const BFloat16* panel[2] = {staged, staged + kTilesChunk * kPanelOutputs};
+        Fetch fetch = {};
+        for (int p = 0; p < (two_panels ? 2 : 1); ++p) {
+          const int64_t from = n + p * kPanelOutputs;
+          BFloat16* const to = staged + p * kTilesChunk * kPanelOutputs;
+          if constexpr (PACKED) {
+            const T* const mine = w + from * depth + d * kPanelOutputs;
+            if constexpr (kSameType<T, BFloat16>) {
+              if (here % kTileDepth == 0) panel[p] = mine;
+            }
+            if (panel[p] == to) StagePacked(mine, here, to);
+          } else {
+            StageTiles(w + from * depth + d, depth, here, Clamp(count - from, 1, kPanelOutputs),
+                       to);
+          }
+        }
+        if constexpr (PACKED) {
+          const bool is_last = d + here == depth;
+          const T* const then = !is_last              ? w + n * depth + (d + here) * kPanelOutputs
+                                : n + at_once < count ? w + (n + at_once) * depth
+                                                      : static_cast<const T*>(next);
+          const int64_t of_then = Clamp(is_last ? depth : depth - d - here, 0, chunk);
+          fetch = {reinterpret_cast<const char*>(then), then ? at_once / kPanelOutputs : 0,
+                   of_then * kPanelOutputs * int64_t{sizeof(T)} / 64,
+                   depth * kPanelOutputs * int64_t{sizeof(T)}};
+          fetch.passes = CeilDiv(last - first, 2 * kTileRows);
+        }
+        Written(staged);
+        for (int64_t r = first; r < last; r += 2 * kTileRows) {
+          const int64_t rows = Clamp(last - r, 0, 2 * kTileRows);
+          const int64_t upper = Clamp(rows, 0, kTileRows), lower = rows - upper;
+          if (shaped[0] != upper || shaped[1] != lower) ShapeTiles(upper, lower);
+          shaped[0] = upper;
+          shaped[1] = lower;
+          float* const to = sums + r * sums_stride + n;
+          const int64_t columns = two_panels ? 2 * kPanelOutputs : kPanelOutputs;
+          const int64_t lines = fetch.OfPass();
+          TilePass pass = {x + r * x_stride + d / 2,
+                           x_bytes,
+                           panel[0],
+                           panel[1],
+                           steps,
+                           fetch.next,
+                           lines,
+                           to,
+                           sums_stride * int64_t{sizeof(float)},
+                           /*adds=*/d > 0};
+          if (blocks.scale) {
+            pass.sums = part;
+            pass.sums_bytes = columns * int64_t{sizeof(float)};
+            pass.adds = false;
+          }
+          RunPass(lower > 0, two_panels, pass);
+          Written(part);
+          if (lines > 0) fetch.Skip(lines);
+          if (blocks.scale) {
+            AddScaled(part, blocks.At(n, d), rows, columns, d > 0, to, sums_stride);
+          }
+        }
+      }
+    }
+  }
+  _tile_release();
+}
+
+// As LinearKernels wants them.
+template <typename T>
+void PlainTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
+                   int64_t count, const LinearBlocks& blocks, float* /*panel*/, float* sums) {
+  TileSums<T, /*PACKED=*/false>(x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
+                                /*next=*/nullptr, blocks, sums, RoundUp(count, kLinearColumns));
+}
+template <typename T>
+void PackedTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
+                    int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
+                    float* /*panel*/, float* sums, int64_t sums_stride) {
+  TileSums<T, /*PACKED=*/true>(x, x_stride, num_rows, static_cast<const T*>(w), depth, count, next,
+                               blocks, sums, sums_stride);
+}
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_LINEAR_TILES_H_
