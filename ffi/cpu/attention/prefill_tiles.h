@@ -20,6 +20,7 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 // One word is enough for the weights of a block up to 2^-4 of their row's sum.
 constexpr int kOneWordBits = 4;
+static_assert(kKeyBlock == 4 * kWidth && kTileRows == kWidth, "a row of weights is four vectors");
 
 inline void PackKeyTiles(const KeyBlock<BFloat16>& block, int64_t head_dim, float* to) {
   for (int t0 = 0; t0 < block.count; t0 += kWidth) {
@@ -121,44 +122,88 @@ inline void ScoreTiles(const WorkerScratch& scratch, const int* hidden, const in
   Written(scratch.scores);
 }
 
-// Turns a row's logits into weights, words of what it sees of the block and zeros else, and what
-// rounding left of them kKeyBlock words behind. Returns what o is to be scaled by.
-inline float WeighTileRow(float* scores, uint64_t seen, float scale, float* row_top, float* m,
-                          float* l, bool* needs_rest) {
-  constexpr int kVecs = kKeyBlock / kWidth;
-  Vec logits[kVecs], top = Set1(-kInfinity);
-  JAX_PAGED_UNROLL
-  for (int i = 0; i < kVecs; ++i) {
-    const __mmask16 mine = static_cast<__mmask16>(seen >> i * kWidth);
-    logits[i] = _mm512_mask_loadu_ps(Set1(-kInfinity), mine, scores + i * kWidth);
-    top = MaxSkipNan(top, logits[i]);
+// The logits of a row that it sees, 16 from number 16 i on; others are -inf.
+JAX_PAGED_INLINE __mmask16 PartOf(uint64_t seen, int i) {
+  return static_cast<__mmask16>(seen >> i * kWidth);
+}
+JAX_PAGED_INLINE Vec SeenLogits(const float* scores, uint64_t seen, int i) {
+  return _mm512_mask_loadu_ps(Set1(-kInfinity), PartOf(seen, i), scores + i * kWidth);
+}
+
+// What 16 rows subtract from their exponents, and what their o is to be scaled by.
+struct TileShift {
+  float shift[kTileRows];
+  float alpha[kTileRows];
+};
+
+// The largest logits of 16 rows: of top and m so far become those with the block, and l is scaled.
+// Returns whether one word for each weight would not do.
+inline bool StartWeights(const float* scores, const uint64_t* seen, float scale, float* top,
+                         float* m, float* l, TileShift* to) {
+  Vec largest[kTileRows];
+  __mmask16 sees = 0;
+  for (int r = 0; r < kTileRows; ++r, scores += kKeyBlock) {
+    largest[r] = SeenLogits(scores, seen[r], 0);
+    JAX_PAGED_UNROLL
+    for (int i = 1; i < kKeyBlock / kWidth; ++i) {
+      largest[r] = MaxSkipNan(largest[r], SeenLogits(scores, seen[r], i));
+    }
+    sees = static_cast<__mmask16>(sees | (seen[r] != 0) << r);
   }
-  const float block_top = HorizontalMax(top);
-  *row_top = block_top > *row_top ? block_top : *row_top;
-  const float new_m = *row_top == -kInfinity ? -kInfinity : *row_top * scale;
-  const Vec shift = Set1(new_m == -kInfinity ? 0.0f : -new_m);
-  const Vec factor = Set1(scale);
-  BFloat16* const words = reinterpret_cast<BFloat16*>(scores);
-  Vec sum = Zero();
+  Transpose(largest);
+  Vec block_top = Set1(-kInfinity);
   JAX_PAGED_UNROLL
-  for (int i = 0; i < kVecs; ++i) {
-    const __mmask16 mine = static_cast<__mmask16>(seen >> i * kWidth);
-    const Vec weight = _mm512_maskz_mov_ps(mine, Exp2(FmaOnce(logits[i], factor, shift)));
-    sum = Add(sum, weight);
-    const __m256i word = (__m256i)_mm512_cvtneps_pbh(weight);
-    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(word), 16);
-    const Vec rest = _mm512_sub_ps(weight, _mm512_castsi512_ps(wide));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + i * kWidth), word);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + kKeyBlock + i * kWidth),
-                        (__m256i)_mm512_cvtneps_pbh(rest));
+  for (int i = 0; i < kTileRows; ++i) block_top = MaxSkipNan(block_top, largest[i]);
+  const Vec lowest = Set1(-kInfinity), factor = Set1(scale);
+  const Vec new_top = MaxSkipNan(Load(top), block_top), old_m = Load(m);
+  const __mmask16 any = _mm512_cmp_ps_mask(new_top, lowest, _CMP_NEQ_UQ);
+  const Vec new_m = _mm512_mask_mul_ps(lowest, any, new_top, factor);
+  const __mmask16 same = _mm512_cmp_ps_mask(old_m, new_m, _CMP_EQ_OQ);
+  const Vec alpha = _mm512_mask_mov_ps(Exp2(_mm512_sub_ps(old_m, new_m)), same, Set1(1.0f));
+  const Vec new_l = Mul(Load(l), alpha);
+  // 2^whole <= l
+  const Vec whole = _mm512_getexp_ps(new_l);
+  const Vec exponent = _mm512_sub_ps(Mul(block_top, factor), new_m);
+  const __mmask16 needs = _mm512_cmp_ps_mask(
+      exponent, _mm512_sub_ps(whole, Set1(static_cast<float>(kOneWordBits))), _CMP_NLE_UQ);
+  Store(top, new_top);
+  Store(m, new_m);
+  Store(l, new_l);
+  Store(to->shift, _mm512_maskz_sub_ps(any, Zero(), new_m));
+  Store(to->alpha, alpha);
+  return (needs & sees) != 0;
+}
+
+// The logits of 16 rows become weights, words of what they see of the block and zeros else, and
+// with REST what rounding left of them kKeyBlock words behind. l += their sums.
+template <bool REST>
+void WeighTileRows(float* scores, const uint64_t* seen, float scale, const float* shift, float* l) {
+  Vec sum[kTileRows];
+  for (int r = 0; r < kTileRows; ++r, scores += kKeyBlock) {
+    constexpr int kVecs = kKeyBlock / kWidth;
+    Vec weight[kVecs];
+    JAX_PAGED_UNROLL
+    for (int i = 0; i < kVecs; ++i) {
+      const Vec exponent = FmaOnce(SeenLogits(scores, seen[r], i), Set1(scale), Set1(shift[r]));
+      weight[i] = _mm512_maskz_mov_ps(PartOf(seen[r], i), Exp2(exponent));
+    }
+    BFloat16* const words = reinterpret_cast<BFloat16*>(scores);
+    JAX_PAGED_UNROLL
+    for (int i = 0; i < kVecs; i += 2) {
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(weight[i + 1], weight[i]);
+      _mm512_storeu_si512(words + i * kWidth, both);
+      if constexpr (REST) {
+        const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(both));
+        const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1));
+        const Vec a = _mm512_sub_ps(weight[i], _mm512_castsi512_ps(_mm512_slli_epi32(low, 16)));
+        const Vec b =
+            _mm512_sub_ps(weight[i + 1], _mm512_castsi512_ps(_mm512_slli_epi32(high, 16)));
+        _mm512_storeu_si512(words + kKeyBlock + i * kWidth, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+      }
+    }
+    sum[r] = Add(Add(weight[0], weight[1]), Add(weight[2], weight[3]));
   }
-  if (seen == 0) return 1.0f;
-  const float alpha = *m == new_m ? 1.0f : (*m == -kInfinity ? 0.0f : Exp2(*m - new_m));
-  *m = new_m;
-  *l = *l * alpha + HorizontalSum(sum);
-  const int whole_bits = static_cast<int>(FloatBits(*l) >> 23) - 127;  // 2^whole_bits <= l
-  *needs_rest |= !(block_top * scale - new_m <= static_cast<float>(whole_bits - kOneWordBits));
-  return alpha;
+  Store(l, Add(Load(l), SumEach(sum)));
 }
 
 // o = o * alpha + weights v of 32 rows, or of 16, and of tokens [begin, end).
@@ -226,13 +271,27 @@ struct BlockTiles<BFloat16> {
       const bool two = padded_rows - r > kTileRows;
       const int64_t end = r + (two ? 2 : 1) * kTileRows;
       if (visible[end - 1] <= hidden[r]) continue;
+      const int64_t rows = end - r;
+      uint64_t mine[2 * kTileRows];
+      for (int64_t i = 0; i < rows; ++i) {
+        mine[i] = BitRange(hidden[r + i], visible[r + i]) & (seen ? seen[r + i] : ~uint64_t{0});
+      }
+      TileShift shifts[2];
       bool needs_rest = false;
-      for (int64_t i = r; i < end; ++i) {
-        const uint64_t mine = BitRange(hidden[i], visible[i]) & (seen ? seen[i] : ~uint64_t{0});
-        const float alpha = WeighTileRow(scratch.scores + i * kKeyBlock, mine, scale, &top[i],
-                                         &part.m[i], &part.l[i], &needs_rest);
+      for (int64_t i = 0; i < rows; i += kTileRows) {
+        needs_rest |=
+            StartWeights(scratch.scores + (r + i) * kKeyBlock, mine + i, scale, top + r + i,
+                         part.m + r + i, part.l + r + i, &shifts[i / kTileRows]);
+      }
+      for (int64_t i = 0; i < rows; i += kTileRows) {
+        const auto weigh = needs_rest ? WeighTileRows<true> : WeighTileRows<false>;
+        weigh(scratch.scores + (r + i) * kKeyBlock, mine + i, scale, shifts[i / kTileRows].shift,
+              part.l + r + i);
+      }
+      for (int64_t i = 0; i < rows; ++i) {
+        const float alpha = shifts[i / kTileRows].alpha[i % kTileRows];
         if (alpha == 1.0f) continue;
-        float* const o = part.o + i * part.stride;
+        float* const o = part.o + (r + i) * part.stride;
         for (int64_t d = 0; d < v_head_dim; d += kWidth) {
           Store(o + d, Mul(Load(o + d), Set1(alpha)));
         }

@@ -59,7 +59,7 @@ template <typename Work>
 void LoadAndRun(ffi::ThreadPool& pool, const Projection& call, const LinearKernels& kernels,
                 int64_t workers, int64_t own_floats, const Work& work) {
   const int64_t padded_rows = PadLinearRows(call.num_rows);
-  const int64_t x_stride = LinearStride(call.depth);
+  const int64_t x_stride = kernels.stride(call.depth);
   const int64_t floats = padded_rows * x_stride + workers * own_floats;
   const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
   float* const rows = reinterpret_cast<float*>(scratch.data());
@@ -81,7 +81,9 @@ void Multiply(ffi::ThreadPool& pool, const Projection& call) {
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
   const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
-  const int64_t block = LinearBlockColumns(LinearRowBytes(call.w_dtype, depth, num_rows));
+  const int64_t block =
+      kernels.BlockColumns(/*is_packed=*/false, LinearRowBytes(call.w_dtype, depth, num_rows),
+                           num_rows * depth * int64_t{sizeof(float)});
   const int64_t workers = Workers(pool, call);
   const int64_t sums_floats = PadLinearRows(num_rows) * RoundUp(block, kLinearColumns);
   const int64_t panel_floats = IsEightBit(call.w_dtype) ? LinearPanelFloats(depth, block) : 0;
@@ -108,8 +110,9 @@ void MultiplyPacked(ffi::ThreadPool& pool, const Projection& call) {
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
   const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
-  const int64_t block = PackedBlockColumns(LinearRowBytes(call.w_dtype, depth, num_rows),
-                                           num_rows * depth * int64_t{sizeof(float)});
+  const int64_t block =
+      kernels.BlockColumns(/*is_packed=*/true, LinearRowBytes(call.w_dtype, depth, num_rows),
+                           num_rows * depth * int64_t{sizeof(float)});
   const int64_t workers = Workers(pool, call);
   const int64_t of_item =
       Clamp(num_columns / (block * workers * kItemsPerWorker), 1, kMostBlocks) * block;

@@ -49,7 +49,7 @@ void Multiply(ffi::ThreadPool& pool, const Call& call) {
   const int64_t workers = is_small ? 1 : Clamp(pool.num_threads(), 1, 1024);
   const int64_t share = CeilDiv(call.panels, workers * kItemsPerWorker);
   const int64_t block = Clamp(kBlockBytes / panel_bytes, 1, share);
-  const int64_t x_stride = LinearStride(call.depth);
+  const int64_t x_stride = all.Of(call.dtype, call.dtype).stride(call.depth);
   const bool is_direct = call.out_dtype == Dtype::kFloat32;
   const int64_t columns = call.panels * kPanelOutputs;
   const int64_t of_groups = call.has_offsets ? num_rows * call.w.num_groups : 0;

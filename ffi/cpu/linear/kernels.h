@@ -95,8 +95,12 @@ inline LinearBlocks LinearBlocksOf(const float* scale, int64_t matrix, int64_t r
   return {scale ? scale + skipped : nullptr, stride, first_row};
 }
 
+// The same where a float is a pair of bf16.
+inline int64_t WordStride(int64_t depth) { return LinearStride(depth / 2); }
+
 // For one dtype of x and one of w; linear/kernel.h explains the arguments.
 struct LinearKernels {
+  int64_t (*stride)(int64_t depth);  // floats from a row of x to the next
   void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
                     float* rows, int64_t x_stride);
   void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
@@ -106,6 +110,11 @@ struct LinearKernels {
   void (*packed_sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
                       int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
                       float* panel, float* sums, int64_t sums_stride);
+  // Columns of w that one worker takes at once. Where sums are rows, it is as with packed w.
+  int64_t BlockColumns(bool is_packed, int64_t row_bytes, int64_t x_bytes) const {
+    const bool by_rows = is_packed || most == 1;
+    return by_rows ? PackedBlockColumns(row_bytes, x_bytes) : LinearBlockColumns(row_bytes);
+  }
   void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);
   void (*store)(const float* sums, int64_t num_rows, int64_t most, int64_t count,
                 int64_t out_stride, Dtype dtype, void* out);

@@ -141,7 +141,7 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
   for (const Group& group : tokens.groups) {
     most_rows = std::max(most_rows, PadLinearRows(group.num_rows));
   }
-  const int64_t x_stride = LinearStride(call.depth), h_stride = LinearStride(call.rank);
+  const int64_t x_stride = kernels.stride(call.depth), h_stride = kernels.stride(call.rank);
   const int64_t a_block = LinearBlockColumns(call.depth * bytes);
   const int64_t b_block = LinearBlockColumns(call.rank * bytes);
   const int64_t sums_floats = most_rows * RoundUp(std::max(a_block, b_block), kLinearColumns);

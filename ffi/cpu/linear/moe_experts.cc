@@ -112,8 +112,8 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
   const int64_t num_groups = static_cast<int64_t>(pairs.groups.size());
   const int64_t bytes = ByteWidth(call.dtype), w_bytes = ByteWidth(call.w_dtype);
   const int64_t workers = Clamp(pool.num_threads(), 1, 1024);
-  const int64_t x_stride = LinearStride(call.hidden);
-  const int64_t h_stride = LinearStride(call.inner);
+  const int64_t x_stride = kernels.stride(call.hidden);
+  const int64_t h_stride = kernels.stride(call.inner);
   int64_t most_rows = 0;
   for (const Group& group : pairs.groups) {
     const int64_t padded = PadLinearRows(group.num_rows);
@@ -124,7 +124,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
   };
   const auto block_columns = [&](bool is_packed, int64_t bytes_of_row, int64_t depth) {
     const int64_t x_bytes = most_rows * depth * int64_t{sizeof(float)};
-    return is_packed ? PackedBlockColumns(bytes_of_row, x_bytes) : LinearBlockColumns(bytes_of_row);
+    return kernels.BlockColumns(is_packed, bytes_of_row, x_bytes);
   };
   const int64_t gate_block = block_columns(packed.gate_up, 2 * row_bytes(call.hidden), call.hidden);
   const int64_t down_block = block_columns(packed.down, row_bytes(call.inner), call.inner);

@@ -330,12 +330,17 @@ void PackedSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
 
 // The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
 template <typename T>
-constexpr LinearKernels kSameWeights = {LoadLinearRows<T>, LinearSums<T>, /*most=*/8,
-                                        PackedSums<T>,     GateSums,      StoreLinearSums};
+constexpr LinearKernels kSameWeights = {kUsesDot<T> ? WordStride : LinearStride,
+                                        LoadLinearRows<T>,
+                                        LinearSums<T>,
+                                        /*most=*/8,
+                                        PackedSums<T>,
+                                        GateSums,
+                                        StoreLinearSums};
 template <typename C, typename X>
-constexpr LinearKernels kOfCodes = {LoadPlainRows<X>, LinearSums<C, float>,
-                                    /*most=*/8,       PackedSums<C, float>,
-                                    GateSums,         StoreLinearSums};
+constexpr LinearKernels kOfCodes = {LinearStride,   LoadPlainRows<X>,     LinearSums<C, float>,
+                                    /*most=*/8,     PackedSums<C, float>, GateSums,
+                                    StoreLinearSums};
 template <typename C>
 constexpr LinearKernelsOf kCodeWeights = {
     {kOfCodes<C, BFloat16>, kOfCodes<C, Float16>, kOfCodes<C, float>}};

@@ -19,7 +19,11 @@
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 constexpr int64_t kTilesChunk = 512;
-constexpr int64_t kTilesRows = 1024;  // of x, whose chunks stay in L2
+constexpr int64_t kTilesRows = 512;  // of x, whose chunks stay in L2
+
+// Floats from a row of x to the next: an odd number of cache lines, so that 16 rows lie in as many
+// sets of L1.
+inline int64_t TileStride(int64_t depth) { return RoundUp(depth / 2, 2 * kWidth) + kWidth; }
 
 // What a pass multiplies.
 struct TilePass {
@@ -119,99 +123,117 @@ void StageTiles(const T* w, int64_t w_stride, int64_t depth, int64_t count, BFlo
 }
 // The same of a packed panel, of which codes lie 16 outputs behind 16 outputs.
 template <typename T>
-void StagePacked(const T* w, int64_t depth, BFloat16* to) {
+JAX_PAGED_INLINE Vec LoadPackedPairs(const T* w, int64_t n) {
+  const Vec words = LoadWords(w, n);
+  if constexpr (kSameType<T, BFloat16>) return words;
   const __m512i in_pairs =
       _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                        21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const int64_t count = depth * kPanelOutputs;
-  for (int64_t i = 0; i < RoundUp(depth, kTileDepth) * kPanelOutputs; i += 2 * kWidth) {
-    Vec words = LoadWords(w + i, Clamp(count - i, 0, 2 * kWidth));
-    if constexpr (!kSameType<T, BFloat16>) {
-      const __m512i bits = _mm512_castps_si512(words);
-      words = _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_pairs, bits));
-    }
-    Store(reinterpret_cast<float*>(to + i), words);
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_pairs, _mm512_castps_si512(words)));
+}
+template <typename T>
+void StagePacked(const T* w, int64_t depth, BFloat16* staged) {
+  const int64_t pairs = depth / 2, padded = RoundUp(depth, kTileDepth) / 2;
+  float* to = reinterpret_cast<float*>(staged);
+  for (int64_t i = 0; i < pairs; ++i, w += 2 * kPanelOutputs, to += kWidth) {
+    Store(to, LoadPackedPairs(w, 2 * kPanelOutputs));
   }
+  for (int64_t i = pairs; i < padded; ++i, to += kWidth) Store(to, Zero());
 }
 
-// sums[r, n] = x[r] . w[n] for all rows of x and n < count, rounded up to whole panels; rows of
-// sums are sums_stride apart. w is PACKED or rows. `next`: of packed w, what the caller will ask
-// for next, or null.
+// A call of TileSums. w is PACKED or rows.
 template <typename T, bool PACKED>
-void TileSums(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t depth,
-              int64_t count, const void* next, const LinearBlocks& blocks, float* sums,
-              int64_t sums_stride) {
-  alignas(64) BFloat16 staged[2 * kTilesChunk * kPanelOutputs];
-  alignas(64) float part[4 * kTileRows * kPanelOutputs];
-  const int64_t chunk = blocks.scale ? kScaleBlock : kTilesChunk;
-  const int64_t x_bytes = x_stride * int64_t{sizeof(float)};
-  // Up to 32 rows one panel is read behind the other, a single stream.
-  const int64_t at_once = (num_rows > 2 * kTileRows ? 2 : 1) * kPanelOutputs;
-  int64_t shaped[2] = {-1, -1};
-  for (int64_t first = 0; first < num_rows; first += kTilesRows) {
-    const int64_t last = Clamp(first + kTilesRows, 0, num_rows);
-    for (int64_t n = 0; n < count; n += at_once) {
-      const bool two_panels = count - n > kPanelOutputs && at_once > kPanelOutputs;
-      for (int64_t d = 0; d < depth; d += chunk) {
-        const int64_t here = Clamp(depth - d, 0, chunk), steps = CeilDiv(here, kTileDepth);
-        const BFloat16* panel[2] = {staged, staged + kTilesChunk * kPanelOutputs};
-        Fetch fetch = {};
-        for (int p = 0; p < (two_panels ? 2 : 1); ++p) {
-          const int64_t from = n + p * kPanelOutputs;
-          BFloat16* const to = staged + p * kTilesChunk * kPanelOutputs;
-          if constexpr (PACKED) {
-            const T* const mine = w + from * depth + d * kPanelOutputs;
-            if constexpr (kSameType<T, BFloat16>) {
-              if (here % kTileDepth == 0) panel[p] = mine;
-            }
-            if (panel[p] == to) StagePacked(mine, here, to);
-          } else {
-            StageTiles(w + from * depth + d, depth, here, Clamp(count - from, 1, kPanelOutputs),
-                       to);
-          }
-        }
-        if constexpr (PACKED) {
-          const bool is_last = d + here == depth;
-          const T* const then = !is_last              ? w + n * depth + (d + here) * kPanelOutputs
-                                : n + at_once < count ? w + (n + at_once) * depth
-                                                      : static_cast<const T*>(next);
-          const int64_t of_then = Clamp(is_last ? depth : depth - d - here, 0, chunk);
-          fetch = {reinterpret_cast<const char*>(then), then ? at_once / kPanelOutputs : 0,
-                   of_then * kPanelOutputs * int64_t{sizeof(T)} / 64,
-                   depth * kPanelOutputs * int64_t{sizeof(T)}};
-          fetch.passes = CeilDiv(last - first, 2 * kTileRows);
-        }
+struct TileCall {
+  const float* x;
+  int64_t x_stride;
+  int64_t num_rows;
+  const T* w;
+  int64_t depth;
+  int64_t count;
+  const T* next;  // packed: what the caller will ask for next, or null
+  const LinearBlocks& blocks;
+  float* sums;
+  int64_t sums_stride;
+
+  // Elements of the depth that a step of rows takes, and outputs. Up to 32 rows one panel is read
+  // behind the other, a single stream.
+  int64_t chunk() const { return blocks.scale ? kScaleBlock : kTilesChunk; }
+  int64_t columns() const { return (num_rows > 2 * kTileRows ? 2 : 1) * kPanelOutputs; }
+  int64_t DepthFrom(int64_t d) const { return Clamp(depth - d, 0, chunk()); }
+
+  // The tiles of the panel of outputs from n on, of the chunk from d on: in w, or in `staged`.
+  const BFloat16* Panel(int64_t n, int64_t d, BFloat16* staged) const {
+    const int64_t here = DepthFrom(d);
+    if constexpr (PACKED) {
+      const T* const panel = w + n * depth + d * kPanelOutputs;
+      if constexpr (kSameType<T, BFloat16>) {
+        if (here % kTileDepth == 0) return panel;
+      }
+      StagePacked(panel, here, staged);
+    } else {
+      StageTiles(w + n * depth + d, depth, here, Clamp(count - n, 1, kPanelOutputs), staged);
+    }
+    return staged;
+  }
+
+  // What is multiplied after outputs from n on of the chunk from d on, by `passes` passes.
+  Fetch Ahead(int64_t n, int64_t d, int64_t passes, bool is_last) const {
+    if (!PACKED) return {};
+    const T* then = w + (n + columns()) * depth + d * kPanelOutputs;
+    int64_t of_then = DepthFrom(d);
+    if (n + columns() >= count) {
+      d += of_then;
+      of_then = DepthFrom(d);
+      then = w + d * kPanelOutputs;
+      if (d == depth) {
+        then = is_last ? next : nullptr;
+        of_then = DepthFrom(0);
+      }
+    }
+    constexpr int64_t kBytes = kPanelOutputs * int64_t{sizeof(T)};
+    return {reinterpret_cast<const char*>(then), then ? columns() / kPanelOutputs : 0,
+            of_then * kBytes / 64, depth * kBytes, passes};
+  }
+};
+
+// sums[r, n] = x[r] . w[n] for all rows of x and n < count, rounded up to whole panels; rows of
+// sums are sums_stride apart.
+template <typename T, bool PACKED>
+void TileSums(const TileCall<T, PACKED>& call) {
+  alignas(64) BFloat16 staged[2][kTilesChunk * kPanelOutputs];
+  alignas(64) float part[4 * kTileFloats];
+  int64_t shaped = 0;
+  for (int64_t first = 0; first < call.num_rows; first += kTilesRows) {
+    const int64_t last = Clamp(first + kTilesRows, 0, call.num_rows);
+    for (int64_t d = 0; d < call.depth; d += call.chunk()) {
+      for (int64_t n = 0; n < call.count; n += call.columns()) {
+        const bool two_panels = call.columns() > kPanelOutputs && call.count - n > kPanelOutputs;
+        TilePass pass = {};
+        pass.x_bytes = call.x_stride * int64_t{sizeof(float)};
+        pass.w = call.Panel(n, d, staged[0]);
+        if (two_panels) pass.w2 = call.Panel(n + kPanelOutputs, d, staged[1]);
+        pass.steps = CeilDiv(call.DepthFrom(d), kTileDepth);
         Written(staged);
+        Fetch fetch = call.Ahead(n, d, CeilDiv(last - first, 2 * kTileRows), last == call.num_rows);
         for (int64_t r = first; r < last; r += 2 * kTileRows) {
           const int64_t rows = Clamp(last - r, 0, 2 * kTileRows);
-          const int64_t upper = Clamp(rows, 0, kTileRows), lower = rows - upper;
-          if (shaped[0] != upper || shaped[1] != lower) ShapeTiles(upper, lower);
-          shaped[0] = upper;
-          shaped[1] = lower;
-          float* const to = sums + r * sums_stride + n;
+          const int64_t upper = Clamp(rows, 0, kTileRows);
+          if (shaped != rows) ShapeTiles(upper, rows - upper);
+          shaped = rows;
+          float* const to = call.sums + r * call.sums_stride + n;
           const int64_t columns = two_panels ? 2 * kPanelOutputs : kPanelOutputs;
-          const int64_t lines = fetch.OfPass();
-          TilePass pass = {x + r * x_stride + d / 2,
-                           x_bytes,
-                           panel[0],
-                           panel[1],
-                           steps,
-                           fetch.next,
-                           lines,
-                           to,
-                           sums_stride * int64_t{sizeof(float)},
-                           /*adds=*/d > 0};
-          if (blocks.scale) {
-            pass.sums = part;
-            pass.sums_bytes = columns * int64_t{sizeof(float)};
-            pass.adds = false;
-          }
-          RunPass(lower > 0, two_panels, pass);
+          pass.x = call.x + r * call.x_stride + d / 2;
+          pass.sums = call.blocks.scale ? part : to;
+          pass.sums_bytes =
+              (call.blocks.scale ? columns : call.sums_stride) * int64_t{sizeof(float)};
+          pass.adds = d > 0 && !call.blocks.scale;
+          pass.ahead = fetch.next;
+          pass.lines = fetch.OfPass();
+          RunPass(rows > kTileRows, two_panels, pass);
           Written(part);
-          if (lines > 0) fetch.Skip(lines);
-          if (blocks.scale) {
-            AddScaled(part, blocks.At(n, d), rows, columns, d > 0, to, sums_stride);
-          }
+          if (pass.lines > 0) fetch.Skip(pass.lines);
+          if (!call.blocks.scale) continue;
+          AddScaled(part, call.blocks.At(n, d), rows, columns, d > 0, to, call.sums_stride);
         }
       }
     }
@@ -223,15 +245,15 @@ void TileSums(const float* x, int64_t x_stride, int64_t num_rows, const T* w, in
 template <typename T>
 void PlainTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
                    int64_t count, const LinearBlocks& blocks, float* /*panel*/, float* sums) {
-  TileSums<T, /*PACKED=*/false>(x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
-                                /*next=*/nullptr, blocks, sums, RoundUp(count, kLinearColumns));
+  TileSums<T, /*PACKED=*/false>({x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
+                                 /*next=*/nullptr, blocks, sums, RoundUp(count, kLinearColumns)});
 }
 template <typename T>
 void PackedTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
                     int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
                     float* /*panel*/, float* sums, int64_t sums_stride) {
-  TileSums<T, /*PACKED=*/true>(x, x_stride, num_rows, static_cast<const T*>(w), depth, count, next,
-                               blocks, sums, sums_stride);
+  TileSums<T, /*PACKED=*/true>({x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
+                                static_cast<const T*>(next), blocks, sums, sums_stride});
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

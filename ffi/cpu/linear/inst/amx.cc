@@ -41,8 +41,9 @@ JAX_PAGED_BEGIN_TARGET(
 // clang-format on
 namespace jax_paged::cpu::amx {
 template <typename T>
-constexpr LinearKernels kTiles = {LoadLinearRows<BFloat16>, PlainTileSums<T>, /*most=*/1,
-                                  PackedTileSums<T>,        GateSums,         StoreLinearSums};
+constexpr LinearKernels kTiles = {TileStride,     LoadLinearRows<BFloat16>, PlainTileSums<T>,
+                                  /*most=*/1,     PackedTileSums<T>,        GateSums,
+                                  StoreLinearSums};
 constexpr LinearKernels kBFloat16 = kTiles<BFloat16>;
 constexpr Int4Kernels kInt4BFloat16 = {LoadInt4Rows<BFloat16>, Int4TileSums};
 constexpr LinearKernels kInt8 = kTiles<CodeWord<Int8>>;

@@ -38,7 +38,8 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f
 namespace jax_paged::cpu::avx512bf16 {
 constexpr LinearKernels kBFloat16 = kSameWeights<BFloat16>;
 template <typename C>
-constexpr LinearKernels kCodes = {LoadLinearRows<BFloat16>,
+constexpr LinearKernels kCodes = {WordStride,
+                                  LoadLinearRows<BFloat16>,
                                   LinearSums<CodeWord<C>, BFloat16>,
                                   /*most=*/8,
                                   /*packed_sums=*/nullptr,
