@@ -20,6 +20,7 @@ extern "C" XLA_FFI_Error* LinearHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* LinearInt4Handler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* LoraHandler(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* MoeExpertsHandler(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* MoeExpertsInt4Handler(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace jax_paged::cpu
 

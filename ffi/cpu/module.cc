@@ -90,6 +90,8 @@ nb::dict Registrations() {
   handlers["jax_paged.linear_int4.v1"] = nb::capsule(reinterpret_cast<void*>(LinearInt4Handler));
   handlers["jax_paged.lora.v1"] = nb::capsule(reinterpret_cast<void*>(LoraHandler));
   handlers["jax_paged.moe_experts.v1"] = nb::capsule(reinterpret_cast<void*>(MoeExpertsHandler));
+  handlers["jax_paged.moe_experts_int4.v1"] =
+      nb::capsule(reinterpret_cast<void*>(MoeExpertsInt4Handler));
   return handlers;
 }
 

@@ -25,6 +25,7 @@ CPU_ONLY = frozenset(
         "jax_paged.linear.v1",
         "jax_paged.linear_int4.v1",
         "jax_paged.lora.v1",
+        "jax_paged.moe_experts_int4.v1",
         "jax_paged.scatter_rows.v1",
         "jax_paged.zero_pool.v1",
     }

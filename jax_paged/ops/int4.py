@@ -19,7 +19,9 @@ CENTER, LARGEST = 8, 15  # of codes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int4Weight:
-    """Weights [..., out, in] in 4 bits, which `pack_int4` and `quantize_int4` make, for `linear`.
+    """Weights [..., out, in] in 4 bits, which `pack_int4` and `quantize_int4` make.
+
+    `linear` and `moe_experts` take it in place of an array.
 
     With d in group g of the depth, and codes of 0 to 15, weight[n, d] = scale[n, g] · code[n, d] +
     offset[n, g]; or without offsets scale[n, g] · (code[n, d] - 8). So GGUF's Q4_1 and Q4_0 are. As
@@ -153,20 +155,22 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return jnp.swapaxes(wide, -1, -2).reshape(*leading, panels * PANEL, WORD * words)
 
 
-def check_int4(name: str, weight: Int4Weight, depth: int) -> None:
-    """Checks that a weight [out, depth] is one that `pack_int4` makes."""
+def check_int4(name: str, weight: Int4Weight, depth: int, leading: tuple[int, ...] = ()) -> None:
+    """Checks that a weight [*leading, out, depth] is one that `pack_int4` makes."""
     codes, scales = weight.codes, weight.scales
-    expected = f"codes u32[out / 16, {depth // WORD}, 16]"
-    fits = codes.dtype == jnp.uint32 and codes.ndim == 3 and depth % 32 == 0
-    fits = fits and codes.shape[1:] == (depth // WORD, PANEL)
+    sizes = "".join(f"{size}, " for size in leading)
+    expected = f"codes u32[{sizes}out / 16, {depth // WORD}, 16]"
+    rank = len(leading) + 3
+    fits = codes.dtype == jnp.uint32 and codes.ndim == rank and depth % 32 == 0
+    fits = fits and codes.shape[:-3] == leading and codes.shape[-2:] == (depth // WORD, PANEL)
     expect(fits, name, expected, f"{codes.dtype.name}{list(codes.shape)}")
-    groups = scales.shape[1] if scales.ndim in (3, 4) else 0
-    whole = (len(codes), groups, 2, PANEL) if scales.ndim == 4 else (len(codes), groups, PANEL)
+    groups = scales.shape[rank - 2] if scales.ndim in (rank, rank + 1) else 0
+    whole = (*codes.shape[:-2], groups, *([2] if scales.ndim > rank else []), PANEL)
     fits = scales.dtype in (jnp.float16, jnp.float32) and scales.shape == whole and groups > 0
     fits = fits and depth % groups == 0 and depth // groups % 32 == 0
     expected = (
-        "f16 or f32 scales [out / 16, groups, 16] or [out / 16, groups, 2, 16], with groups of a "
-        "multiple of 32"
+        f"f16 or f32 scales [{sizes}out / 16, groups, 16] or [{sizes}out / 16, groups, 2, 16], "
+        "with groups of a multiple of 32"
     )
     expect(fits, name, expected, f"{scales.dtype.name}{list(scales.shape)}")
 

@@ -27,10 +27,12 @@ from jax_paged.checks import (
 from jax_paged.native.call import ffi_call
 from jax_paged.native.sharding import WHOLE, Split
 from jax_paged.ops.activations import Activation, check_activation, gated_product
+from jax_paged.ops.int4 import Int4Weight, check_int4
 from jax_paged.ops.linear import contract
 from jax_paged.ops.packing import PANEL, PackedWeight, panels_of, unpack
 
 TARGET = "jax_paged.moe_experts.v1"
+INT4_TARGET = "jax_paged.moe_experts_int4.v1"
 _LARGEST_BLOCK = 64
 _OPTIONS = ("gate_up_scale", "down_scale", "gate_up_bias", "down_bias", "limit")
 _OPERANDS = ("x", "gate_up", "down", "experts", "weights", *_OPTIONS)
@@ -41,8 +43,12 @@ def moe_experts(
     x: Float[Array, "tokens hidden"],
     gate_up: Float[Array, "experts *two_inner hidden"]
     | Int8[Array, "experts *two_inner hidden"]
-    | PackedWeight,
-    down: Float[Array, "experts hidden inner"] | Int8[Array, "experts hidden inner"] | PackedWeight,
+    | PackedWeight
+    | Int4Weight,
+    down: Float[Array, "experts hidden inner"]
+    | Int8[Array, "experts hidden inner"]
+    | PackedWeight
+    | Int4Weight,
     experts: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
     *,
@@ -67,7 +73,8 @@ def moe_experts(
         The same as [num_experts, 2, inner, hidden], with its scale and bias alike, may be split by
         inner over devices.
       down: [num_experts, hidden, inner]; dtype of gate_up. Both may be what `pack_weight` makes of
-        them, which is faster on CPU; inner is a multiple of 16 then.
+        them, which is faster on CPU; inner is a multiple of 16 then. Or both are 4 bits of
+        `quantize_int4`, which bring their scales and offsets.
       experts: integers [tokens, k]. One outside [0, num_experts) adds nothing and reads nothing.
       weights: [tokens, k], cast to f32.
       gate_up_scale, down_scale: f32[num_experts, 2 · inner] and f32[num_experts, hidden], which
@@ -114,17 +121,23 @@ def moe_experts(
     check_implementation(implementation)
     check_float("x", x)
     check_shape("x", x, "tokens hidden", (None, None))
-    sizes = (None, x.shape[1], None)
-    check_weight("down", down, down_scale, x.dtype, "experts hidden inner", sizes)
+    if isinstance(gate_up, Int4Weight) and isinstance(down, Int4Weight):
+        _check_int4(gate_up, down, x.shape[1], gate_up_scale, down_scale)
+        packed = Packed(gate_up=True, down=True, is_int4=True)
+        matrices = (gate_up.codes, down.codes)
+        gate_up_scale, down_scale = gate_up.scales, down.scales
+    elif isinstance(gate_up, Int4Weight) or isinstance(down, Int4Weight):
+        raise ValueError("gate_up, down: expected both or neither in 4 bits, got one")
+    else:
+        sizes = (None, x.shape[1], None)
+        check_weight("down", down, down_scale, x.dtype, "experts hidden inner", sizes)
+        check_array("gate_up", gate_up)
+        _check_gate_up(gate_up, down.shape, gate_up_scale, x.dtype)
+        expect(gate_up.dtype == down.dtype, "down", f"dtype {gate_up.dtype.name}", down.dtype.name)
+        packed = Packed(isinstance(gate_up, PackedWeight), isinstance(down, PackedWeight))
+        matrices = (panels_of(gate_up), panels_of(down))
     num_experts, hidden, inner = down.shape
-    check_array("gate_up", gate_up)
-    rows, names = ((2, inner), "2 inner") if gate_up.ndim == 4 else ((2 * inner,), "2·inner")
-    sizes = (num_experts, *rows, hidden)
-    check_weight(
-        "gate_up", gate_up, gate_up_scale, x.dtype, f"experts {names} hidden", sizes,
-        parts=1 if gate_up.ndim == 4 else 2,
-    )  # fmt: skip
-    expect(gate_up.dtype == down.dtype, "down", f"dtype {gate_up.dtype.name}", down.dtype.name)
+    rows, names = _rows_of(gate_up, inner)
     experts = as_index("experts", experts)
     check_shape("experts", experts, "tokens k", (x.shape[0], None))
     check_shape("weights", weights, "tokens k", tuple(experts.shape))
@@ -147,22 +160,48 @@ def moe_experts(
     if live is not None:
         expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
         check_shape("live", live, "tokens", (x.shape[0],))
-    packed = Packed(*(isinstance(weight, PackedWeight) for weight in (gate_up, down)))
     ok = not (packed.gate_up and inner % PANEL)
     expect(ok, "gate_up", f"an inner size that is a multiple of {PANEL} where it is packed", inner)
     options = (gate_up_scale, down_scale, gate_up_bias, down_bias, limit)
-    arrays = (x, panels_of(gate_up), panels_of(down), experts, weights)
+    arrays = (x, *matrices, experts, weights)
     return _moe_experts(implementation, activation, dtype, packed, *arrays, *options, live)
 
 
+def _rows_of(gate_up: Any, inner: int) -> tuple[tuple[int, ...], str]:
+    """Axes between the experts and hidden: their sizes and names."""
+    return ((2, inner), "2 inner") if gate_up.ndim == 4 else ((2 * inner,), "2·inner")
+
+
+def _check_gate_up(gate_up, shape_of_down, scale, dtype) -> None:
+    num_experts, hidden, inner = shape_of_down
+    rows, names = _rows_of(gate_up, inner)
+    sizes, parts = (num_experts, *rows, hidden), 1 if gate_up.ndim == 4 else 2
+    axes = f"experts {names} hidden"
+    check_weight("gate_up", gate_up, scale, dtype, axes, sizes, parts=parts)
+
+
+def _check_int4(gate_up, down, hidden, gate_up_scale, down_scale) -> None:
+    num_experts, inner = down.shape[0], down.shape[-1]
+    check_int4("down", down, inner, (num_experts,))
+    expect(down.shape[1] == hidden, "down", f"[experts, {hidden}, inner]", list(down.shape))
+    check_int4("gate_up", gate_up, hidden, (num_experts,))
+    expected = f"[{num_experts}, {2 * inner}, {hidden}]"
+    expect(gate_up.shape[1] == 2 * inner, "gate_up", expected, list(gate_up.shape))
+    for name, scale in (("gate_up_scale", gate_up_scale), ("down_scale", down_scale)):
+        expect(scale is None, name, "None beside 4 bits", "one")
+
+
 class Packed(NamedTuple):
-    """Which weights are packed: those have an axis more."""
+    """Which weights are packed: those have an axis more. Those of 4 bits all are."""
 
     gate_up: bool
     down: bool
+    is_int4: bool = False
 
     def unpacked(self, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, ...]:
-        pairs = zip((gate_up, down), self, strict=True)
+        if self.is_int4:  # whose products `contract` has
+            return gate_up, down
+        pairs = zip((gate_up, down), self[:2], strict=True)
         return tuple(unpack(x) if is_packed else x for x, is_packed in pairs)
 
 
@@ -193,11 +232,11 @@ def _batched(
     @sequential_vmap
     def call(*operands):
         (out,) = ffi_call(
-            TARGET,
+            INT4_TARGET if packed.is_int4 else TARGET,
             operands,
             {"activation": activation},
             split=_split(packed, own, *operands),
-            cuda_workspace_words=functools.partial(_words, packed),
+            cuda_workspace_words=0 if packed.is_int4 else functools.partial(_words, packed),
             implementation=implementation,
             reference=reference,
         )
@@ -207,10 +246,12 @@ def _batched(
 
 
 def _split(packed: Packed, own, x, gate_up, down, experts, weights, *options) -> Split:
-    more = [" -" if is_packed else "" for is_packed in packed]
+    more = [" -" if is_packed else "" for is_packed in packed[:2]]
     has_parts = gate_up.ndim - packed.gate_up == 4
-    scaled = zip(options[:2], (gate_up, down), packed, strict=True)
+    scaled = zip(options[:2], (gate_up, down), packed[:2], strict=True)
     of_blocks = [" -" if scale.ndim == x.ndim - more else "" for scale, x, more in scaled]
+    if packed.is_int4:
+        of_blocks = [" -" * (scale.ndim - 2) for scale in options[:2]]
     inner = "inner" if has_parts and not any(of_blocks) else WHOLE
     rows = f"- {inner}" if has_parts else WHOLE
     axes = {

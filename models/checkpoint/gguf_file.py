@@ -289,18 +289,18 @@ class GGUFFile:
         return _Tensors(self, heads)
 
     def four_bits(self, name: str, num_heads: int | None) -> FourBits:
-        """A matrix that is stored in 4 bits: codes [out, in], and of each 32 a scale and an offset.
+        """Weights in 4 bits: codes [*experts, out, in], and of each 32 a scale and an offset.
 
         num_heads: as for `_dequantize`.
         """
         shape, number, data = self._tensors[name]
         kind = KINDS[number]
-        blocks = data.reshape(shape[0], -1, kind.num_bytes)
+        blocks = data.reshape(*shape[:-1], -1, kind.num_bytes)
         if num_heads:
             blocks = blocks[_unpermute(np.arange(shape[0]), num_heads)]
         with reading(f"{self.path}: tensor {name!r}"):
             found = FOUR_BITS[number](blocks.reshape(-1, kind.num_bytes))
-        codes, scale = (x.reshape(shape[0], -1) for x in found[:2])
+        codes, scale = (x.reshape(*shape[:-1], -1) for x in found[:2])
         return FourBits(
             codes, scale, None if found.offset is None else found.offset.reshape(scale.shape)
         )
@@ -441,14 +441,16 @@ class _Tensors:
         self._file._dequantize(gguf_name(name), out, self._heads_of(name), part)
 
     def int4(self, *names: str) -> Int4Weight | None:
-        """Joined tensors whose weights are stored in 4 bits; None where one is not."""
+        """Tensors whose outputs are joined, stored in 4 bits; None where one is not."""
         if not self._are_int4(names):
             return None
         parts = [self._file.four_bits(gguf_name(name), self._heads_of(name)) for name in names]
-        codes, scale = (np.concatenate(x) for x in zip(*(part[:2] for part in parts), strict=True))
+        pairs = zip(*(part[:2] for part in parts), strict=True)
+        codes, scale = (np.concatenate(x, axis=-2) for x in pairs)
         offset = None
         if self._have_offsets(names):
-            offset = np.concatenate([-8 * p.scale if p.offset is None else p.offset for p in parts])
+            offsets = [-8 * p.scale if p.offset is None else p.offset for p in parts]
+            offset = np.concatenate(offsets, axis=-2)
         codes, scale = map(jax.device_put, (codes, scale))
         return pack_int4(codes, scale, None if offset is None else jax.device_put(offset))
 
@@ -457,10 +459,12 @@ class _Tensors:
         if not self._are_int4(names):
             return None
         shapes = [self._file.shapes[gguf_name(name)] for name in names]
-        out, depth = sum(shape[0] for shape in shapes), shapes[0][1]
-        codes = jax.ShapeDtypeStruct((out, depth), jnp.uint8)
+        leading, depth = shapes[0][:-2], shapes[0][-1]
+        out = sum(shape[-2] for shape in shapes)
+        codes = jax.ShapeDtypeStruct((*leading, out, depth), jnp.uint8)
         is_half = HALF_SCALES.issuperset(self._kinds(names))
-        scale = jax.ShapeDtypeStruct((out, depth // 32), jnp.float16 if is_half else jnp.float32)
+        of_scale = jnp.float16 if is_half else jnp.float32
+        scale = jax.ShapeDtypeStruct((*leading, out, depth // 32), of_scale)
         return jax.eval_shape(pack_int4, codes, scale, scale if self._have_offsets(names) else None)
 
     def _heads_of(self, name: str) -> int | None:
@@ -471,9 +475,10 @@ class _Tensors:
 
     def _are_int4(self, names: Sequence[str]) -> bool:
         shapes = [self._file.shapes[gguf_name(name)] for name in names]
-        are_panels = sum(shape[0] for shape in shapes) % PANEL == 0
-        is_stored = all(kind in FOUR_BITS for kind in self._kinds(names))
-        return is_stored and are_panels and all(len(shape) == 2 for shape in shapes)
+        if any(len(shape) < 2 for shape in shapes):
+            return False
+        are_panels = sum(shape[-2] for shape in shapes) % PANEL == 0
+        return are_panels and all(kind in FOUR_BITS for kind in self._kinds(names))
 
     def _have_offsets(self, names: Sequence[str]) -> bool:
         return any(kind != NO_OFFSETS for kind in self._kinds(names))

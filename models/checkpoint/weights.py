@@ -97,9 +97,9 @@ def load_checkpoint(
       base: of an adapter, the folder or .gguf file of the model that it was trained on; None = the
         one that the adapter names, if that is a folder or file here.
       dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
-      weight_dtype: "int4" = projections in 4 bits: of GGUF's Q4_0, Q4_1 and Q4_K as they are
-        stored, of others by `jax_paged.quantize_int4`; the head in 8 bits; not of experts yet, or
-        over a mesh. "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
+      weight_dtype: "int4" = projections and experts in 4 bits: of GGUF's Q4_0, Q4_1 and Q4_K as
+        they are stored, of others by `jax_paged.quantize_int4`; the head in 8 bits; not over a mesh
+        yet. "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
         f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantized one by
         one as they are read; see `Decoder`.
       context_length: most tokens of a row; None = as the checkpoint says. A LongRoPE model takes

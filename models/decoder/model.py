@@ -207,8 +207,8 @@ class Decoder(Projections):
     Args:
       config: what it is.
       source: where the weights come from, in the wanted dtype (bf16 or f32).
-      weight_dtype: "int4" = projections are in 4 bits (`jax_paged.quantize_int4`), the head is
-        int8; not of experts yet, or over a mesh. "int8", or "fp8" or "fp8_e4m3" = projections,
+      weight_dtype: "int4" = projections and experts are in 4 bits (`jax_paged.quantize_int4`), the
+        head is int8; not over a mesh yet. "int8", or "fp8" or "fp8_e4m3" = projections,
         experts and the head are int8 or f8e4m3fn with a scale per output
         (`jax_paged.quantize_weight`), each quantized as it comes. Norms, biases, router and
         embedding stay. A head that is the embedding becomes an 8-bit

@@ -371,8 +371,6 @@ class ExpertsMLP(_GatedMLP):
         partition: Partition | None = None,
     ):
         check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
-        if weight_dtype == "int4":
-            raise NotImplementedError("weight_dtype: experts are not in int4 yet")
         self.partition = partition
         self._set_activation(activation, limit)
         self.experts_per_token = check_size("experts_per_token", experts_per_token)
@@ -452,8 +450,7 @@ class ExpertsMLP(_GatedMLP):
             if live is not None:
                 used = jnp.where(live[:, None], experts, jnp.int32(-1))
             loads = _loads(used, logits.shape[1])
-            # Not in 4 bits, as __init__ sees to.
-            of_experts: tuple[Any, Any] = self._weight("gate_up"), self._weight("down")
+            of_experts = self._weight("gate_up"), self._weight("down")
             if self.partition is None:
                 out = moe_experts(x, *of_experts, experts, weights, live=live, **options)
                 return self._with_shared(out, x, implementation), loads

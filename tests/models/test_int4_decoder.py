@@ -50,7 +50,7 @@ def count_int4(model):
 def test_logits_are_those_of_what_the_codes_stand_for(config):
     model = Decoder(config, random_source(config, seed=1), weight_dtype="int4", pack=True)
     assert count_int4(model) == 4 * config.num_layers
-    assert model.head[...].dtype == jnp.int8
+    assert param_value(model.head).dtype == jnp.int8
     got = token_logits(model, TEXT)
     np.testing.assert_allclose(got, token_logits(widened(model), TEXT), atol=2e-4, rtol=1e-4)
     plain = token_logits(Decoder(config, random_source(config, seed=1)), TEXT)
@@ -148,10 +148,43 @@ def test_blocks_of_q4_k_are_those_of_the_gguf_package(tmp_path):
     assert tensors_of_file.int4("model.layers.0.mlp.up_proj.weight") is None
 
 
-def test_experts_and_several_devices_are_refused_by_name():
-    experts = small_config("qwen3_moe", vocab_size=64, head_dim=8)
-    with pytest.raises(NotImplementedError, match=r"^weight_dtype: experts are not in int4 yet$"):
-        Decoder(experts, random_source(experts, seed=1), weight_dtype="int4")
+EXPERTS = small_config(
+    "qwen3_moe", vocab_size=64, hidden_size=64, head_dim=8, moe_intermediate_size=32
+)
+
+
+def test_experts_have_4_bits():
+    model = Decoder(EXPERTS, random_source(EXPERTS, seed=1), weight_dtype="int4", pack=True)
+    assert count_int4(model) == 4 * EXPERTS.num_layers
+    assert param_value(model.layers[0].mlp.gate_up).ndim == 3
+    wide = token_logits(widened(model), TEXT)
+    np.testing.assert_allclose(token_logits(model, TEXT), wide, atol=2e-4, rtol=1e-4)
+    expected = generate_many(widened(model), [TEXT, [3]], max_new_tokens=6).tokens
+    got = generate_many(model, [TEXT, [3]], max_new_tokens=6).tokens
+    assert [list(x) for x in got] == [list(x) for x in expected]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_a_file_s_experts_stay_as_they_are(tmp_path, kind):
+    _, metadata, tensors = make(
+        "qwen3moe", hidden_size=32, moe_intermediate_size=32, num_hidden_layers=1
+    )
+    matrices = {name for name, x in tensors.items() if x.ndim >= 2 and "blk" in name}
+    kinds = dict.fromkeys(matrices - {n for n in matrices if "gate_inp" in n}, Kind[kind])
+    path = tmp_path / "model.gguf"
+    write(path, "qwen3moe", metadata, tensors, kinds)
+    model, *_ = load_checkpoint(path, weight_dtype="int4", progress=False)
+    wide, *_ = load_checkpoint(path, progress=False)
+    for name in ("gate_up", "down"):
+        mine, its = (param_value(getattr(x.layers[0].mlp, name)) for x in (model, wide))
+        assert is_int4(mine)
+        assert mine.has_offsets == (kind == "Q4_1")
+        np.testing.assert_allclose(mine.dequantize(), its, rtol=1e-6, atol=1e-6)
+    with open_checkpoint(path, weight_dtype="int4") as checkpoint:  # which compiles for them
+        assert kinds_of(checkpoint.shapes()) == kinds_of(model)
+
+
+def test_several_devices_are_refused_by_name():
     mesh = make_mesh(CONFIG, devices=jax.devices()[:1])
     with pytest.raises(NotImplementedError, match=r"^weight_dtype: int4 is not for several"):
         Decoder(CONFIG, random_source(CONFIG, seed=1), weight_dtype="int4", mesh=mesh)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bits import assert_same_bits
 
-from jax_paged import Int4Weight, linear, pack_int4, quantize_int4
+from jax_paged import Int4Weight, linear, moe_experts, pack_int4, quantize_int4
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SIZES = [(16, 32, 32), (48, 64, 32), (160, 256, 128), (32, 96, 96), (64, 320, 32)]
@@ -164,3 +164,65 @@ WRONG = [
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         call()
+
+
+def experts_case(offsets, tokens, *, dtype="float32", num_experts=4, hidden=96, inner=64):
+    """Operands of `moe_experts` in 4 bits, and the same with their values in f32."""
+    rng = np.random.default_rng([tokens, hidden])
+    wide = [
+        jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-1]), jnp.float32)
+        for shape in ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
+    ]
+    codes = [quantize_int4(w, offsets=offsets) for w in wide]
+    x = jnp.asarray(rng.standard_normal((tokens, hidden)), dtype)
+    rest = (
+        jnp.asarray(rng.integers(-1, num_experts + 1, (tokens, 2)), jnp.int32),
+        jnp.asarray(rng.random((tokens, 2)), jnp.float32),
+    )
+    biases = {
+        "gate_up_bias": jnp.asarray(rng.standard_normal((num_experts, 2 * inner)), dtype),
+        "down_bias": jnp.asarray(rng.standard_normal((num_experts, hidden)), dtype),
+    }
+    return (x, *codes, *rest), (x, *(c.dequantize() for c in codes), *rest), biases
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_are_those_of_their_f32_values(dtype, offsets, implementation):
+    given, wide, biases = experts_case(offsets, 37, dtype=dtype)
+    got = moe_experts(*given, **biases, out_dtype=jnp.float32, implementation=implementation)
+    x, *weights = wide
+    expected = moe_experts(
+        x.astype(jnp.float32), *weights, **{k: v.astype(jnp.float32) for k, v in biases.items()},
+        implementation="reference",
+    )  # fmt: skip
+    # What gate and up make is rounded to x's dtype.
+    bound = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    assert np.abs(np.asarray(got - expected)).max() < bound * np.abs(np.asarray(expected)).max()
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_experts_do_not_depend_on_the_batch(dtype, offsets):
+    (x, gate_up, down, experts, weights), _, biases = experts_case(offsets, 100, dtype=dtype)
+    whole = moe_experts(x, gate_up, down, experts, weights, **biases, implementation="native")
+    for rows in (1, 2, 5, 8, 33):
+        part = slice(100 - rows, 100)
+        own = moe_experts(
+            x[part], gate_up, down, experts[part], weights[part], **biases, implementation="native"
+        )
+        assert_same_bits(own, whole[part])
+
+
+def test_wrong_experts_are_named():
+    (x, gate_up, down, *rest), _, _ = experts_case(True, 3)
+    half = Int4Weight(gate_up.codes[:, :4], gate_up.scales[:, :4])
+    with pytest.raises(ValueError, match=r"^gate_up: expected \[4, 128, 96\], got \[4, 64, 96\]"):
+        moe_experts(x, half, down, *rest)
+    with pytest.raises(ValueError, match=r"^down: expected f16 or f32 scales \[4, out / 16,"):
+        moe_experts(x, gate_up, Int4Weight(down.codes, down.scales[:3]), *rest)
+    with pytest.raises(ValueError, match=r"^gate_up_scale: expected None beside 4 bits"):
+        moe_experts(x, gate_up, down, *rest, gate_up_scale=jnp.zeros((4, 128)))
+    with pytest.raises(ValueError, match="^gate_up, down: expected both or neither in 4 bits"):
+        moe_experts(x, gate_up, down.dequantize(), *rest)

@@ -261,6 +261,11 @@ EXPERT_WEIGHTS = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 DOWN_OF_ONE = jax.ShapeDtypeStruct((5, 24, 16), jnp.float32)
 LSE = jax.ShapeDtypeStruct((3, 2), jnp.float32)
 WIDE = jax.ShapeDtypeStruct((3, 32), jnp.float32)
+FOUR_BIT_EXPERTS = jax.eval_shape(
+    lambda *x: tuple(map(quantize_int4, x)),
+    jax.ShapeDtypeStruct((5, 64, 32), jnp.float32),
+    jax.ShapeDtypeStruct((5, 32, 32), jnp.float32),
+)
 FOUR_BITS = jax.eval_shape(quantize_int4, jax.ShapeDtypeStruct((16, 32), jnp.float32))
 CALLS = {
     "jax_paged.attention.v1": (paged_attention, (Q, PAGES, PAGES, TABLE, ROW)),
@@ -274,6 +279,10 @@ CALLS = {
     "jax_paged.linear_int4.v1": (linear, (WIDE, FOUR_BITS)),
     "jax_paged.lora.v1": (lora, (QKV, GATE_UP, DOWN_OF_ONE, ROW)),
     "jax_paged.moe_experts.v1": (moe_experts, (QKV, GATE_UP, DOWN, EXPERTS, EXPERT_WEIGHTS)),
+    "jax_paged.moe_experts_int4.v1": (
+        moe_experts,
+        (WIDE, *FOUR_BIT_EXPERTS, EXPERTS, EXPERT_WEIGHTS),
+    ),
 }
 ON_CUDA = sorted(CALLS.keys() - load.CPU_ONLY)
 

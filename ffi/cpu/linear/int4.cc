@@ -13,6 +13,7 @@
 #include "common/ffi_checks.h"
 #include "common/integers.h"
 #include "cpu/handlers.h"
+#include "cpu/linear/int4_checks.h"
 #include "cpu/linear/kernels.h"
 #include "cpu/parallel_for.h"
 #include "cpu/scratch.h"
@@ -85,45 +86,26 @@ ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U
     return !error.empty();
   };
   Call call;
-  Dtype of_scales;
+  Int4Weights weights;
   if (failed(ReadDtype(kOp, "x", TypeOf(x), &call.dtype)) ||
       failed(ReadDtype(kOp, "out", TypeOf(*out), &call.out_dtype)) ||
-      failed(ReadDtype(kOp, "scales", TypeOf(scales), &of_scales)) ||
       failed(CheckRank(kOp, "x", Shape(x), 2)) ||
-      failed(CheckRank(kOp, "codes", Shape(codes), 3)) ||
-      (Shape(scales).rank != 4 && failed(CheckRank(kOp, "scales", Shape(scales), 3)))) {
+      failed(ReadInt4(kOp, "codes", ArrayOf(codes), "scales", ArrayOf(scales), /*leading=*/0,
+                      &weights))) {
     return ffi::Error::InvalidArgument(error);
   }
   call.num_rows = Shape(x)[0];
   call.depth = Shape(x)[1];
   call.panels = Shape(codes)[0];
-  call.has_offsets = Shape(scales).rank == 4;
-  const int64_t groups = Shape(scales)[1];
-  const std::string got = ShapeText(Shape(scales).dims, Shape(scales).rank);
-  if (groups < 1 || call.depth % groups != 0 || call.depth / groups % 32 != 0) {
-    const char* const expected = "groups of a multiple of 32 elements of the depth";
-    return ffi::Error::InvalidArgument(Mismatch(kOp, "scales", expected, got));
-  }
-  if (of_scales == Dtype::kBFloat16) {
-    return ffi::Error::InvalidArgument(Mismatch(kOp, "scales", "dtype f16 or f32", "bf16"));
-  }
-  const int64_t panels = call.panels, words = call.depth / 8;
-  if (failed(CheckShape(kOp, "codes", Shape(codes), {panels, words, kPanelOutputs})) ||
-      failed(call.has_offsets
-                 ? CheckShape(kOp, "scales", Shape(scales), {panels, groups, 2, kPanelOutputs})
-                 : CheckShape(kOp, "scales", Shape(scales), {panels, groups, kPanelOutputs})) ||
-      failed(CheckShape(kOp, "out", Shape(*out), {call.num_rows, panels * kPanelOutputs}))) {
+  if (failed(
+          CheckShape(kOp, "codes", Shape(codes), {call.panels, call.depth / 8, kPanelOutputs})) ||
+      failed(CheckShape(kOp, "out", Shape(*out), {call.num_rows, call.panels * kPanelOutputs}))) {
     return ffi::Error::InvalidArgument(error);
   }
   if (call.num_rows == 0 || call.panels == 0) return ffi::Error::Success();
   call.x = static_cast<const char*>(x.untyped_data());
-  const int64_t of_panel = groups * (call.has_offsets ? 2 : 1) * kPanelOutputs;
-  call.w = {codes.typed_data(),
-            scales.untyped_data(),
-            of_panel * ByteWidth(of_scales),
-            call.depth / groups,
-            groups,
-            of_scales == Dtype::kFloat16};
+  call.w = weights.first;
+  call.has_offsets = weights.has_offsets;
   call.out = static_cast<char*>(out->untyped_data());
   try {
     Multiply(pool, call);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handler of jax_paged.moe_experts.v1 on CPU: out[t] = sum over j of weights[t, j] times the
-// gated MLP of expert experts[t, j] on x[t].
+// The handlers of jax_paged.moe_experts.v1 and, of 4-bit experts, jax_paged.moe_experts_int4.v1 on
+// CPU: out[t] = sum over j of weights[t, j] times the gated MLP of expert experts[t, j] on x[t].
 //
 //   pair    (token, chosen expert); pairs are sorted by expert, then by token, so an expert's rows
 //           of x lie together and each of its weights is read once for all of them. Experts that
@@ -24,6 +24,7 @@
 #include "common/integers.h"
 #include "common/moe_checks.h"
 #include "cpu/handlers.h"
+#include "cpu/linear/int4_checks.h"
 #include "cpu/linear/kernels.h"
 #include "cpu/linear/packed_checks.h"
 #include "cpu/parallel_for.h"
@@ -79,57 +80,85 @@ Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens) 
   return pairs;
 }
 
-// Which of the weights are packed (linear/packed.h): those have an axis more.
-struct PackedExperts {
-  bool gate_up, down;
+// Rows of x, or of what gate and up made of them, as the kernels want them.
+struct Rows {
+  float* data;
+  int64_t stride;
+  float* sums;  // of the groups of 4-bit weights with offsets; null: none
+
+  Rows From(int64_t row, int64_t num_groups) const {
+    return {data + row * stride, stride, sums ? sums + row * num_groups : nullptr};
+  }
 };
 
-// The products of a group's rows with columns of one matrix, in the order of the kernels.
-struct Product {
-  const LinearKernels& kernels;
+// One matrix of each expert: plain, packed (linear/packed.h), or in 4 bits (linear/int4.h), each
+// with the products of a group's rows in the order of its kernels.
+struct Matrix {
+  const LinearKernels* kernels;
+  const Int4Kernels* int4;  // null: not in 4 bits
   bool is_packed;
+  const char* data;  // but of 4 bits
+  int64_t row_bytes;
+  Int4Weights codes;
   int64_t depth;
 
   // Rows in a tile of sums, at most.
-  int64_t most() const { return is_packed ? 1 : kernels.most; }
+  int64_t most() const { return is_packed || int4 ? 1 : kernels->most; }
+  int64_t num_groups() const { return int4 && codes.has_offsets ? codes.first.num_groups : 0; }
+  int64_t stride() const { return kernels->stride(depth); }
 
-  void Run(const float* x, int64_t x_stride, int64_t num_rows, const char* w, int64_t count,
-           const LinearBlocks& blocks, float* panel, float* sums) const {
-    if (is_packed) {
-      kernels.packed_sums(x, x_stride, num_rows, w, depth, count, /*next=*/nullptr, blocks, panel,
-                          sums, /*sums_stride=*/count);
+  // Columns that one worker takes at once, of a group of `most_rows` rows at most.
+  int64_t BlockColumns(Dtype w_dtype, int64_t most_rows, int64_t parts) const {
+    if (int4) return LinearBlockColumns(parts * depth / 2);
+    return kernels->BlockColumns(is_packed, parts * LinearRowBytes(w_dtype, depth, most_rows),
+                                 most_rows * depth * int64_t{sizeof(float)});
+  }
+
+  // Loads one row; null: zeros.
+  void Load(const char* source, const Rows& to) const {
+    if (!int4) {
+      kernels->load_rows(source, 0, 1, source ? 1 : 0, depth, to.data, to.stride);
+    } else if (source) {
+      int4->load_rows(source, 0, 1, depth, codes.first.group, to.data, to.stride, to.sums);
     } else {
-      kernels.sums(x, x_stride, num_rows, w, depth, count, blocks, panel, sums);
+      std::memset(to.data, 0, static_cast<size_t>(to.stride) * sizeof(float));
+      if (to.sums) std::memset(to.sums, 0, static_cast<size_t>(num_groups()) * sizeof(float));
+    }
+  }
+
+  // The products with `count` rows of all experts' matrices from number `first` on.
+  void Run(const Rows& x, int64_t num_rows, int64_t first, int64_t count,
+           const LinearBlocks& blocks, float* panel, float* sums) const {
+    if (int4) {
+      int4->sums({x.data, x.stride, x.sums}, num_rows, codes.first.Behind(first / kPanelOutputs),
+                 count / kPanelOutputs, sums, /*sums_stride=*/count);
+    } else if (is_packed) {
+      kernels->packed_sums(x.data, x.stride, num_rows, data + first * row_bytes, depth, count,
+                           /*next=*/nullptr, blocks, panel, sums, /*sums_stride=*/count);
+    } else {
+      kernels->sums(x.data, x.stride, num_rows, data + first * row_bytes, depth, count, blocks,
+                    panel, sums);
     }
   }
 };
 
-void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& packed,
-             int64_t first_token, int64_t num_tokens) {
+void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up,
+             const Matrix& down, int64_t first_token, int64_t num_tokens) {
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const Pairs pairs = SortPairs(call, first_token, num_tokens);
   const int64_t num_rows = static_cast<int64_t>(pairs.token_of.size());
   const int64_t num_groups = static_cast<int64_t>(pairs.groups.size());
-  const int64_t bytes = ByteWidth(call.dtype), w_bytes = ByteWidth(call.w_dtype);
+  const int64_t bytes = ByteWidth(call.dtype);
   const int64_t workers = Clamp(pool.num_threads(), 1, 1024);
-  const int64_t x_stride = kernels.stride(call.hidden);
-  const int64_t h_stride = kernels.stride(call.inner);
+  const int64_t x_stride = gate_up.stride(), h_stride = down.stride();
+  const int64_t x_groups = gate_up.num_groups(), h_groups = down.num_groups();
   int64_t most_rows = 0;
   for (const Group& group : pairs.groups) {
     const int64_t padded = PadLinearRows(group.num_rows);
     if (padded > most_rows) most_rows = padded;
   }
-  const auto row_bytes = [&](int64_t depth) {
-    return LinearRowBytes(call.w_dtype, depth, most_rows);
-  };
-  const auto block_columns = [&](bool is_packed, int64_t bytes_of_row, int64_t depth) {
-    const int64_t x_bytes = most_rows * depth * int64_t{sizeof(float)};
-    return kernels.BlockColumns(is_packed, bytes_of_row, x_bytes);
-  };
-  const int64_t gate_block = block_columns(packed.gate_up, 2 * row_bytes(call.hidden), call.hidden);
-  const int64_t down_block = block_columns(packed.down, row_bytes(call.inner), call.inner);
-  const Product gate_up{kernels, packed.gate_up, call.hidden};
-  const Product down{kernels, packed.down, call.inner};
+  const int64_t gate_block = gate_up.BlockColumns(call.w_dtype, most_rows, /*parts=*/2);
+  const int64_t down_block = down.BlockColumns(call.w_dtype, most_rows, /*parts=*/1);
   const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
   const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
@@ -140,16 +169,20 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
       RoundUp(std::max(2 * gate_floats + down_floats, call.hidden), kPadFloats);
   const int64_t sums_floats = own_floats + panel_floats;
 
-  const int64_t floats = num_rows * (x_stride + 2 * h_stride + call.hidden) + workers * sums_floats;
+  const int64_t x_sums_floats = RoundUp(num_rows * x_groups, kPadFloats);
+  const int64_t h_sums_floats = RoundUp(num_rows * h_groups, kPadFloats);
+  const int64_t floats = num_rows * (x_stride + 2 * h_stride + call.hidden) + x_sums_floats +
+                         h_sums_floats + workers * sums_floats;
   const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
   float* const x_rows = reinterpret_cast<float*>(scratch.data());  // [num_rows, x_stride]
   float* const h_rows = x_rows + num_rows * x_stride;              // [num_rows, h_stride]
   float* const h = h_rows + num_rows * h_stride;  // [num_rows, inner] in the dtype of the call
   float* const y = h + num_rows * h_stride;       // [num_rows, hidden]
-  float* const sums = y + num_rows * call.hidden;
-  const auto load = [&](const char* source, int64_t depth, int64_t row, float* to, int64_t stride) {
-    kernels.load_rows(source, 0, 1, source ? 1 : 0, depth, to + row * stride, stride);
-  };
+  float* const x_sums = y + num_rows * call.hidden;
+  float* const h_sums = x_sums + x_sums_floats;
+  float* const sums = h_sums + h_sums_floats;
+  const Rows x_of_all = {x_rows, x_stride, x_groups ? x_sums : nullptr};
+  const Rows h_of_all = {h_rows, h_stride, h_groups ? h_sums : nullptr};
 
   ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
     const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_rows);
@@ -157,7 +190,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
       const int64_t token = pairs.token_of[static_cast<size_t>(row)];
       const char* const source =
           token < 0 ? nullptr : call.x + (first_token + token) * call.hidden * bytes;
-      load(source, call.hidden, row, x_rows, x_stride);
+      gate_up.Load(source, x_of_all.From(row, x_groups));
     }
   });
 
@@ -170,16 +203,14 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
     float* const gate = sums + worker * sums_floats;
     float* const up = gate + gate_floats;
     float* const panel = gate + own_floats;
-    const float* const x = x_rows + group.first_row * x_stride;
+    const Rows x = x_of_all.From(group.first_row, x_groups);
     const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
-    const char* const w = call.gate_up + first * call.hidden * w_bytes;
     const auto blocks = [&](int64_t is_up) {
       return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
                             call.hidden, begin);
     };
-    gate_up.Run(x, x_stride, group.num_rows, w, count, blocks(0), panel, gate);
-    gate_up.Run(x, x_stride, group.num_rows, w + call.inner * call.hidden * w_bytes, count,
-                blocks(1), panel, up);
+    gate_up.Run(x, group.num_rows, first, count, blocks(0), panel, gate);
+    gate_up.Run(x, group.num_rows, first + call.inner, count, blocks(1), panel, up);
     if (call.gate_up_scale) {
       const float* const scale = call.gate_up_scale + first;
       ScaleLinearSums(scale, group.num_rows, gate_up.most(), count, gate);
@@ -203,7 +234,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
     for (int64_t row = item * kRowsPerItem; row < end; ++row) {
       const bool is_pair = pairs.token_of[static_cast<size_t>(row)] >= 0;
       const char* const source = reinterpret_cast<const char*>(h) + row * call.inner * bytes;
-      load(is_pair ? source : nullptr, call.inner, row, h_rows, h_stride);
+      down.Load(is_pair ? source : nullptr, h_of_all.From(row, h_groups));
     }
   });
 
@@ -216,8 +247,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
     const int64_t first = group.expert * call.hidden + begin;  // row of down
     const LinearBlocks blocks =
         LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
-    down.Run(h_rows + group.first_row * h_stride, h_stride, group.num_rows,
-             call.down + first * call.inner * w_bytes, count, blocks,
+    down.Run(h_of_all.From(group.first_row, h_groups), group.num_rows, first, count, blocks,
              sums + worker * sums_floats + own_floats, mine);
     if (call.down_scale) {
       ScaleLinearSums(call.down_scale + first, group.num_rows, down.most(), count, mine);
@@ -251,18 +281,20 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const PackedExperts& 
   });
 }
 
-// Experts with the shape that they have unpacked.
+// Experts with the shape that they have unpacked: of panels whose elements each are `depth` of it.
 class UnpackedShape {
  public:
-  explicit UnpackedShape(const Array& array) : array_(array) {
+  explicit UnpackedShape(const Array& array, int64_t depth = 1) : array_(array) {
     if (array.shape.rank != 4) return;
     const ShapeView& shape = array.shape;
     dims_[0] = shape[0];
     dims_[1] = shape[1] * kPanelOutputs;
-    dims_[2] = shape[2] * shape[3] / kPanelOutputs;
+    dims_[2] = shape[2] * shape[3] / kPanelOutputs * depth;
   }
-  Array array() const {
+  // With `type` in place of the array's own.
+  Array array(ArrayType type) const {
     Array array = array_;
+    array.type = type;
     if (array.shape.rank == 4) array.shape = {dims_, 3};
     return array;
   }
@@ -272,6 +304,19 @@ class UnpackedShape {
   int64_t dims_[3] = {};
 };
 
+ffi::Error Run(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up,
+               const Matrix& down) {
+  const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
+  try {
+    for (int64_t token = 0; token < call.num_tokens; token += turn) {
+      RunTurn(pool, call, gate_up, down, token, Clamp(call.num_tokens - token, 0, turn));
+    }
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kMoeOp) + ": out of memory");
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
                       ffi::AnyBuffer down, ffi::Buffer<ffi::S32> experts,
                       ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> gate_up_scale,
@@ -279,32 +324,72 @@ ffi::Error MoeExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gat
                       ffi::AnyBuffer down_bias, ffi::Buffer<ffi::F32> limit,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view activation) {
   MoeParams call = {};
-  const PackedExperts packed = {Shape(gate_up).rank == 4, Shape(down).rank == 4};
-  UnpackedShape gate_up_shape(ArrayOf(gate_up)), down_shape(ArrayOf(down));
+  const bool packs_gate_up = Shape(gate_up).rank == 4, packs_down = Shape(down).rank == 4;
+  const UnpackedShape gate_up_shape(ArrayOf(gate_up)), down_shape(ArrayOf(down));
   std::string error =
-      ReadMoe({ArrayOf(x), gate_up_shape.array(), down_shape.array(), ArrayOf(experts),
-               ArrayOf(weights), ArrayOf(gate_up_scale), ArrayOf(down_scale), ArrayOf(gate_up_bias),
-               ArrayOf(down_bias), ArrayOf(limit), ArrayOf(*out)},
+      ReadMoe({ArrayOf(x), gate_up_shape.array(TypeOf(gate_up)), down_shape.array(TypeOf(down)),
+               ArrayOf(experts), ArrayOf(weights), ArrayOf(gate_up_scale), ArrayOf(down_scale),
+               ArrayOf(gate_up_bias), ArrayOf(down_bias), ArrayOf(limit), ArrayOf(*out)},
               activation, &call);
   const auto check = [&](const char* argument, const ShapeView& shape, int64_t depth) {
     error = CheckPacked(kMoeOp, argument, call.dtype, call.w_dtype, shape, /*leading=*/1, depth);
   };
-  if (error.empty() && packed.gate_up) check("gate_up", Shape(gate_up), call.hidden);
-  if (error.empty() && packed.down) check("down", Shape(down), call.inner);
-  if (error.empty() && packed.gate_up && call.inner % kPanelOutputs != 0) {
+  if (error.empty() && packs_gate_up) check("gate_up", Shape(gate_up), call.hidden);
+  if (error.empty() && packs_down) check("down", Shape(down), call.inner);
+  if (error.empty() && packs_gate_up && call.inner % kPanelOutputs != 0) {
     error = Mismatch(kMoeOp, "gate_up", "an inner size that is a multiple of 16 where it is packed",
                      std::to_string(call.inner));
   }
   if (!error.empty()) return ffi::Error::InvalidArgument(error);
-  const int64_t turn = Clamp(kMaxPairs / Clamp(call.experts_per_token, 1, kMaxPairs), 1, kMaxPairs);
-  try {
-    for (int64_t token = 0; token < call.num_tokens; token += turn) {
-      RunTurn(pool, call, packed, token, Clamp(call.num_tokens - token, 0, turn));
-    }
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kMoeOp) + ": out of memory");
+  const LinearKernels* const kernels = &ChosenLinearKernels().Of(call.dtype, call.w_dtype);
+  const int64_t bytes = ByteWidth(call.w_dtype);
+  return Run(
+      pool, call,
+      {kernels,
+       /*int4=*/nullptr,
+       packs_gate_up,
+       call.gate_up,
+       call.hidden * bytes,
+       {},
+       call.hidden},
+      {kernels, /*int4=*/nullptr, packs_down, call.down, call.inner * bytes, {}, call.inner});
+}
+
+ffi::Error MoeExpertsInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> gate_up,
+                          ffi::Buffer<ffi::U32> down, ffi::Buffer<ffi::S32> experts,
+                          ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer gate_up_scale,
+                          ffi::AnyBuffer down_scale, ffi::AnyBuffer gate_up_bias,
+                          ffi::AnyBuffer down_bias, ffi::Buffer<ffi::F32> limit,
+                          ffi::Result<ffi::AnyBuffer> out, std::string_view activation) {
+  MoeParams call = {};
+  constexpr int64_t kOfWord = 8;
+  const UnpackedShape gate_up_shape(ArrayOf(gate_up), kOfWord), down_shape(ArrayOf(down), kOfWord);
+  constexpr int64_t kNone[] = {0};
+  const Array no_scale = {nullptr, TypeOf<float>(), {kNone, 1}, /*is_given=*/true};
+  Int4Weights gate_up_codes, down_codes;
+  std::string error = ReadInt4(kMoeOp, "gate_up", ArrayOf(gate_up), "gate_up_scale",
+                               ArrayOf(gate_up_scale), /*leading=*/1, &gate_up_codes);
+  if (error.empty()) {
+    error = ReadInt4(kMoeOp, "down", ArrayOf(down), "down_scale", ArrayOf(down_scale),
+                     /*leading=*/1, &down_codes);
   }
-  return ffi::Error::Success();
+  if (error.empty()) {
+    error = ReadMoe({ArrayOf(x), gate_up_shape.array(TypeOf(x)), down_shape.array(TypeOf(x)),
+                     ArrayOf(experts), ArrayOf(weights), no_scale, no_scale, ArrayOf(gate_up_bias),
+                     ArrayOf(down_bias), ArrayOf(limit), ArrayOf(*out)},
+                    activation, &call);
+  }
+  if (error.empty() && call.inner % kPanelOutputs != 0) {
+    error = Mismatch(kMoeOp, "gate_up", "an inner size that is a multiple of 16",
+                     std::to_string(call.inner));
+  }
+  if (!error.empty()) return ffi::Error::InvalidArgument(error);
+  const LinearKernelTable& all = ChosenLinearKernels();
+  const LinearKernels* const kernels = &all.Of(call.dtype, call.dtype);
+  const Int4Kernels* const int4 = &all.int4[static_cast<int>(call.dtype)];
+  return Run(pool, call,
+             {kernels, int4, /*is_packed=*/true, nullptr, 0, gate_up_codes, call.hidden},
+             {kernels, int4, /*is_packed=*/true, nullptr, 0, down_codes, call.inner});
 }
 
 }  // namespace
@@ -319,6 +404,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeExpertsHandler, MoeExperts,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // weights
                                   .Arg<ffi::Buffer<ffi::F32>>()  // gate_up_scale, [0] = none
                                   .Arg<ffi::Buffer<ffi::F32>>()  // down_scale, [0] = none
+                                  .Arg<ffi::AnyBuffer>()         // gate_up_bias, [0] = none
+                                  .Arg<ffi::AnyBuffer>()         // down_bias, [0] = none
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // limit, [0] = none
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Attr<std::string_view>("activation"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeExpertsInt4Handler, MoeExpertsInt4,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::Buffer<ffi::U32>>()  // codes of gate_up
+                                  .Arg<ffi::Buffer<ffi::U32>>()  // codes of down
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // experts
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // weights
+                                  .Arg<ffi::AnyBuffer>()         // scales of gate_up
+                                  .Arg<ffi::AnyBuffer>()         // scales of down
                                   .Arg<ffi::AnyBuffer>()         // gate_up_bias, [0] = none
                                   .Arg<ffi::AnyBuffer>()         // down_bias, [0] = none
                                   .Arg<ffi::Buffer<ffi::F32>>()  // limit, [0] = none
