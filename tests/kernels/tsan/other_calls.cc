@@ -131,18 +131,24 @@ Call Linear(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w, 
   return call;
 }
 
+// Words of 4-bit codes.
+Array Codes(const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (const int64_t size : shape) count *= size;
+  std::vector<int32_t> words;
+  for (int64_t i = 0; i < count; ++i) words.push_back(static_cast<int32_t>(i * 2'654'435'761));
+  Array codes = Ints(shape, words);
+  codes.type = XLA_FFI_DataType_U32;
+  return codes;
+}
+
 Call LinearInt4(const std::string& name, XLA_FFI_DataType type, int64_t num_rows) {
   constexpr int64_t kDepth = 1408, kPanels = 40, kGroups = kDepth / 32;
-  std::vector<int32_t> words;
-  for (int64_t i = 0; i < kPanels * kDepth / 8 * 16; ++i) {
-    words.push_back(static_cast<int32_t>(i * 2'654'435'761));
-  }
   Call call;
   call.name = name;
   call.handler = cpu::LinearInt4Handler;
-  call.operands = {Random(type, {num_rows, kDepth}), Ints({kPanels, kDepth / 8, 16}, words),
+  call.operands = {Random(type, {num_rows, kDepth}), Codes({kPanels, kDepth / 8, 16}),
                    Random(kF32, {kPanels, kGroups, 2, 16}, 0.02f)};
-  call.operands[1].type = XLA_FFI_DataType_U32;
   call.results = {{type, {num_rows, 16 * kPanels}, -1, /*is_real=*/true}};
   return call;
 }
@@ -164,13 +170,36 @@ Call Lora(const std::string& name, XLA_FFI_DataType type) {
   return call;
 }
 
+// Tokens' experts: one is none, and the last one is nobody's.
+Array Experts(int32_t tokens, int32_t chosen, int32_t experts) {
+  std::vector<int32_t> ids;
+  for (int32_t i = 0; i < tokens * chosen; ++i) ids.push_back(i == 5 ? -1 : i * i % (experts - 1));
+  return Ints({tokens, chosen}, ids);
+}
+
+Call MoeInt4(const std::string& name, XLA_FFI_DataType type) {
+  constexpr int32_t kTokens = 35, kExperts = 6, kChosen = 2, kHidden = 64, kInner = 96;
+  Call call;
+  call.name = name;
+  call.handler = cpu::MoeExpertsInt4Handler;
+  call.operands = {Random(type, {kTokens, kHidden}),
+                   Codes({kExperts, 2 * kInner / 16, kHidden / 8, 16}),
+                   Codes({kExperts, kHidden / 16, kInner / 8, 16}),
+                   Experts(kTokens, kChosen, kExperts),
+                   Random(kF32, {kTokens, kChosen}),
+                   Random(kF32, {kExperts, 2 * kInner / 16, kHidden / 32, 2, 16}, 0.02f),
+                   Random(kF32, {kExperts, kHidden / 16, kInner / 32, 2, 16}, 0.02f),
+                   None(kF32),
+                   None(kF32),
+                   None(kF32)};
+  call.results = {{type, {kTokens, kHidden}, -1, /*is_real=*/true}};
+  call.attributes = {{"activation", std::string("silu")}};
+  return call;
+}
+
 Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w,
          const std::string& activation) {
-  constexpr int64_t kTokens = 35, kExperts = 6, kChosen = 2, kHidden = 48, kInner = 40;
-  std::vector<int32_t> experts;
-  for (int32_t i = 0; i < kTokens * kChosen; ++i) {
-    experts.push_back(i == 5 ? -1 : i * i % (kExperts - 1));  // the last one is nobody's
-  }
+  constexpr int32_t kTokens = 35, kExperts = 6, kChosen = 2, kHidden = 48, kInner = 40;
   const bool is_scaled = w != type, is_clamped = activation == "swiglu_oai";
   Call call;
   call.name = name;
@@ -178,7 +207,7 @@ Call Moe(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w,
   call.operands = {Random(type, {kTokens, kHidden}),
                    Random(w, {kExperts, 2 * kInner, kHidden}),
                    Random(w, {kExperts, kHidden, kInner}),
-                   Ints({kTokens, kChosen}, experts),
+                   Experts(kTokens, kChosen, kExperts),
                    Random(kF32, {kTokens, kChosen}),
                    is_scaled ? Random(kF32, {kExperts, 2 * kInner}, 0.02f) : None(kF32),
                    is_scaled ? Random(kF32, {kExperts, kHidden}, 0.02f) : None(kF32),
@@ -205,7 +234,9 @@ std::vector<Call> OtherCalls() {
                              Lora("lora f32", kF32),
                              Lora("lora bf16", kBf16),
                              Moe("moe_experts f32", kF32, kF32, "silu"),
-                             Moe("moe_experts f16 on fp8", kF16, kFp8, "swiglu_oai")};
+                             Moe("moe_experts f16 on fp8", kF16, kFp8, "swiglu_oai"),
+                             MoeInt4("moe_experts_int4 f32", kF32),
+                             MoeInt4("moe_experts_int4 bf16", kBf16)};
   for (Call& call : calls) call.times = 3;
   calls.push_back(ZeroPool("zero_pool"));
   calls.push_back(Linear("linear f32", kF32, kF32, 20));
