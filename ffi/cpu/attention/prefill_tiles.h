@@ -18,8 +18,6 @@
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
-// One word is enough for the weights of a block up to 2^-4 of their row's sum.
-constexpr int kOneWordBits = 4;
 static_assert(kKeyBlock == 4 * kWidth && kTileRows == kWidth, "a row of weights is four vectors");
 
 inline void PackKeyTiles(const KeyBlock<BFloat16>& block, int64_t head_dim, float* to) {
@@ -97,26 +95,12 @@ inline void ScoreTiles(const WorkerScratch& scratch, const int* hidden, const in
       if (visible[last] <= t || hidden[r] >= t + kTileDepth) continue;
       const float* const q = scratch.q + r * scratch.q_stride;
       float* const to = scratch.scores + r * kKeyBlock + t;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      ZeroSums(two, true);
       for (int64_t i = 0; i < steps; ++i) {
-        _tile_loadd(4, q + i * kWidth, q_bytes);
-        _tile_loadd(6, keys + i * kTileFloats, 64);
-        _tile_loadd(7, more_keys + i * kTileFloats, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (!two) continue;
-        _tile_loadd(5, q + kTileRows * scratch.q_stride + i * kWidth, q_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        const int64_t at = i * kTileFloats;
+        AddTileProducts(two, true, q + i * kWidth, q_bytes, keys + at, more_keys + at);
       }
-      _tile_stored(0, to, kScoreBytes);
-      _tile_stored(1, to + kTileRows, kScoreBytes);
-      if (!two) continue;
-      _tile_stored(2, to + kTileRows * kKeyBlock, kScoreBytes);
-      _tile_stored(3, to + kTileRows * kKeyBlock + kTileRows, kScoreBytes);
+      StoreSums(two, true, to, kScoreBytes);
     }
   }
   Written(scratch.scores);
@@ -161,11 +145,10 @@ inline bool StartWeights(const float* scores, const uint64_t* seen, float scale,
   const __mmask16 same = _mm512_cmp_ps_mask(old_m, new_m, _CMP_EQ_OQ);
   const Vec alpha = _mm512_mask_mov_ps(Exp2(_mm512_sub_ps(old_m, new_m)), same, Set1(1.0f));
   const Vec new_l = Mul(Load(l), alpha);
-  // 2^whole <= l
-  const Vec whole = _mm512_getexp_ps(new_l);
+  // 2^enough is at most the part of l (decode_words.h).
+  const Vec enough = _mm512_getexp_ps(Mul(new_l, Set1(kOneWordPart)));
   const Vec exponent = _mm512_sub_ps(Mul(block_top, factor), new_m);
-  const __mmask16 needs = _mm512_cmp_ps_mask(
-      exponent, _mm512_sub_ps(whole, Set1(static_cast<float>(kOneWordBits))), _CMP_NLE_UQ);
+  const __mmask16 needs = _mm512_cmp_ps_mask(exponent, enough, _CMP_NLE_UQ);
   Store(top, new_top);
   Store(m, new_m);
   Store(l, new_l);
@@ -214,35 +197,16 @@ inline void AddValueTiles(const WorkerScratch& scratch, const Partial& part, int
   const float* const weights = scratch.scores + r * kKeyBlock;
   for (int64_t d = 0; d < v_head_dim; d += kTileDepth) {
     float* const o = part.o + r * part.stride + d;
-    float* const below = o + kTileRows * part.stride;
-    _tile_loadd(0, o, o_bytes);
-    _tile_loadd(1, o + kTileRows, o_bytes);
-    if (two) {
-      _tile_loadd(2, below, o_bytes);
-      _tile_loadd(3, below + kTileRows, o_bytes);
-    }
+    LoadSums(two, true, o, o_bytes);
     for (int t = begin; t < end; t += kTileDepth) {
       const int64_t step = d / kTileDepth * (kKeyBlock / kTileDepth) + t / kTileDepth;
       const float* const values = scratch.v_panels + step * 2 * kTileFloats;
-      _tile_loadd(6, values, 64);
-      _tile_loadd(7, values + kTileFloats, 64);
       for (int rest = 0; rest < (with_rest ? 2 : 1); ++rest) {
-        const float* const words = weights + (rest * kKeyBlock + t) / 2;
-        _tile_loadd(4, words, kScoreBytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (!two) continue;
-        _tile_loadd(5, words + kTileRows * kKeyBlock, kScoreBytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        AddTileProducts(two, true, weights + (rest * kKeyBlock + t) / 2, kScoreBytes, values,
+                        values + kTileFloats);
       }
     }
-    _tile_stored(0, o, o_bytes);
-    _tile_stored(1, o + kTileRows, o_bytes);
-    if (two) {
-      _tile_stored(2, below, o_bytes);
-      _tile_stored(3, below + kTileRows, o_bytes);
-    }
+    StoreSums(two, true, o, o_bytes);
   }
   Written(part.o);
 }

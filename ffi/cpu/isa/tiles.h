@@ -41,6 +41,45 @@ inline void ShapeTiles(int64_t first, int64_t second) {
   _tile_loadconfig(&shapes);
 }
 
+// The sums of one or two tiles of rows, `bytes` from a row to the next, times one or two of
+// columns: tiles 0 to 3. One without rows must not be touched.
+JAX_PAGED_INLINE void ZeroSums(bool two_rows, bool two_columns) {
+  _tile_zero(0);
+  if (two_columns) _tile_zero(1);
+  if (two_rows) _tile_zero(2);
+  if (two_rows && two_columns) _tile_zero(3);
+}
+JAX_PAGED_INLINE void LoadSums(bool two_rows, bool two_columns, const float* sums, int64_t bytes) {
+  const float* const below = sums + kTileRows * (bytes / int64_t{sizeof(float)});
+  _tile_loadd(0, sums, bytes);
+  if (two_columns) _tile_loadd(1, sums + kTileRows, bytes);
+  if (two_rows) _tile_loadd(2, below, bytes);
+  if (two_rows && two_columns) _tile_loadd(3, below + kTileRows, bytes);
+}
+JAX_PAGED_INLINE void StoreSums(bool two_rows, bool two_columns, float* sums, int64_t bytes) {
+  float* const below = sums + kTileRows * (bytes / int64_t{sizeof(float)});
+  _tile_stored(0, sums, bytes);
+  if (two_columns) _tile_stored(1, sums + kTileRows, bytes);
+  if (two_rows) _tile_stored(2, below, bytes);
+  if (two_rows && two_columns) _tile_stored(3, below + kTileRows, bytes);
+}
+
+// Adds to them the products of rows from x on, `x_bytes` from one to the next, and tiles w and w2.
+JAX_PAGED_INLINE void AddTileProducts(bool two_rows, bool two_columns, const void* x,
+                                      int64_t x_bytes, const void* w, const void* w2) {
+  _tile_loadd(6, w, 64);
+  _tile_loadd(4, x, x_bytes);
+  _tile_dpbf16ps(0, 4, 6);
+  if (two_columns) {
+    _tile_loadd(7, w2, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if (!two_rows) return;
+  _tile_loadd(5, static_cast<const char*>(x) + kTileRows * x_bytes, x_bytes);
+  _tile_dpbf16ps(2, 5, 6);
+  if (two_columns) _tile_dpbf16ps(3, 5, 7);
+}
+
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 
 #endif  // JAX_PAGED_CPU_ISA_TILES_H_

@@ -96,14 +96,14 @@ struct Rows {
 struct Matrix {
   const LinearKernels* kernels;
   const Int4Kernels* int4;  // null: not in 4 bits
-  bool is_packed;
-  const char* data;  // but of 4 bits
+  bool is_packed;           // or in 4 bits
+  const char* data;         // but of 4 bits
   int64_t row_bytes;
   Int4Weights codes;
   int64_t depth;
 
   // Rows in a tile of sums, at most.
-  int64_t most() const { return is_packed || int4 ? 1 : kernels->most; }
+  int64_t most() const { return is_packed ? 1 : kernels->most; }
   int64_t num_groups() const { return int4 && codes.has_offsets ? codes.first.num_groups : 0; }
   int64_t stride() const { return kernels->stride(depth); }
 

@@ -42,62 +42,27 @@ struct TilePass {
 // sums[rows, 16 or 32] (+)= x times w.
 template <bool TWO_ROWS, bool TWO_PANELS>
 void RunPass(const TilePass& pass) {
-  float* const sums = pass.sums;
-  float* const below = sums + kTileRows * (pass.sums_bytes / int64_t{sizeof(float)});
-  const int64_t sums_bytes = pass.sums_bytes, x_bytes = pass.x_bytes;
   if (pass.adds) {
-    _tile_loadd(0, sums, sums_bytes);
-    if constexpr (TWO_PANELS) _tile_loadd(1, sums + kPanelOutputs, sums_bytes);
-    if constexpr (TWO_ROWS) _tile_loadd(2, below, sums_bytes);
-    if constexpr (TWO_ROWS && TWO_PANELS) _tile_loadd(3, below + kPanelOutputs, sums_bytes);
+    LoadSums(TWO_ROWS, TWO_PANELS, pass.sums, pass.sums_bytes);
   } else {
-    _tile_zero(0);
-    if constexpr (TWO_PANELS) _tile_zero(1);
-    if constexpr (TWO_ROWS) _tile_zero(2);
-    if constexpr (TWO_ROWS && TWO_PANELS) _tile_zero(3);
+    ZeroSums(TWO_ROWS, TWO_PANELS);
   }
-  const char* x = reinterpret_cast<const char*>(pass.x);
-  const char* const x2 = x + kTileRows * x_bytes;
+  const char* const x = reinterpret_cast<const char*>(pass.x);
   const char* ahead = pass.ahead;
   const char* const until = ahead + 64 * pass.lines;
   const int64_t rate = CeilDiv(pass.lines, pass.steps);
   for (int64_t i = 0; i < pass.steps; ++i) {
     for (int64_t j = 0; j < rate && ahead < until; ++j, ahead += 64) Prefetch(ahead);
-    _tile_loadd(6, pass.w + i * kTileDepth * kPanelOutputs, 64);
-    _tile_loadd(4, x + i * 64, x_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (TWO_PANELS) {
-      _tile_loadd(7, pass.w2 + i * kTileDepth * kPanelOutputs, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (TWO_ROWS) {
-      _tile_loadd(5, x2 + i * 64, x_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-    }
-    if constexpr (TWO_ROWS && TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
+    const int64_t at = i * kTileDepth * kPanelOutputs;
+    AddTileProducts(TWO_ROWS, TWO_PANELS, x + i * 64, pass.x_bytes, pass.w + at, pass.w2 + at);
   }
-  _tile_stored(0, sums, sums_bytes);
-  if constexpr (TWO_PANELS) _tile_stored(1, sums + kPanelOutputs, sums_bytes);
-  if constexpr (TWO_ROWS) _tile_stored(2, below, sums_bytes);
-  if constexpr (TWO_ROWS && TWO_PANELS) _tile_stored(3, below + kPanelOutputs, sums_bytes);
+  StoreSums(TWO_ROWS, TWO_PANELS, pass.sums, pass.sums_bytes);
 }
 inline void RunPass(bool two_rows, bool two_panels, const TilePass& pass) {
   if (two_rows) {
     two_panels ? RunPass<true, true>(pass) : RunPass<true, false>(pass);
   } else {
     two_panels ? RunPass<false, true>(pass) : RunPass<false, false>(pass);
-  }
-}
-
-// sums += scale times `part` [rows, columns], or is it.
-inline void AddScaled(const float* part, float scale, int64_t rows, int64_t columns, bool adds,
-                      float* sums, int64_t sums_stride) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; c += kWidth) {
-      const Vec x = Load(part + r * columns + c);
-      float* const to = sums + r * sums_stride + c;
-      Store(to, adds ? Fma(x, Set1(scale), Load(to)) : Mul(x, Set1(scale)));
-    }
   }
 }
 
@@ -121,22 +86,23 @@ void StageTiles(const T* w, int64_t w_stride, int64_t depth, int64_t count, BFlo
     }
   }
 }
-// The same of a packed panel, of which codes lie 16 outputs behind 16 outputs.
+// Two elements of the depth of a packed panel, side by side; codes lie 16 behind 16.
 template <typename T>
-JAX_PAGED_INLINE Vec LoadPackedPairs(const T* w, int64_t n) {
-  const Vec words = LoadWords(w, n);
+JAX_PAGED_INLINE Vec LoadPackedPairs(const T* w) {
+  const Vec words = LoadWords(w, 2 * kPanelOutputs);
   if constexpr (kSameType<T, BFloat16>) return words;
   const __m512i in_pairs =
       _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                        21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_pairs, _mm512_castps_si512(words)));
 }
+// StageTiles of a packed panel.
 template <typename T>
 void StagePacked(const T* w, int64_t depth, BFloat16* staged) {
   const int64_t pairs = depth / 2, padded = RoundUp(depth, kTileDepth) / 2;
   float* to = reinterpret_cast<float*>(staged);
   for (int64_t i = 0; i < pairs; ++i, w += 2 * kPanelOutputs, to += kWidth) {
-    Store(to, LoadPackedPairs(w, 2 * kPanelOutputs));
+    Store(to, LoadPackedPairs(w));
   }
   for (int64_t i = pairs; i < padded; ++i, to += kWidth) Store(to, Zero());
 }
@@ -233,7 +199,10 @@ void TileSums(const TileCall<T, PACKED>& call) {
           Written(part);
           if (pass.lines > 0) fetch.Skip(pass.lines);
           if (!call.blocks.scale) continue;
-          AddScaled(part, call.blocks.At(n, d), rows, columns, d > 0, to, call.sums_stride);
+          for (int64_t i = 0; i < rows * columns; i += kWidth) {
+            float* const of_row = to + i / columns * call.sums_stride + i % columns;
+            AddLinearChunk(Load(part + i), d, call.blocks, n, of_row);
+          }
         }
       }
     }
