@@ -224,5 +224,5 @@ def test_wrong_experts_are_named():
         moe_experts(x, gate_up, Int4Weight(down.codes, down.scales[:3]), *rest)
     with pytest.raises(ValueError, match=r"^gate_up_scale: expected None beside 4 bits"):
         moe_experts(x, gate_up, down, *rest, gate_up_scale=jnp.zeros((4, 128)))
-    with pytest.raises(ValueError, match="^gate_up, down: expected both or neither in 4 bits"):
+    with pytest.raises(ValueError, match=r"^gate_up, down: expected both or neither in 4 bits"):
         moe_experts(x, gate_up, down.dequantize(), *rest)
