@@ -22,7 +22,7 @@ def test_ops(isa):
         pytest.skip(f"{in_use} is in use")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
     run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *files],
         env=os.environ | {"JAX_PAGED_CPU_ISA": isa},
         capture_output=True,
         text=True,

@@ -112,10 +112,16 @@ def test_the_sum_is_rounded_once(out_dtype):
     np.testing.assert_array_equal(out, exact.astype(out_dtype))
 
 
-def test_a_row_gets_the_same_bits_whatever_its_batch():
-    x, weight = make_case(29, 2504, 40)
+# Tiles of 1 to 8 rows, and from 64 on w that is put in order for all rows.
+BATCHES = (1, 2, 3, 8, 12, 63, 64, 65, 256)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("depth", "columns"), [(2504, 40), (1304, 288)])
+def test_a_row_gets_the_same_bits_whatever_its_batch(depth, columns, dtype):
+    x, weight = make_case(300, depth, columns, dtype)
     together = linear(x, weight)
-    for rows in (1, 2, 3, 8, 12):
+    for rows in BATCHES:
         np.testing.assert_array_equal(linear(x[:rows], weight), together[:rows])
 
 
@@ -123,11 +129,11 @@ def test_a_row_gets_the_same_bits_whatever_its_batch():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_gets_the_same_bits_from_8_bit_weights_whatever_its_batch(kind, dtype):
     """Up to 8 rows convert weights in registers, more of them in a panel."""
-    x, weight, of_outputs = make_codes(kind, 29, 2504, 40, dtype)
+    x, weight, of_outputs = make_codes(kind, 300, 2504, 40, dtype)
     of_blocks = jnp.linspace(0.5, 1.5, 20, dtype=jnp.float32)[None, :]
     for scale in (of_outputs, of_blocks):
         together = linear(x, weight, weight_scale=scale, out_dtype=jnp.float32)
-        for rows in (1, 2, 3, 8, 12):
+        for rows in BATCHES:
             out = linear(x[:rows], weight, weight_scale=scale, out_dtype=jnp.float32)
             np.testing.assert_array_equal(out, together[:rows])
 

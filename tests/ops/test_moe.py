@@ -169,7 +169,7 @@ def test_a_nan_code_reaches_the_outputs_of_its_own_expert_alone(
 
 @kinds
 def test_a_token_gets_the_same_bits_from_8_bit_experts_whatever_its_batch(kind):
-    case, scales, _ = quantized(kind, make_case(40, 6, 3, hidden=2056, inner=1032))
+    case, scales, _ = quantized(kind, make_case(180, 6, 3, hidden=2056, inner=1032))
     x, gate_up, down, experts, weights = case
     together = moe_experts(*case, **scales)
     alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8], **scales)
@@ -466,7 +466,7 @@ def test_no_live_token_gives_zeros(dtype, implementation):
 
 
 def test_a_token_gets_the_same_bits_whatever_its_batch():
-    x, gate_up, down, experts, weights = make_case(40, 6, 3, hidden=2056, inner=1032)
+    x, gate_up, down, experts, weights = make_case(180, 6, 3, hidden=2056, inner=1032)
     together = moe_experts(x, gate_up, down, experts, weights)
     alone = moe_experts(x[7:8], gate_up, down, experts[7:8], weights[7:8])
     np.testing.assert_array_equal(together[7:8], alone)

@@ -64,9 +64,10 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows():
     x, weight = make_case(512, 576, 96, jnp.float32)
     panels = packed(weight)
     expected = np.asarray(linear(x, weight, implementation="native"))
-    for rows in (1, 2, 4, 6, 7, 8, 15, 16, 31, 64, 100, 256, 511, 512):
-        out = linear(x[-rows:], panels, implementation="native")
-        np.testing.assert_array_equal(out, expected[-rows:])
+    for rows in (1, 2, 4, 6, 7, 8, 15, 16, 31, 63, 64, 100, 255, 256, 511, 512):
+        for w in (weight, panels):
+            out = linear(x[-rows:], w, implementation="native")
+            np.testing.assert_array_equal(out, expected[-rows:])
 
 
 @pytest.mark.parametrize(("inner", "is_code"), [(48, False), (112, True), (24, False)])

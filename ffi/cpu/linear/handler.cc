@@ -31,8 +31,8 @@ namespace {
 constexpr char kOp[] = "jax_paged.linear";
 constexpr int64_t kSerialBytes = 64 << 10;  // of w: less is not worth a second thread
 constexpr int64_t kParallelRows = 16;       // of x: fewer are loaded by the caller alone
-constexpr int64_t kItemsPerWorker = 4;      // of packed w, at least
-constexpr int64_t kMostBlocks = 16;         // of an item of packed w
+constexpr int64_t kItemsPerWorker = 4;      // where sums come by rows, at least
+constexpr int64_t kMostBlocks = 16;         // of such an item
 
 struct Projection {
   const char* x;
@@ -46,6 +46,7 @@ struct Projection {
   int64_t num_rows;
   int64_t depth;
   int64_t num_columns;
+  bool is_packed;
 };
 
 // Rows of x as the kernels want them.
@@ -77,49 +78,59 @@ int64_t Workers(const ffi::ThreadPool& pool, const Projection& call) {
   return is_small ? 1 : Clamp(pool.num_threads(), 1, 1024);
 }
 
-void Multiply(ffi::ThreadPool& pool, const Projection& call) {
-  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
+// What a call cuts its columns into.
+struct Cut {
+  int64_t block;
+  int64_t sums_floats;  // of a worker, and of its panel
+  int64_t panel_floats;
+};
+
+Cut CutColumns(const Projection& call, const LinearKernels& kernels, int64_t workers) {
+  const int64_t block =
+      kernels.BlockColumns(call.is_packed, call.num_rows, call.num_columns, workers,
+                           LinearRowBytes(call.w_dtype, call.depth, call.num_rows),
+                           call.num_rows * call.depth * int64_t{sizeof(float)});
+  return {block, PadLinearRows(call.num_rows) * RoundUp(block, kLinearColumns),
+          kernels.NeedsPanel(call.is_packed, call.w_dtype, call.num_rows)
+              ? LinearPanelFloats(call.depth, block)
+              : 0};
+}
+
+void MultiplyByTiles(ffi::ThreadPool& pool, const Projection& call, const LinearKernels& kernels) {
   const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
   const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
-  const int64_t block =
-      kernels.BlockColumns(/*is_packed=*/false, LinearRowBytes(call.w_dtype, depth, num_rows),
-                           num_rows * depth * int64_t{sizeof(float)});
+  const int64_t most = kernels.Most(/*is_packed=*/false, num_rows);
   const int64_t workers = Workers(pool, call);
-  const int64_t sums_floats = PadLinearRows(num_rows) * RoundUp(block, kLinearColumns);
-  const int64_t panel_floats = IsEightBit(call.w_dtype) ? LinearPanelFloats(depth, block) : 0;
-  const int64_t own_floats = sums_floats + panel_floats;
+  const Cut cut = CutColumns(call, kernels, workers);
+  const int64_t own_floats = cut.sums_floats + cut.panel_floats;
   LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
-    ParallelFor(pool, CeilDiv(num_columns, block), workers, [&](int64_t item, int64_t worker) {
-      const int64_t begin = item * block;
-      const int64_t count = Clamp(num_columns - begin, 0, block);
+    ParallelFor(pool, CeilDiv(num_columns, cut.block), workers, [&](int64_t item, int64_t worker) {
+      const int64_t begin = item * cut.block;
+      const int64_t count = Clamp(num_columns - begin, 0, cut.block);
       float* const mine = own + worker * own_floats;
       const LinearBlocks blocks =
           LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
-      kernels.sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count, blocks,
-                   mine + sums_floats, mine);
-      if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, kernels.most, count, mine);
-      kernels.store(mine, num_rows, kernels.most, count, num_columns, call.out_dtype,
+      kernels.few_plain(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
+                        blocks, mine + cut.sums_floats, mine);
+      if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, most, count, mine);
+      kernels.store(mine, num_rows, most, count, num_columns, call.out_dtype,
                     call.out + begin * ByteWidth(call.out_dtype));
     });
   });
 }
 
-// The same of packed w. A worker claims some blocks that lie one behind the other, each of which
-// comes in while the one before is multiplied; behind the last one it guesses its next item.
-void MultiplyPacked(ffi::ThreadPool& pool, const Projection& call) {
-  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
+// Where sums come by rows. A worker claims some blocks that lie one behind the other; packed w of
+// each comes in while the one before is multiplied; behind the last one it guesses its next item.
+void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearKernels& kernels) {
+  RowSums* const row_sums = kernels.ByRows(call.is_packed, call.num_rows);
   const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
   const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
-  const int64_t block =
-      kernels.BlockColumns(/*is_packed=*/true, LinearRowBytes(call.w_dtype, depth, num_rows),
-                           num_rows * depth * int64_t{sizeof(float)});
   const int64_t workers = Workers(pool, call);
+  const Cut cut = CutColumns(call, kernels, workers);
+  const int64_t block = cut.block;
   const int64_t of_item =
       Clamp(num_columns / (block * workers * kItemsPerWorker), 1, kMostBlocks) * block;
-  const bool is_direct = call.out_dtype == Dtype::kFloat32;
-  const int64_t sums_floats = is_direct ? 0 : num_rows * block;
-  const int64_t panel_floats = IsEightBit(call.w_dtype) ? LinearPanelFloats(depth, block) : 0;
-  const int64_t own_floats = sums_floats + panel_floats;
+  const int64_t own_floats = cut.sums_floats + cut.panel_floats;
   LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
     ParallelFor(pool, CeilDiv(num_columns, of_item), workers, [&](int64_t item, int64_t worker) {
       float* const mine = own + worker * own_floats;
@@ -130,11 +141,12 @@ void MultiplyPacked(ffi::ThreadPool& pool, const Projection& call) {
         const LinearBlocks blocks =
             LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
         char* const out = call.out + begin * ByteWidth(call.out_dtype);
+        const bool is_direct = call.out_dtype == Dtype::kFloat32 && count % kPanelOutputs == 0;
         float* const sums = is_direct ? reinterpret_cast<float*>(out) : mine;
-        const int64_t sums_stride = is_direct ? num_columns : count;
-        kernels.packed_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
-                            next < num_columns ? call.w + next * row_bytes : nullptr, blocks,
-                            mine + sums_floats, sums, sums_stride);
+        const int64_t sums_stride = is_direct ? num_columns : RoundUp(count, kLinearColumns);
+        row_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
+                 next < num_columns ? call.w + next * row_bytes : nullptr, blocks,
+                 mine + cut.sums_floats, sums, sums_stride);
         for (int64_t r = 0; call.scale && r < num_rows; ++r) {
           ScaleLinearSums(call.scale + begin, /*num_rows=*/1, /*most=*/1, count,
                           sums + r * sums_stride);
@@ -187,8 +199,11 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   call.num_rows = num_rows;
   call.depth = depth;
   call.num_columns = num_columns;
+  call.is_packed = is_packed;
+  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
+  const bool by_rows = kernels.ByRows(is_packed, num_rows) != nullptr;
   try {
-    is_packed ? MultiplyPacked(pool, call) : Multiply(pool, call);
+    by_rows ? MultiplyByRows(pool, call, kernels) : MultiplyByTiles(pool, call, kernels);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
   }

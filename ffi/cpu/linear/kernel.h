@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = x w^T, the dense projection of a few or of many rows. Included by inst/<isa>.cc inside
-// its target region (isa.h), after dot.h.
+// out = x w^T, the dense projection of a few rows (many.h has many). Included by inst/<isa>.cc
+// inside its target region (isa.h), after dot.h.
 //
 //   tile     1, 2, 4 or 8 rows of x times kWidth / rows rows of w, summed over a depth chunk in
 //            registers (ScoreTile: the same step as the logits of decode)

@@ -43,6 +43,13 @@ inline int64_t PackedBlockColumns(int64_t row_bytes, int64_t x_bytes) {
   return Clamp(kBlockBytes / row_bytes / kPanelGroup * kPanelGroup, kPanelGroup, 8 * kPanelGroup);
 }
 
+// The same of any w that is put in order for many rows of x (linear/many.h): a chunk of the depth
+// of it fills a part of L2, and all workers have as many blocks.
+inline int64_t ManyBlockColumns(int64_t num_columns, int64_t workers) {
+  const int64_t blocks = RoundUp(CeilDiv(num_columns, 5 * kPanelGroup), workers);
+  return RoundUp(CeilDiv(num_columns, blocks), kPanelOutputs);
+}
+
 // Floats that `count` columns of a chunk of the depth are staged in.
 inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
   return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
@@ -98,22 +105,59 @@ inline LinearBlocks LinearBlocksOf(const float* scale, int64_t matrix, int64_t r
 // The same where a float is a pair of bf16.
 inline int64_t WordStride(int64_t depth) { return LinearStride(depth / 2); }
 
+// Sums by rows: x times `count` rows of w, rounded up to kPanelOutputs, each row of sums
+// sums_stride behind the one before. `next` is the w that the caller will ask for next, or null.
+using RowSums = void(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
+                     int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
+                     float* panel, float* sums, int64_t sums_stride);
+
 // For one dtype of x and one of w; linear/kernel.h explains the arguments.
 struct LinearKernels {
   int64_t (*stride)(int64_t depth);  // floats from a row of x to the next
   void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
                     float* rows, int64_t x_stride);
-  void (*sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
-               int64_t count, const LinearBlocks& blocks, float* panel, float* sums);
-  int64_t most;  // rows in a tile of these sums: 8, or 1
-  // Of packed w; null where there is no such kernel.
-  void (*packed_sums)(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
-                      int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
-                      float* panel, float* sums, int64_t sums_stride);
-  // Columns of w that one worker takes at once. Where sums are rows, it is as with packed w.
-  int64_t BlockColumns(bool is_packed, int64_t row_bytes, int64_t x_bytes) const {
-    const bool by_rows = is_packed || most == 1;
-    return by_rows ? PackedBlockColumns(row_bytes, x_bytes) : LinearBlockColumns(row_bytes);
+  // Of few rows of x and plain w: sums by tiles of at most 8 rows.
+  void (*few_plain)(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
+                    int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
+                    float* sums);
+  RowSums* few_packed;  // packed: null where there is no such kernel
+  RowSums* many_plain;
+  RowSums* many_packed;
+  int64_t many;            // rows of x, from which on these are faster
+  int64_t many_of_packed;  // because packed w is nearly in order already
+  bool AreMany(bool is_packed, int64_t num_rows) const {
+    return num_rows >= (is_packed ? many_of_packed : many);
+  }
+  // Those that give sums by rows; null: few_plain is to be used.
+  RowSums* ByRows(bool is_packed, int64_t num_rows) const {
+    if (AreMany(is_packed, num_rows)) return is_packed ? many_packed : many_plain;
+    return is_packed ? few_packed : nullptr;
+  }
+  // Rows in a tile of sums, at most.
+  int64_t Most(bool is_packed, int64_t num_rows) const {
+    return ByRows(is_packed, num_rows) ? 1 : 8;
+  }
+  // Whether what is summed needs LinearPanelFloats.
+  bool NeedsPanel(bool is_packed, Dtype w_dtype, int64_t num_rows) const {
+    return IsEightBit(w_dtype) || (many > 0 && AreMany(is_packed, num_rows));
+  }
+  // As Most says; rows of sums have whole panels.
+  void Sums(bool is_packed, const float* x, int64_t x_stride, int64_t num_rows, const void* w,
+            int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
+            float* sums) const {
+    if (RowSums* const by_rows = ByRows(is_packed, num_rows)) {
+      by_rows(x, x_stride, num_rows, w, depth, count, /*next=*/nullptr, blocks, panel, sums,
+              RoundUp(count, kLinearColumns));
+    } else {
+      few_plain(x, x_stride, num_rows, w, depth, count, blocks, panel, sums);
+    }
+  }
+  // Columns of w, of `num_columns`, that one of so many workers takes at once.
+  int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t workers,
+                       int64_t row_bytes, int64_t x_bytes) const {
+    if (many > 0 && AreMany(is_packed, num_rows)) return ManyBlockColumns(num_columns, workers);
+    return ByRows(is_packed, num_rows) ? PackedBlockColumns(row_bytes, x_bytes)
+                                       : LinearBlockColumns(row_bytes);
   }
   void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);
   void (*store)(const float* sums, int64_t num_rows, int64_t most, int64_t count,

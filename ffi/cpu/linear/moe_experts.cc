@@ -103,14 +103,19 @@ struct Matrix {
   int64_t depth;
 
   // Rows in a tile of sums, at most.
-  int64_t most() const { return is_packed ? 1 : kernels->most; }
+  int64_t Most(int64_t num_rows) const { return int4 ? 1 : kernels->Most(is_packed, num_rows); }
   int64_t num_groups() const { return int4 && codes.has_offsets ? codes.first.num_groups : 0; }
   int64_t stride() const { return kernels->stride(depth); }
 
+  bool NeedsPanel(Dtype w_dtype, int64_t most_rows) const {
+    return !int4 && kernels->NeedsPanel(is_packed, w_dtype, most_rows);
+  }
+
   // Columns that one worker takes at once, of a group of `most_rows` rows at most.
-  int64_t BlockColumns(Dtype w_dtype, int64_t most_rows, int64_t parts) const {
+  int64_t BlockColumns(Dtype w_dtype, int64_t most_rows, int64_t columns, int64_t parts) const {
     if (int4) return LinearBlockColumns(parts * depth / 2);
-    return kernels->BlockColumns(is_packed, parts * LinearRowBytes(w_dtype, depth, most_rows),
+    return kernels->BlockColumns(is_packed, most_rows, columns, /*workers=*/1,
+                                 parts * LinearRowBytes(w_dtype, depth, most_rows),
                                  most_rows * depth * int64_t{sizeof(float)});
   }
 
@@ -132,12 +137,9 @@ struct Matrix {
     if (int4) {
       int4->sums({x.data, x.stride, x.sums}, num_rows, codes.first.Behind(first / kPanelOutputs),
                  count / kPanelOutputs, sums, /*sums_stride=*/count);
-    } else if (is_packed) {
-      kernels->packed_sums(x.data, x.stride, num_rows, data + first * row_bytes, depth, count,
-                           /*next=*/nullptr, blocks, panel, sums, /*sums_stride=*/count);
     } else {
-      kernels->sums(x.data, x.stride, num_rows, data + first * row_bytes, depth, count, blocks,
-                    panel, sums);
+      kernels->Sums(is_packed, x.data, x.stride, num_rows, data + first * row_bytes, depth, count,
+                    blocks, panel, sums);
     }
   }
 };
@@ -157,13 +159,15 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     const int64_t padded = PadLinearRows(group.num_rows);
     if (padded > most_rows) most_rows = padded;
   }
-  const int64_t gate_block = gate_up.BlockColumns(call.w_dtype, most_rows, /*parts=*/2);
-  const int64_t down_block = down.BlockColumns(call.w_dtype, most_rows, /*parts=*/1);
+  const int64_t gate_block = gate_up.BlockColumns(call.w_dtype, most_rows, call.inner, /*parts=*/2);
+  const int64_t down_block = down.BlockColumns(call.w_dtype, most_rows, call.hidden, /*parts=*/1);
   const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
   const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
   const int64_t down_panel = LinearPanelFloats(call.inner, down_block);
-  const int64_t panel_floats = IsEightBit(call.w_dtype) ? std::max(gate_panel, down_panel) : 0;
+  const bool has_panel =
+      gate_up.NeedsPanel(call.w_dtype, most_rows) || down.NeedsPanel(call.w_dtype, most_rows);
+  const int64_t panel_floats = has_panel ? std::max(gate_panel, down_panel) : 0;
   // For gate, up and down; or for the sum of one token. Then the panel of the worker.
   const int64_t own_floats =
       RoundUp(std::max(2 * gate_floats + down_floats, call.hidden), kPadFloats);
@@ -205,6 +209,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     float* const panel = gate + own_floats;
     const Rows x = x_of_all.From(group.first_row, x_groups);
     const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
+    const int64_t most = gate_up.Most(group.num_rows);
     const auto blocks = [&](int64_t is_up) {
       return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
                             call.hidden, begin);
@@ -213,19 +218,19 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     gate_up.Run(x, group.num_rows, first + call.inner, count, blocks(1), panel, up);
     if (call.gate_up_scale) {
       const float* const scale = call.gate_up_scale + first;
-      ScaleLinearSums(scale, group.num_rows, gate_up.most(), count, gate);
-      ScaleLinearSums(scale + call.inner, group.num_rows, gate_up.most(), count, up);
+      ScaleLinearSums(scale, group.num_rows, most, count, gate);
+      ScaleLinearSums(scale + call.inner, group.num_rows, most, count, up);
     }
     if (call.gate_up_bias.data) {
       const MoeBias& bias = call.gate_up_bias;
       const char* const from = bias.data + first * ByteWidth(bias.dtype);
-      AddLinearBias(from, bias.dtype, group.num_rows, gate_up.most(), count, gate);
-      AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows,
-                    gate_up.most(), count, up);
+      AddLinearBias(from, bias.dtype, group.num_rows, most, count, gate);
+      AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
+                    count, up);
     }
-    const int64_t rows = gate_up.most() == 1 ? group.num_rows : PadLinearRows(group.num_rows);
+    const int64_t rows = most == 1 ? group.num_rows : PadLinearRows(group.num_rows);
     kernels.gate(call.activation, limit, up, rows * RoundUp(count, kLinearColumns), gate);
-    kernels.store(gate, group.num_rows, gate_up.most(), count, call.inner, call.dtype,
+    kernels.store(gate, group.num_rows, most, count, call.inner, call.dtype,
                   reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
   });
 
@@ -245,19 +250,20 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     const int64_t count = Clamp(call.hidden - begin, 0, down_block);
     float* const mine = sums + worker * sums_floats + 2 * gate_floats;
     const int64_t first = group.expert * call.hidden + begin;  // row of down
+    const int64_t most = down.Most(group.num_rows);
     const LinearBlocks blocks =
         LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
     down.Run(h_of_all.From(group.first_row, h_groups), group.num_rows, first, count, blocks,
              sums + worker * sums_floats + own_floats, mine);
     if (call.down_scale) {
-      ScaleLinearSums(call.down_scale + first, group.num_rows, down.most(), count, mine);
+      ScaleLinearSums(call.down_scale + first, group.num_rows, most, count, mine);
     }
     if (call.down_bias.data) {
       const MoeBias& bias = call.down_bias;
-      AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows,
-                    down.most(), count, mine);
+      AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
+                    count, mine);
     }
-    kernels.store(mine, group.num_rows, down.most(), count, call.hidden, Dtype::kFloat32,
+    kernels.store(mine, group.num_rows, most, count, call.hidden, Dtype::kFloat32,
                   y + group.first_row * call.hidden + begin);
   });
 

@@ -184,6 +184,42 @@ JAX_PAGED_INLINE void PanelPass(const float* x, int64_t x_stride, const T* w, in
   }
 }
 
+// Adds the sums of PASSES passes in the tree of SumEach.
+template <int ROWS, int VECS, int PASSES>
+struct LeafTree {
+  // Sums of 1, 2, 4, ... passes that wait for as many more: the digits of a binary counter.
+  static constexpr int kDigits = PASSES > 8 ? 4 : (PASSES > 4 ? 3 : (PASSES > 2 ? 2 : 1));
+  Vec waiting[kDigits][ROWS * VECS];
+
+  // After the last pass `sum` has all.
+  JAX_PAGED_INLINE void Add(int pass, Vec* sum) {
+    int digit = 0;
+    for (; pass >> digit & 1; ++digit) AddSums<ROWS, VECS>(waiting[digit], sum);
+    if (pass + 1 == PASSES) return;
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      JAX_PAGED_UNROLL
+      for (int c = 0; c < VECS; ++c) waiting[digit][r * VECS + c] = sum[r * VECS + c];
+    }
+  }
+};
+
+// Stores the sums of a chunk that begins at depth d, of the first `rows` rows, or adds them to what
+// is there.
+template <int ROWS, int VECS>
+JAX_PAGED_INLINE void StoreTile(const Vec* sum, int64_t rows, int64_t d, const LinearBlocks& blocks,
+                                int64_t n, float* sums, int64_t sums_stride) {
+  JAX_PAGED_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    if (r >= rows) break;
+    JAX_PAGED_UNROLL
+    for (int c = 0; c < VECS; ++c) {
+      const int64_t column = c * kWidth;
+      AddLinearChunk(sum[r * VECS + c], d, blocks, n + column, sums + r * sums_stride + column);
+    }
+  }
+}
+
 // A tile: sums of ROWS rows of x and PANELS panels over one chunk, which begins at depth d; of the
 // first `rows` rows they are stored or, where d > 0, added to what is there.
 template <typename T, int ROWS, int LEAVES, int PANELS>
@@ -193,32 +229,15 @@ void PanelTile(const float* x, int64_t x_stride, int64_t rows, const T* w, int64
   constexpr int kVecs = PANELS * kPanelVecs;  // of a row
   constexpr int kPasses = kWidth / LEAVES;
   Vec sum[LEAVES * ROWS * kVecs];
-  // Sums of 1, 2, 4, ... passes that wait for as many more: the digits of a binary counter.
-  constexpr int kDigits = kPasses > 8 ? 4 : (kPasses > 4 ? 3 : (kPasses > 2 ? 2 : 1));
-  Vec waiting[kDigits][ROWS * kVecs];
+  LeafTree<ROWS, kVecs, kPasses> tree;
   for (int pass = 0; pass < kPasses; ++pass) {
     const int64_t lines = fetch->OfPass();
     PanelPass<T, ROWS, LEAVES, PANELS>(x, x_stride, w, w_stride, depth, SumOrder(pass * LEAVES),
                                        fetch->next, lines, sum);
     if (lines > 0) fetch->Skip(lines);
-    int digit = 0;
-    for (; pass >> digit & 1; ++digit) AddSums<ROWS, kVecs>(waiting[digit], sum);
-    if (pass + 1 == kPasses) break;
-    JAX_PAGED_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      JAX_PAGED_UNROLL
-      for (int c = 0; c < kVecs; ++c) waiting[digit][r * kVecs + c] = sum[r * kVecs + c];
-    }
+    tree.Add(pass, sum);
   }
-  JAX_PAGED_UNROLL
-  for (int r = 0; r < ROWS; ++r) {
-    if (r >= rows) break;
-    JAX_PAGED_UNROLL
-    for (int c = 0; c < kVecs; ++c) {
-      const int64_t column = c * kWidth;
-      AddLinearChunk(sum[r * kVecs + c], d, blocks, n + column, sums + r * sums_stride + column);
-    }
-  }
+  StoreTile<ROWS, kVecs>(sum, rows, d, blocks, n, sums, sums_stride);
 }
 
 // Sums that are in registers at once where one panel is read in long runs.
@@ -327,23 +346,6 @@ void PackedSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
                    sums_stride);
   }
 }
-
-// The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
-template <typename T>
-constexpr LinearKernels kSameWeights = {kUsesDot<T> ? WordStride : LinearStride,
-                                        LoadLinearRows<T>,
-                                        LinearSums<T>,
-                                        /*most=*/8,
-                                        PackedSums<T>,
-                                        GateSums,
-                                        StoreLinearSums};
-template <typename C, typename X>
-constexpr LinearKernels kOfCodes = {LinearStride,   LoadPlainRows<X>,     LinearSums<C, float>,
-                                    /*most=*/8,     PackedSums<C, float>, GateSums,
-                                    StoreLinearSums};
-template <typename C>
-constexpr LinearKernelsOf kCodeWeights = {
-    {kOfCodes<C, BFloat16>, kOfCodes<C, Float16>, kOfCodes<C, float>}};
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 

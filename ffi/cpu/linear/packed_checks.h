@@ -28,7 +28,7 @@ inline std::string CheckPacked(const char* op, const char* argument, Dtype x_dty
                         std::to_string(kPanelOutputs * pair) + "] where it is packed",
                     ShapeText(got.dims, got.rank));
   }
-  if (!ChosenLinearKernels().Of(x_dtype, w_dtype).packed_sums) {
+  if (!ChosenLinearKernels().Of(x_dtype, w_dtype).many_packed) {
     return Mismatch(op, argument, "no packed weights of 8 bits beside bf16 on this processor",
                     ShapeText(got.dims, got.rank));
   }

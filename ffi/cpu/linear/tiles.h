@@ -116,7 +116,7 @@ struct TileCall {
   const T* w;
   int64_t depth;
   int64_t count;
-  const T* next;  // packed: what the caller will ask for next, or null
+  const T* next;  // what the caller will ask for next, or null
   const LinearBlocks& blocks;
   float* sums;
   int64_t sums_stride;
@@ -201,7 +201,7 @@ void TileSums(const TileCall<T, PACKED>& call) {
           if (!call.blocks.scale) continue;
           for (int64_t i = 0; i < rows * columns; i += kWidth) {
             float* const of_row = to + i / columns * call.sums_stride + i % columns;
-            AddLinearChunk(Load(part + i), d, call.blocks, n, of_row);
+            AddLinearChunk(Load(part + i), d, call.blocks, n + i % columns, of_row);
           }
         }
       }
@@ -210,19 +210,13 @@ void TileSums(const TileCall<T, PACKED>& call) {
   _tile_release();
 }
 
-// As LinearKernels wants them.
-template <typename T>
-void PlainTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
-                   int64_t count, const LinearBlocks& blocks, float* /*panel*/, float* sums) {
-  TileSums<T, /*PACKED=*/false>({x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
-                                 /*next=*/nullptr, blocks, sums, RoundUp(count, kLinearColumns)});
-}
-template <typename T>
-void PackedTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
-                    int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
-                    float* /*panel*/, float* sums, int64_t sums_stride) {
-  TileSums<T, /*PACKED=*/true>({x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
-                                static_cast<const T*>(next), blocks, sums, sums_stride});
+// As LinearKernels wants it.
+template <typename T, bool PACKED>
+void TileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
+              int64_t count, const void* next, const LinearBlocks& blocks, float* /*panel*/,
+              float* sums, int64_t sums_stride) {
+  TileSums<T, PACKED>({x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
+                       static_cast<const T*>(next), blocks, sums, sums_stride});
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

@@ -34,6 +34,7 @@ JAX_PAGED_BEGIN_TARGET(
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
 #include "cpu/linear/packed.h"
+#include "cpu/linear/many.h"
 #include "cpu/isa/tiles.h"
 #include "cpu/linear/tiles.h"
 #include "cpu/linear/int4.h"
@@ -41,8 +42,15 @@ JAX_PAGED_BEGIN_TARGET(
 // clang-format on
 namespace jax_paged::cpu::amx {
 template <typename T>
-constexpr LinearKernels kTiles = {TileStride,     LoadLinearRows<BFloat16>, PlainTileSums<T>,
-                                  /*most=*/1,     PackedTileSums<T>,        GateSums,
+constexpr LinearKernels kTiles = {TileStride,
+                                  LoadLinearRows<BFloat16>,
+                                  /*few_plain=*/nullptr,
+                                  /*few_packed=*/nullptr,
+                                  TileSums<T, /*PACKED=*/false>,
+                                  TileSums<T, /*PACKED=*/true>,
+                                  /*many=*/0,
+                                  /*many_of_packed=*/0,
+                                  GateSums,
                                   StoreLinearSums};
 constexpr LinearKernels kBFloat16 = kTiles<BFloat16>;
 constexpr Int4Kernels kInt4BFloat16 = {LoadInt4Rows<BFloat16>, Int4TileSums};

@@ -32,6 +32,7 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
 #include "cpu/linear/packed.h"
+#include "cpu/linear/many.h"
 #include "cpu/linear/int4.h"
 // clang-format on
 namespace jax_paged::cpu::avx512 {

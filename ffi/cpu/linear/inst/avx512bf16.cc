@@ -33,6 +33,7 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
 #include "cpu/linear/packed.h"
+#include "cpu/linear/many.h"
 #include "cpu/linear/int4.h"
 // clang-format on
 namespace jax_paged::cpu::avx512bf16 {
@@ -41,8 +42,11 @@ template <typename C>
 constexpr LinearKernels kCodes = {WordStride,
                                   LoadLinearRows<BFloat16>,
                                   LinearSums<CodeWord<C>, BFloat16>,
-                                  /*most=*/8,
-                                  /*packed_sums=*/nullptr,
+                                  /*few_packed=*/nullptr,
+                                  ManySums<CodeWord<C>, /*PACKED=*/false>,
+                                  /*many_packed=*/nullptr,
+                                  kManyRows,
+                                  kManyPackedRows,
                                   GateSums,
                                   StoreLinearSums};
 constexpr LinearKernels kInt8 = kCodes<Int8>;

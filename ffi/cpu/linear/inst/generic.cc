@@ -26,6 +26,7 @@
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
 #include "cpu/linear/packed.h"
+#include "cpu/linear/many.h"
 #include "cpu/linear/int4.h"
 // clang-format on
 namespace jax_paged::cpu::generic {

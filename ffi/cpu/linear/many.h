@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// out = x w^T of many rows of x. Included by inst/<isa>.cc inside its target region (isa.h), after
+// packed.h, whose leaves it sums, and whose bits it gives.
+//
+// There a leaf finds what it needs in every 16th line of w, and of each row of x. Here both sides
+// are put in the order in which the leaves are summed, so the inner loop reads one line after the
+// other:
+//
+//   w   a chunk of the depth of some columns: [panels][leaves][steps][16 outputs]. It stays in L2
+//       while all rows of x pass
+//   x   the same chunk of a tile of rows: [leaves][steps][kPitch]. It stays in L1 while the panels
+//       pass
+//
+// Putting w in order takes as long as some five rows of x.
+
+#ifndef JAX_PAGED_CPU_LINEAR_MANY_H_
+#define JAX_PAGED_CPU_LINEAR_MANY_H_
+
+namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+constexpr int64_t kManyRows = 64;         // from which on it is worth it
+constexpr int64_t kManyPackedRows = 256;  // where packed w is only put in another order
+constexpr int kPitch = 8;  // floats from a step of x to the next; a tile has fewer rows
+static_assert(kPackedRows <= kPitch && kWidth % kPitch == 0, "a vector has whole steps");
+constexpr int64_t kMostWords = kLinearDepth / 2;  // of a chunk: floats, or pairs of bf16
+
+// Vectors of kWidth rows of w, to one step of all leaves of their panel.
+JAX_PAGED_INLINE void StoreStep(Vec* x, int64_t steps, float* to) {
+  Transpose(x);
+  JAX_PAGED_UNROLL
+  for (int leaf = 0; leaf < kWidth; ++leaf) Store(to + leaf * steps * kPanelOutputs, x[leaf]);
+}
+
+// A chunk of `depth` of `count` rows of plain w. The last row stands for those that the last panel
+// lacks.
+template <typename T>
+void OrderWeights(const T* w, int64_t w_stride, int64_t depth, int64_t count, int64_t steps,
+                  float* panels) {
+  constexpr int64_t kAhead = 512 / int64_t{sizeof(T)};  // each row lies in a memory page of its own
+  for (int64_t n = 0; n < RoundUp(count, kPanelOutputs); n += kWidth) {
+    const T* rows[kWidth];
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < kWidth; ++r) rows[r] = w + (n + r < count ? n + r : count - 1) * w_stride;
+    float* to = panels + n / kPanelOutputs * kWidth * steps * kPanelOutputs + n % kPanelOutputs;
+    for (int64_t d = 0; d < depth; to += kPanelOutputs) {
+      Vec x[kWidth];
+      [[maybe_unused]] Vec odd[kWidth];
+      const bool is_pair = kPaired<T> && !kUsesDot<T> && depth - d >= 2 * kWidth;
+      JAX_PAGED_UNROLL
+      for (int r = 0; r < kWidth; ++r) {
+        Prefetch(reinterpret_cast<const char*>(rows[r] + d + kAhead));
+        if constexpr (kUsesDot<T>) {
+          x[r] = LoadWords(rows[r] + d, depth - d);
+        } else if (is_pair) {
+          const Pair pair = LoadPair(rows[r] + d);
+          x[r] = pair.a;
+          odd[r] = pair.b;
+        } else {
+          x[r] = LoadTail(rows[r] + d, depth - d);
+        }
+      }
+      StoreStep(x, steps, to);
+      if (is_pair) StoreStep(odd, steps, to += kPanelOutputs);
+      d += is_pair || kUsesDot<T> ? 2 * kWidth : kWidth;
+    }
+  }
+}
+
+// The same of packed w, from whose panel to the next are w_stride elements.
+template <typename T>
+void OrderPanels(const T* w, int64_t w_stride, int64_t depth, int64_t count, int64_t steps,
+                 float* panels) {
+  constexpr int kSide = kPaired<T> ? 2 : 1;  // elements that lie side by side
+  constexpr bool kSplits = kPaired<T> && !kUsesDot<T>;
+  const int64_t of_leaf = steps * kPanelOutputs;
+  for (int64_t n = 0; n < count; n += kPanelOutputs, w += w_stride, panels += kWidth * of_leaf) {
+    for (int64_t d = 0; d < depth; d += kSide) {
+      Vec x[kStepVecs<T> * kPanelVecs];
+      LoadPanel(w + d * kPanelOutputs, kPanelVecs, x);
+      const int64_t word = kUsesDot<T> ? d / 2 : d;
+      const bool is_pair = kSplits && depth - d / (2 * kWidth) * (2 * kWidth) >= 2 * kWidth;
+      for (int side = 0; side < kStepVecs<T>; ++side) {
+        // Of whole pairs of vectors one has the even elements, as x has it.
+        const int64_t step = is_pair ? d / (2 * kWidth) * 2 + side : (word + side) / kWidth;
+        const int64_t leaf = is_pair ? d % (2 * kWidth) / 2 : (word + side) % kWidth;
+        float* const to = panels + leaf * of_leaf + step * kPanelOutputs;
+        JAX_PAGED_UNROLL
+        for (int v = 0; v < kPanelVecs; ++v) Store(to + v * kWidth, x[side * kPanelVecs + v]);
+      }
+    }
+    for (int64_t word = depth / (kUsesDot<T> ? 2 : 1); word < steps * kWidth; ++word) {
+      float* const to = panels + word % kWidth * of_leaf + (steps - 1) * kPanelOutputs;
+      JAX_PAGED_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) Store(to + v * kWidth, Zero());
+    }
+  }
+}
+
+// A chunk of a tile of rows of x, zeros for those that it lacks.
+inline void OrderRows(const float* x, int64_t x_stride, int64_t rows, int64_t steps, float* to) {
+  constexpr int kSteps = kWidth / kPitch;  // at a time
+  const int64_t padded = RoundUp(steps, kSteps);
+  for (int64_t s = 0; s < steps; s += kSteps) {
+    Vec of_rows[kWidth];
+    JAX_PAGED_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const int row = i % kPitch, step = i / kPitch;
+      of_rows[i] =
+          row < rows && s + step < steps ? Load(x + row * x_stride + (s + step) * kWidth) : Zero();
+    }
+    Transpose(of_rows);
+    JAX_PAGED_UNROLL
+    for (int leaf = 0; leaf < kWidth; ++leaf) {
+      Store(to + (leaf * padded + s) * kPitch, of_rows[leaf]);
+    }
+  }
+}
+
+// A tile: sums of kPackedRows rows of x and PANELS panels over one chunk.
+template <typename T, int PANELS>
+void ManyTile(const float* x, const float* w, int64_t steps, int64_t rows, int64_t d,
+              const LinearBlocks& blocks, int64_t n, Fetch* fetch, float* sums,
+              int64_t sums_stride) {
+  constexpr int kVecs = PANELS * kPanelVecs;  // of a row
+  const int64_t of_leaf = steps * kPanelOutputs, of_panel = kWidth * of_leaf;
+  const int64_t x_of_leaf = RoundUp(steps, kWidth / kPitch) * kPitch;
+  Vec sum[kPackedRows * kVecs];
+  LeafTree<kPackedRows, kVecs, kWidth> tree;
+  for (int pass = 0; pass < kWidth; ++pass) {
+    const float* from_x = x + SumOrder(pass) * x_of_leaf;
+    const float* from = w + SumOrder(pass) * of_leaf;
+    const int64_t lines = fetch->OfPass();
+    for (int64_t i = 0; i < lines; ++i) Prefetch(fetch->next + 64 * i);
+    if (lines > 0) fetch->Skip(lines);
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < kPackedRows; ++r) {
+      JAX_PAGED_UNROLL
+      for (int c = 0; c < kVecs; ++c) sum[r * kVecs + c] = Zero();
+    }
+    for (int64_t s = 0; s < steps; ++s, from += kPanelOutputs, from_x += kPitch) {
+      Vec loaded[kVecs];
+      JAX_PAGED_UNROLL
+      for (int c = 0; c < kVecs; ++c) {
+        loaded[c] = Load(from + c / kPanelVecs * of_panel + c % kPanelVecs * kWidth);
+      }
+      AddProducts<T, kPackedRows, kVecs>(from_x, /*x_stride=*/1, loaded, sum);
+    }
+    tree.Add(pass, sum);
+  }
+  StoreTile<kPackedRows, kVecs>(sum, rows, d, blocks, n, sums, sums_stride);
+}
+
+// A chunk, that begins at depth d, of all rows of x and `count` columns in order.
+template <typename T>
+void ManyChunk(const float* x, int64_t x_stride, int64_t num_rows, const float* w, int64_t steps,
+               int64_t d, int64_t count, const LinearBlocks& blocks, Fetch* fetch, float* sums,
+               int64_t sums_stride) {
+  alignas(64) float tile[kPitch * RoundUp(kMostWords, 2 * kWidth)];
+  const int64_t of_panel = kWidth * steps * kPanelOutputs;
+  fetch->passes =
+      CeilDiv(num_rows, kPackedRows) * CeilDiv(count, kPackedPanels * kPanelOutputs) * kWidth;
+  for (int64_t r = 0; r < num_rows; r += kPackedRows) {
+    const int64_t rows = Clamp(num_rows - r, 0, kPackedRows);
+    OrderRows(x + r * x_stride, x_stride, rows, steps, tile);
+    float* const to = sums + r * sums_stride;
+    for (int64_t n = 0; n < count;) {
+      const float* const from = w + n / kPanelOutputs * of_panel;
+      const int64_t left = (count - n) / kPanelOutputs;
+      if (kPackedPanels == 3 && left >= 3) {
+        ManyTile<T, kPackedPanels>(tile, from, steps, rows, d, blocks, n, fetch, to + n,
+                                   sums_stride);
+        n += kPackedPanels * kPanelOutputs;
+      } else if (kPackedPanels == 3 && left == 2) {
+        ManyTile<T, kPackedPanels == 3 ? 2 : 1>(tile, from, steps, rows, d, blocks, n, fetch,
+                                                to + n, sums_stride);
+        n += 2 * kPanelOutputs;
+      } else {
+        ManyTile<T, 1>(tile, from, steps, rows, d, blocks, n, fetch, to + n, sums_stride);
+        n += kPanelOutputs;
+      }
+    }
+  }
+}
+
+// As LinearKernels wants it, for w that is PACKED or plain.
+template <typename T, bool PACKED>
+void ManySums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
+              int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
+              float* panel, float* sums, int64_t sums_stride) {
+  constexpr int kWordDepth = kUsesDot<T> ? 2 : 1;
+  constexpr int64_t kRows = PACKED ? kPanelOutputs : 1;  // of w that lie in one piece
+  const T* const w = static_cast<const T*>(weights);
+  const int64_t w_stride = kRows * depth;
+  const int64_t chunk = blocks.scale ? kScaleBlock : ChunkDepth<T>(depth);
+  for (int64_t d = 0; d < depth; d += chunk) {
+    const int64_t here = Clamp(depth - d, 0, chunk), after = Clamp(depth - d - here, 0, chunk);
+    const int64_t steps = CeilDiv(here / kWordDepth, kWidth);
+    const T* const from = w + d * kRows;
+    if constexpr (PACKED) {
+      OrderPanels(from, w_stride, here, count, steps, panel);
+    } else {
+      OrderWeights(from, w_stride, here, count, steps, panel);
+    }
+    const T* const then = after > 0 ? from + here * kRows : static_cast<const T*>(next);
+    const int64_t bytes = (after > 0 ? after : Clamp(depth, 0, chunk)) * kRows * int64_t{sizeof(T)};
+    Fetch fetch = {reinterpret_cast<const char*>(then), then ? CeilDiv(count, kRows) : 0,
+                   CeilDiv(bytes, 64), w_stride * int64_t{sizeof(T)}};
+    ManyChunk<T>(x + d / kWordDepth, x_stride, num_rows, panel, steps, d,
+                 RoundUp(count, kPanelOutputs), blocks, &fetch, sums, sums_stride);
+  }
+}
+
+// The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
+template <typename T>
+constexpr LinearKernels kSameWeights = {kUsesDot<T> ? WordStride : LinearStride,
+                                        LoadLinearRows<T>,
+                                        LinearSums<T>,
+                                        PackedSums<T>,
+                                        ManySums<T, /*PACKED=*/false>,
+                                        ManySums<T, /*PACKED=*/true>,
+                                        kManyRows,
+                                        kManyPackedRows,
+                                        GateSums,
+                                        StoreLinearSums};
+template <typename C, typename X>
+constexpr LinearKernels kOfCodes = {LinearStride,
+                                    LoadPlainRows<X>,
+                                    LinearSums<C, float>,
+                                    PackedSums<C, float>,
+                                    ManySums<C, /*PACKED=*/false>,
+                                    ManySums<C, /*PACKED=*/true>,
+                                    kManyRows,
+                                    kManyPackedRows,
+                                    GateSums,
+                                    StoreLinearSums};
+template <typename C>
+constexpr LinearKernelsOf kCodeWeights = {
+    {kOfCodes<C, BFloat16>, kOfCodes<C, Float16>, kOfCodes<C, float>}};
+
+}  // namespace jax_paged::cpu::JAX_PAGED_ISA
+
+#endif  // JAX_PAGED_CPU_LINEAR_MANY_H_
