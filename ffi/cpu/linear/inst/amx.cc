@@ -24,6 +24,7 @@
 #include "cpu/linear/kernels.h"
 
 #define JAX_PAGED_ISA amx
+#define JAX_PAGED_STREAMS 4
 #define JAX_PAGED_DOT_BFLOAT16
 
 JAX_PAGED_BEGIN_TARGET(
@@ -53,6 +54,7 @@ constexpr LinearKernels kTiles = {TileStride,
                                   GateSums,
                                   StoreLinearSums};
 constexpr LinearKernels kBFloat16 = kTiles<BFloat16>;
+constexpr LinearKernels kFloat32 = kSameWeights<float>;
 constexpr Int4Kernels kInt4BFloat16 = {LoadInt4Rows<BFloat16>, Int4TileSums};
 constexpr LinearKernels kInt8 = kTiles<CodeWord<Int8>>;
 constexpr LinearKernels kFp8 = kTiles<CodeWord<Float8E4M3>>;
@@ -66,6 +68,7 @@ const LinearKernelTable& AmxLinearKernels() {
     LinearKernelTable all = Avx512Bf16LinearKernels();
     constexpr int kX = static_cast<int>(Dtype::kBFloat16);
     all.same.of[kX] = amx::kBFloat16;
+    all.same.of[static_cast<int>(Dtype::kFloat32)] = amx::kFloat32;
     all.int8.of[kX] = amx::kInt8;
     all.fp8.of[kX] = amx::kFp8;
     all.int4[kX] = amx::kInt4BFloat16;
