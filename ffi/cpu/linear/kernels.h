@@ -35,20 +35,26 @@ inline int64_t LinearBlockColumns(int64_t row_bytes) {
 inline constexpr int64_t kPanelOutputs = 16;
 inline constexpr int64_t kPanelGroup = 3 * kPanelOutputs;
 
+// Blocks of at most `most` columns, each of whole `unit`s, of which all workers have as many.
+inline int64_t EvenBlockColumns(int64_t num_columns, int64_t most, int64_t unit, int64_t workers) {
+  const int64_t blocks = RoundUp(CeilDiv(num_columns, most), workers);
+  return RoundUp(CeilDiv(num_columns, blocks), unit);
+}
+
 // Columns of packed w that one worker takes at once, while those of the next block come in. All of
 // x passes over each block: where x does not stay in L2, blocks are as large as that holds.
-inline int64_t PackedBlockColumns(int64_t row_bytes, int64_t x_bytes) {
+inline int64_t PackedBlockColumns(int64_t num_columns, int64_t row_bytes, int64_t x_bytes,
+                                  int64_t unit, int64_t workers) {
   constexpr int64_t kXBytes = 512 << 10, kBlockBytes = 768 << 10;
   if (x_bytes <= kXBytes) return kPanelGroup;
-  return Clamp(kBlockBytes / row_bytes / kPanelGroup * kPanelGroup, kPanelGroup, 8 * kPanelGroup);
+  const int64_t most =
+      Clamp(kBlockBytes / row_bytes / kPanelGroup * kPanelGroup, kPanelGroup, 8 * kPanelGroup);
+  return EvenBlockColumns(num_columns, most, unit, workers);
 }
 
 // The same of any w that is put in order for many rows of x (linear/many.h): a chunk of the depth
-// of it fills a part of L2, and all workers have as many blocks.
-inline int64_t ManyBlockColumns(int64_t num_columns, int64_t workers) {
-  const int64_t blocks = RoundUp(CeilDiv(num_columns, 5 * kPanelGroup), workers);
-  return RoundUp(CeilDiv(num_columns, blocks), kPanelOutputs);
-}
+// of it fills a part of L2.
+inline constexpr int64_t kManyColumns = 5 * kPanelGroup;
 
 // Floats that `count` columns of a chunk of the depth are staged in.
 inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
@@ -155,9 +161,12 @@ struct LinearKernels {
   // Columns of w, of `num_columns`, that one of so many workers takes at once.
   int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t workers,
                        int64_t row_bytes, int64_t x_bytes) const {
-    if (many > 0 && AreMany(is_packed, num_rows)) return ManyBlockColumns(num_columns, workers);
-    return ByRows(is_packed, num_rows) ? PackedBlockColumns(row_bytes, x_bytes)
-                                       : LinearBlockColumns(row_bytes);
+    if (many > 0 && AreMany(is_packed, num_rows)) {
+      return EvenBlockColumns(num_columns, kManyColumns, kPanelOutputs, workers);
+    }
+    if (!ByRows(is_packed, num_rows)) return LinearBlockColumns(row_bytes);
+    const int64_t unit = many > 0 ? kPanelGroup : kPanelOutputs;
+    return PackedBlockColumns(num_columns, row_bytes, x_bytes, unit, workers);
   }
   void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);
   void (*store)(const float* sums, int64_t num_rows, int64_t most, int64_t count,

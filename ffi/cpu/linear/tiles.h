@@ -18,7 +18,7 @@
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
-constexpr int64_t kTilesChunk = 512;
+constexpr int64_t kTilesChunk = 640;
 constexpr int64_t kTilesRows = 512;  // of x, whose chunks stay in L2
 
 // Floats from a row of x to the next: an odd number of cache lines, so that 16 rows lie in as many
@@ -123,7 +123,9 @@ struct TileCall {
 
   // Elements of the depth that a step of rows takes, and outputs. Up to 32 rows one panel is read
   // behind the other, a single stream.
-  int64_t chunk() const { return blocks.scale ? kScaleBlock : kTilesChunk; }
+  int64_t chunk() const {
+    return blocks.scale ? kScaleBlock : LinearChunkDepth(depth, kTilesChunk);
+  }
   int64_t columns() const { return (num_rows > 2 * kTileRows ? 2 : 1) * kPanelOutputs; }
   int64_t DepthFrom(int64_t d) const { return Clamp(depth - d, 0, chunk()); }
 
