@@ -130,7 +130,10 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
   const int64_t block = cut.block;
   const int64_t of_item =
       Clamp(num_columns / (block * workers * kItemsPerWorker), 1, kMostBlocks) * block;
-  const int64_t own_floats = cut.sums_floats + cut.panel_floats;
+  // Sums are outputs already: f32, and no panel reaches beyond a row.
+  const bool is_direct = call.out_dtype == Dtype::kFloat32 && num_columns % kPanelOutputs == 0;
+  const int64_t sums_floats = is_direct ? 0 : cut.sums_floats;
+  const int64_t own_floats = sums_floats + cut.panel_floats;
   LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
     ParallelFor(pool, CeilDiv(num_columns, of_item), workers, [&](int64_t item, int64_t worker) {
       float* const mine = own + worker * own_floats;
@@ -141,12 +144,11 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
         const LinearBlocks blocks =
             LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
         char* const out = call.out + begin * ByteWidth(call.out_dtype);
-        const bool is_direct = call.out_dtype == Dtype::kFloat32 && count % kPanelOutputs == 0;
         float* const sums = is_direct ? reinterpret_cast<float*>(out) : mine;
         const int64_t sums_stride = is_direct ? num_columns : RoundUp(count, kLinearColumns);
         row_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
                  next < num_columns ? call.w + next * row_bytes : nullptr, blocks,
-                 mine + cut.sums_floats, sums, sums_stride);
+                 mine + sums_floats, sums, sums_stride);
         for (int64_t r = 0; call.scale && r < num_rows; ++r) {
           ScaleLinearSums(call.scale + begin, /*num_rows=*/1, /*most=*/1, count,
                           sums + r * sums_stride);
