@@ -41,6 +41,21 @@ inline void ShapeTiles(int64_t first, int64_t second) {
   _tile_loadconfig(&shapes);
 }
 
+// The other way round: tiles 0 and 1 hold the sums of 4, of `outputs` rows, times 6 and 7, of which
+// `first` and `second` columns are used.
+inline void ShapeTransposed(int64_t outputs, int64_t first, int64_t second) {
+  TileShapes shapes = {};
+  shapes.palette = 1;
+  const int64_t rows[8] = {outputs, outputs, 0, 0, outputs, 0, kTileRows, kTileRows};
+  const int64_t columns[8] = {first, second, 0, 0, 16, 0, first, second};
+  for (int i = 0; i < 8; ++i) {
+    shapes.rows[i] = static_cast<uint8_t>(columns[i] ? rows[i] : 0);
+    shapes.row_bytes[i] = static_cast<uint16_t>(columns[i] * 4);
+  }
+  Written(&shapes);
+  _tile_loadconfig(&shapes);
+}
+
 // The sums of one or two tiles of rows, `bytes` from a row to the next, times one or two of
 // columns: tiles 0 to 3. One without rows must not be touched.
 JAX_PAGED_INLINE void ZeroSums(bool two_rows, bool two_columns) {

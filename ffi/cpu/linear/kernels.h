@@ -56,6 +56,9 @@ inline int64_t PackedBlockColumns(int64_t num_columns, int64_t row_bytes, int64_
 // of it fills a part of L2.
 inline constexpr int64_t kManyColumns = 5 * kPanelGroup;
 
+// The same of plain w that tiles read as it lies for few rows of x (linear/few_tiles.h).
+inline constexpr int64_t kFewTileColumns = 256;
+
 // Floats that `count` columns of a chunk of the depth are staged in.
 inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
   return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
@@ -129,8 +132,9 @@ struct LinearKernels {
   RowSums* few_packed;  // packed: null where there is no such kernel
   RowSums* many_plain;
   RowSums* many_packed;
-  int64_t many;            // rows of x, from which on these are faster
-  int64_t many_of_packed;  // because packed w is nearly in order already
+  int64_t many;             // rows of x, from which on these are faster
+  int64_t many_of_packed;   // because packed w is nearly in order already
+  int64_t read_as_it_lies;  // rows of x, up to which many_plain needs no other order of w
   bool AreMany(bool is_packed, int64_t num_rows) const {
     return num_rows >= (is_packed ? many_of_packed : many);
   }
@@ -165,6 +169,9 @@ struct LinearKernels {
       return EvenBlockColumns(num_columns, kManyColumns, kPanelOutputs, workers);
     }
     if (!ByRows(is_packed, num_rows)) return LinearBlockColumns(row_bytes);
+    if (!is_packed && num_rows <= read_as_it_lies) {
+      return EvenBlockColumns(num_columns, kFewTileColumns, kPanelOutputs, workers);
+    }
     const int64_t unit = many > 0 ? kPanelGroup : kPanelOutputs;
     return PackedBlockColumns(num_columns, row_bytes, x_bytes, unit, workers);
   }

@@ -221,6 +221,7 @@ constexpr LinearKernels kSameWeights = {kUsesDot<T> ? WordStride : LinearStride,
                                         ManySums<T, /*PACKED=*/true>,
                                         kManyRows,
                                         kManyPackedRows,
+                                        /*read_as_it_lies=*/0,
                                         GateSums,
                                         StoreLinearSums};
 template <typename C, typename X>
@@ -232,6 +233,7 @@ constexpr LinearKernels kOfCodes = {LinearStride,
                                     ManySums<C, /*PACKED=*/true>,
                                     kManyRows,
                                     kManyPackedRows,
+                                    /*read_as_it_lies=*/0,
                                     GateSums,
                                     StoreLinearSums};
 template <typename C>

@@ -112,9 +112,11 @@ struct Matrix {
   }
 
   // Columns that one worker takes at once, of a group of `most_rows` rows at most.
-  int64_t BlockColumns(Dtype w_dtype, int64_t most_rows, int64_t columns, int64_t parts) const {
+  // `blocks`: that a group should have, or a multiple.
+  int64_t BlockColumns(Dtype w_dtype, int64_t most_rows, int64_t columns, int64_t blocks,
+                       int64_t parts) const {
     if (int4) return LinearBlockColumns(parts * depth / 2);
-    return kernels->BlockColumns(is_packed, most_rows, columns, /*workers=*/1,
+    return kernels->BlockColumns(is_packed, most_rows, columns, blocks,
                                  parts * LinearRowBytes(w_dtype, depth, most_rows),
                                  most_rows * depth * int64_t{sizeof(float)});
   }
@@ -159,8 +161,11 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     const int64_t padded = PadLinearRows(group.num_rows);
     if (padded > most_rows) most_rows = padded;
   }
-  const int64_t gate_block = gate_up.BlockColumns(call.w_dtype, most_rows, call.inner, /*parts=*/2);
-  const int64_t down_block = down.BlockColumns(call.w_dtype, most_rows, call.hidden, /*parts=*/1);
+  const int64_t blocks_of_group = CeilDiv(2 * workers, Clamp(num_groups, 1, workers * 2));
+  const int64_t gate_block =
+      gate_up.BlockColumns(call.w_dtype, most_rows, call.inner, blocks_of_group, /*parts=*/2);
+  const int64_t down_block =
+      down.BlockColumns(call.w_dtype, most_rows, call.hidden, blocks_of_group, /*parts=*/1);
   const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
   const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);

@@ -38,19 +38,33 @@ JAX_PAGED_BEGIN_TARGET(
 #include "cpu/linear/many.h"
 #include "cpu/isa/tiles.h"
 #include "cpu/linear/tiles.h"
+#include "cpu/linear/few_tiles.h"
 #include "cpu/linear/int4.h"
 #include "cpu/linear/int4_tiles.h"
 // clang-format on
 namespace jax_paged::cpu::amx {
 template <typename T>
+void PlainTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
+                   int64_t count, const void* next, const LinearBlocks& blocks, float* panel,
+                   float* sums, int64_t sums_stride) {
+  if (num_rows <= kFewTileRows) {
+    FewTileSums(x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
+                static_cast<const T*>(next), blocks, sums, sums_stride);
+  } else {
+    TileSums<T, /*PACKED=*/false>(x, x_stride, num_rows, w, depth, count, next, blocks, panel, sums,
+                                  sums_stride);
+  }
+}
+template <typename T>
 constexpr LinearKernels kTiles = {TileStride,
                                   LoadLinearRows<BFloat16>,
                                   /*few_plain=*/nullptr,
                                   /*few_packed=*/nullptr,
-                                  TileSums<T, /*PACKED=*/false>,
+                                  PlainTileSums<T>,
                                   TileSums<T, /*PACKED=*/true>,
                                   /*many=*/0,
                                   /*many_of_packed=*/0,
+                                  kFewTileRows,
                                   GateSums,
                                   StoreLinearSums};
 constexpr LinearKernels kBFloat16 = kTiles<BFloat16>;

@@ -48,6 +48,7 @@ constexpr LinearKernels kCodes = {WordStride,
                                   /*many_packed=*/nullptr,
                                   kManyRows,
                                   kManyPackedRows,
+                                  /*read_as_it_lies=*/0,
                                   GateSums,
                                   StoreLinearSums};
 constexpr LinearKernels kInt8 = kCodes<Int8>;
