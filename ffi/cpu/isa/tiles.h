@@ -27,33 +27,30 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64, "the processor reads so many bytes");
 
-// Tiles 0 to 3 hold the sums of 4 and of 5, of `first` and `second` rows, times 6 and 7. Until
-// _tile_release.
-inline void ShapeTiles(int64_t first, int64_t second) {
+// Gives each tile so many rows of so many floats, until _tile_release; without rows it has none.
+inline void ShapeEach(const int64_t (&rows)[8], const int64_t (&floats)[8]) {
   TileShapes shapes = {};
   shapes.palette = 1;
-  const int64_t rows[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
   for (int i = 0; i < 8; ++i) {
-    shapes.rows[i] = static_cast<uint8_t>(rows[i]);
-    shapes.row_bytes[i] = rows[i] ? 64 : 0;
+    const bool is_used = rows[i] > 0 && floats[i] > 0;
+    shapes.rows[i] = static_cast<uint8_t>(is_used ? rows[i] : 0);
+    shapes.row_bytes[i] = static_cast<uint16_t>(is_used ? 4 * floats[i] : 0);
   }
   Written(&shapes);
   _tile_loadconfig(&shapes);
 }
 
+// Tiles 0 to 3 hold the sums of 4 and of 5, of `first` and `second` rows, times 6 and 7.
+inline void ShapeTiles(int64_t first, int64_t second) {
+  ShapeEach({first, first, second, second, first, second, kTileRows, kTileRows},
+            {16, 16, 16, 16, 16, 16, 16, 16});
+}
+
 // The other way round: tiles 0 and 1 hold the sums of 4, of `outputs` rows, times 6 and 7, of which
 // `first` and `second` columns are used.
 inline void ShapeTransposed(int64_t outputs, int64_t first, int64_t second) {
-  TileShapes shapes = {};
-  shapes.palette = 1;
-  const int64_t rows[8] = {outputs, outputs, 0, 0, outputs, 0, kTileRows, kTileRows};
-  const int64_t columns[8] = {first, second, 0, 0, 16, 0, first, second};
-  for (int i = 0; i < 8; ++i) {
-    shapes.rows[i] = static_cast<uint8_t>(columns[i] ? rows[i] : 0);
-    shapes.row_bytes[i] = static_cast<uint16_t>(columns[i] * 4);
-  }
-  Written(&shapes);
-  _tile_loadconfig(&shapes);
+  ShapeEach({outputs, outputs, 0, 0, outputs, 0, kTileRows, kTileRows},
+            {first, second, 0, 0, 16, 0, first, second});
 }
 
 // The sums of one or two tiles of rows, `bytes` from a row to the next, times one or two of

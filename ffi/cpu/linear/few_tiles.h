@@ -69,9 +69,7 @@ void FewPanel(const FewCall& call, const T* w, int64_t w_stride, const T* ahead,
                  /*passes=*/2 * steps};
   for (int64_t i = 0; i < steps; ++i) {
     for (int half = 0; half < 2; ++half) {  // as a pass ends where a row of w does
-      const int64_t lines = fetch.OfPass();
-      for (int64_t j = 0; j < lines; ++j) Prefetch(fetch.next + 64 * j);
-      if (lines > 0) fetch.Skip(lines);
+      fetch.BringIn();
     }
     const T* const from = w + i * kTileDepth;
     const int64_t rest = call.depth - i * kTileDepth;
@@ -99,8 +97,8 @@ void FewPanel(const FewCall& call, const T* w, int64_t w_stride, const T* ahead,
 // As RowSums has it, of at most kFewTileRows rows of x, and of at most kFewTileColumns columns.
 template <typename T>
 void FewTileBlock(const float* x, int64_t x_stride, int64_t num_rows, const T* w, int64_t depth,
-                  int64_t count, const T* next, const LinearBlocks& blocks, int64_t first,
-                  float* sums, int64_t sums_stride) {
+                  int64_t count, const T* next, const LinearBlocks& blocks, float* sums,
+                  int64_t sums_stride) {
   alignas(64) float ordered[2][kTilesChunk / 2 * kTileRows];
   alignas(64) float parts[kFewTileColumns / kPanelOutputs][2 * kTileFloats];
   const int64_t upper = Clamp(num_rows, 0, kTileRows), lower = num_rows - upper;
@@ -137,7 +135,7 @@ void FewTileBlock(const float* x, int64_t x_stride, int64_t num_rows, const T* w
         for (int64_t i = 0; i < kWidth && r + i < num_rows; ++i) {
           float* const to = sums + (r + i) * sums_stride + n;
           if (blocks.scale) {
-            AddLinearChunk(of_rows[i], d, blocks, first + n, to);
+            AddLinearChunk(of_rows[i], d, blocks, n, to);
           } else {
             Store(to, of_rows[i]);
           }
@@ -155,8 +153,9 @@ void FewTileSums(const float* x, int64_t x_stride, int64_t num_rows, const T* w,
                  int64_t sums_stride) {
   for (int64_t n = 0; n < count; n += kFewTileColumns) {
     const bool is_last = count - n <= kFewTileColumns;
+    const LinearBlocks of_block = {blocks.scale, blocks.stride, blocks.first_row + n};
     FewTileBlock(x, x_stride, num_rows, w + n * depth, depth, Clamp(count - n, 0, kFewTileColumns),
-                 is_last ? next : w + (n + kFewTileColumns) * depth, blocks, n, sums + n,
+                 is_last ? next : w + (n + kFewTileColumns) * depth, of_block, sums + n,
                  sums_stride);
   }
 }

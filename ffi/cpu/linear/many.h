@@ -130,9 +130,7 @@ void ManyTile(const float* x, const float* w, int64_t steps, int64_t rows, int64
   for (int pass = 0; pass < kWidth; ++pass) {
     const float* from_x = x + SumOrder(pass) * x_of_leaf;
     const float* from = w + SumOrder(pass) * of_leaf;
-    const int64_t lines = fetch->OfPass();
-    for (int64_t i = 0; i < lines; ++i) Prefetch(fetch->next + 64 * i);
-    if (lines > 0) fetch->Skip(lines);
+    fetch->BringIn();
     JAX_PAGED_UNROLL
     for (int r = 0; r < kPackedRows; ++r) {
       JAX_PAGED_UNROLL
@@ -211,31 +209,27 @@ void ManySums(const float* x, int64_t x_stride, int64_t num_rows, const void* we
   }
 }
 
-// The kernels where w has x's dtype T, and where it is 8-bit, for each dtype of x.
+// The kernels where w has type W, whose panels become those of P, and load_rows brings x.
+template <typename W, typename P = W>
+constexpr LinearKernels KernelsOf(decltype(LinearKernels::load_rows) load_rows) {
+  return {kUsesDot<W> ? WordStride : LinearStride,
+          load_rows,
+          LinearSums<W, P>,
+          PackedSums<W, P>,
+          ManySums<W, /*PACKED=*/false>,
+          ManySums<W, /*PACKED=*/true>,
+          kManyRows,
+          kManyPackedRows,
+          /*read_as_it_lies=*/0,
+          GateSums,
+          StoreLinearSums};
+}
+
+// Where w has x's dtype T, and where it is 8-bit, for each dtype of x.
 template <typename T>
-constexpr LinearKernels kSameWeights = {kUsesDot<T> ? WordStride : LinearStride,
-                                        LoadLinearRows<T>,
-                                        LinearSums<T>,
-                                        PackedSums<T>,
-                                        ManySums<T, /*PACKED=*/false>,
-                                        ManySums<T, /*PACKED=*/true>,
-                                        kManyRows,
-                                        kManyPackedRows,
-                                        /*read_as_it_lies=*/0,
-                                        GateSums,
-                                        StoreLinearSums};
+constexpr LinearKernels kSameWeights = KernelsOf<T>(LoadLinearRows<T>);
 template <typename C, typename X>
-constexpr LinearKernels kOfCodes = {LinearStride,
-                                    LoadPlainRows<X>,
-                                    LinearSums<C, float>,
-                                    PackedSums<C, float>,
-                                    ManySums<C, /*PACKED=*/false>,
-                                    ManySums<C, /*PACKED=*/true>,
-                                    kManyRows,
-                                    kManyPackedRows,
-                                    /*read_as_it_lies=*/0,
-                                    GateSums,
-                                    StoreLinearSums};
+constexpr LinearKernels kOfCodes = KernelsOf<C, float>(LoadPlainRows<X>);
 template <typename C>
 constexpr LinearKernelsOf kCodeWeights = {
     {kOfCodes<C, BFloat16>, kOfCodes<C, Float16>, kOfCodes<C, float>}};

@@ -136,6 +136,12 @@ struct Fetch {
     done = 0;
     --pieces;
   }
+  // Brings in what the next pass does, at once.
+  JAX_PAGED_INLINE void BringIn() {
+    const int64_t count = OfPass();
+    for (int64_t i = 0; i < count; ++i) Prefetch(next + 64 * i);
+    if (count > 0) Skip(count);
+  }
 };
 
 // The sums of LEAVES leaves from `leaf` on (those that follow in SumOrder), over `depth`, added up.
