@@ -17,6 +17,7 @@
 #include "common/tree.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/handlers.h"
+#include "cpu/huge_pages.h"
 #include "cpu/parallel_for.h"
 #include "cpu/scratch.h"
 #include "xla/ffi/api/ffi.h"
@@ -211,6 +212,9 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
     }
   }
 
+  AdviseHugePages(params.out,
+                  num_tokens * params.num_q_heads * params.v_head_dim * ByteWidth(params.out_dtype),
+                  /*renews=*/false);
   const Kernels& kernels = ChosenKernels();
   const int dtype = static_cast<int>(staged ? Dtype::kFloat32 : params.dtype);
   const auto run = [&](int64_t index, int64_t worker) {

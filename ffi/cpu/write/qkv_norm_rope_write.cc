@@ -15,6 +15,7 @@
 #include "common/qkv_checks.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/handlers.h"
+#include "cpu/huge_pages.h"
 #include "cpu/parallel_for.h"
 #include "cpu/write/in_place.h"
 #include "xla/ffi/api/ffi.h"
@@ -64,6 +65,9 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, const QkvParams& params,
     work.v = MakeTarget(params.v_pages, params.v_pool, params.v_scale, layer_index);
     page_items = Clamp(workers, 1, heads);
   }
+  AdviseHugePages(params.q,
+                  params.num_tokens * params.num_q_heads * head_dim * ByteWidth(params.dtype),
+                  /*renews=*/false);
   const int64_t block = CeilDiv(params.num_tokens, workers == 1 ? 1 : workers * kBlocksPerWorker);
   const int64_t blocks = block == 0 ? 0 : CeilDiv(params.num_tokens, block);
   const Kernels& kernels = ChosenKernels();

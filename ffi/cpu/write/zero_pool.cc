@@ -11,43 +11,23 @@
 
 #include "common/integers.h"
 #include "cpu/handlers.h"
+#include "cpu/huge_pages.h"
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
-
-#ifdef __linux__
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
 
 namespace ffi = xla::ffi;
 
 namespace jax_paged::cpu {
 namespace {
 
-constexpr int64_t kChunkBytes = 2 << 20;  // as large as a huge page
-// A smaller pool has little to gain, and advice cuts the process's memory into one more mapping.
-constexpr int64_t kLeastBytes = 4 << 20;
-
-// Gives the memory's pages back, and asks for huge ones at the next write: malloc may hand out what
-// was written before. Where the system has none to give, nothing but the content changes.
-void RenewInHugePages(char* data, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const int64_t page = sysconf(_SC_PAGESIZE);
-  const int64_t address = static_cast<int64_t>(reinterpret_cast<intptr_t>(data));
-  const int64_t begin = RoundUp(address, page), end = (address + bytes) / page * page;
-  char* const first = data + (begin - address);
-  if (madvise(first, end - begin, MADV_HUGEPAGE) == 0) madvise(first, end - begin, MADV_DONTNEED);
-#endif
-}
-
 ffi::Error ZeroPool(ffi::ThreadPool threads, ffi::Result<ffi::AnyBuffer> pool) {
   char* const data = static_cast<char*>(pool->untyped_data());
   const int64_t bytes = static_cast<int64_t>(pool->size_bytes());
-  if (bytes >= kLeastBytes) RenewInHugePages(data, bytes);
-  ParallelFor(threads, CeilDiv(bytes, kChunkBytes), threads.num_threads(),
+  AdviseHugePages(data, bytes, /*renews=*/true);  // malloc may hand out what was written before
+  ParallelFor(threads, CeilDiv(bytes, kHugePageBytes), threads.num_threads(),
               [&](int64_t chunk, int64_t) {
-                const int64_t begin = chunk * kChunkBytes;
-                const int64_t count = Clamp(bytes - begin, 0, kChunkBytes);
+                const int64_t begin = chunk * kHugePageBytes;
+                const int64_t count = Clamp(bytes - begin, 0, kHugePageBytes);
                 std::memset(data + begin, 0, static_cast<size_t>(count));
               });
   return ffi::Error::Success();
