@@ -9,6 +9,7 @@
 // rows of x. Each output is summed by one worker in one order, so the bits do not depend on the
 // number of threads.
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 #include <string>
@@ -17,6 +18,7 @@
 #include "common/ffi_checks.h"
 #include "common/integers.h"
 #include "cpu/handlers.h"
+#include "cpu/huge_pages.h"
 #include "cpu/linear/kernels.h"
 #include "cpu/linear/packed_checks.h"
 #include "cpu/parallel_for.h"
@@ -49,28 +51,53 @@ struct Projection {
   bool is_packed;
 };
 
+// `done` as the kernels call it.
+template <typename Done>
+SumsDone SumsDoneBy(const Done& done, bool ends) {
+  const auto call = [](const void* context, int64_t row, int64_t num_rows, float* sums) {
+    (*static_cast<const Done*>(context))(row, num_rows, sums);
+  };
+  return {call, &done, ends};
+}
+
 // Rows of x as the kernels want them.
 struct LoadedRows {
   const float* data;
   int64_t stride;
 };
 
-// What the workers of one call have: rows of x, and floats of their own.
+// What the workers of one call have: rows of x, which may be in order, and floats of their own; for
+// those that put x in order, kRowsOfOrder rows of it.
 template <typename Work>
 void LoadAndRun(ffi::ThreadPool& pool, const Projection& call, const LinearKernels& kernels,
                 int64_t workers, int64_t own_floats, const Work& work) {
-  const int64_t padded_rows = PadLinearRows(call.num_rows);
+  const int64_t padded_rows = kernels.PaddedRows(call.is_packed, call.num_rows);
   const int64_t x_stride = kernels.stride(call.depth);
+  const int64_t tile_floats = kRowsOfOrder * x_stride;
   const int64_t floats = padded_rows * x_stride + workers * own_floats;
   const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
   float* const rows = reinterpret_cast<float*>(scratch.data());
+  float* const own = rows + padded_rows * x_stride;
   const auto load = [&](int64_t item, int64_t) {
     const int64_t begin = item * kParallelRows;
     const int64_t end = Clamp(begin + kParallelRows, 0, padded_rows);
     kernels.load_rows(call.x, begin, end, call.num_rows, call.depth, rows, x_stride);
   };
-  ParallelFor(pool, CeilDiv(padded_rows, kParallelRows), workers, load);
-  work(LoadedRows{rows, x_stride}, rows + padded_rows * x_stride);
+  const auto order = [&](int64_t tile, int64_t worker) {
+    const int64_t begin = tile * kernels.tile_rows;
+    const int64_t count = Clamp(call.num_rows - begin, 0, kernels.tile_rows);
+    const char* const x = call.x + begin * call.depth * ByteWidth(call.dtype);
+    float* const mine = own + worker * own_floats;
+    kernels.load_rows(x, 0, count, count, call.depth, mine, x_stride);
+    kernels.order_rows(mine, x_stride, count, call.depth, call.block_scale != nullptr,
+                       rows + tile * tile_floats);
+  };
+  if (kernels.Orders(call.is_packed, call.num_rows)) {
+    ParallelFor(pool, padded_rows / kRowsOfOrder, workers, order);
+  } else {
+    ParallelFor(pool, CeilDiv(padded_rows, kParallelRows), workers, load);
+  }
+  work(LoadedRows{rows, x_stride}, own);
 }
 
 int64_t Workers(const ffi::ThreadPool& pool, const Projection& call) {
@@ -133,7 +160,9 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
   // Sums are outputs already: f32, and no panel reaches beyond a row.
   const bool is_direct = call.out_dtype == Dtype::kFloat32 && num_columns % kPanelOutputs == 0;
   const int64_t sums_floats = is_direct ? 0 : cut.sums_floats;
-  const int64_t own_floats = sums_floats + cut.panel_floats;
+  const bool orders = kernels.Orders(call.is_packed, num_rows);
+  const int64_t own_floats =
+      std::max(sums_floats + cut.panel_floats, orders ? kRowsOfOrder * kernels.stride(depth) : 0);
   LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
     ParallelFor(pool, CeilDiv(num_columns, of_item), workers, [&](int64_t item, int64_t worker) {
       float* const mine = own + worker * own_floats;
@@ -146,15 +175,18 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
         char* const out = call.out + begin * ByteWidth(call.out_dtype);
         float* const sums = is_direct ? reinterpret_cast<float*>(out) : mine;
         const int64_t sums_stride = is_direct ? num_columns : RoundUp(count, kLinearColumns);
+        const auto done = [&](int64_t row, int64_t rows, float* of_rows) {
+          for (int64_t r = 0; call.scale && r < rows; ++r) {
+            ScaleLinearSums(call.scale + begin, /*num_rows=*/1, /*most=*/1, count,
+                            of_rows + r * sums_stride);
+          }
+          if (is_direct) return;
+          kernels.store(of_rows, rows, /*most=*/1, count, num_columns, call.out_dtype,
+                        out + row * num_columns * ByteWidth(call.out_dtype));
+        };
         row_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
                  next < num_columns ? call.w + next * row_bytes : nullptr, blocks,
-                 mine + sums_floats, sums, sums_stride);
-        for (int64_t r = 0; call.scale && r < num_rows; ++r) {
-          ScaleLinearSums(call.scale + begin, /*num_rows=*/1, /*most=*/1, count,
-                          sums + r * sums_stride);
-        }
-        if (is_direct) continue;
-        kernels.store(mine, num_rows, /*most=*/1, count, num_columns, call.out_dtype, out);
+                 mine + sums_floats, sums, sums_stride, SumsDoneBy(done, /*ends=*/!is_direct));
       }
     });
   });
@@ -202,6 +234,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   call.depth = depth;
   call.num_columns = num_columns;
   call.is_packed = is_packed;
+  AdviseHugePages(call.out, num_rows * num_columns * ByteWidth(call.out_dtype), /*renews=*/false);
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const bool by_rows = kernels.ByRows(is_packed, num_rows) != nullptr;
   try {

@@ -55,6 +55,7 @@ inline int64_t PackedBlockColumns(int64_t num_columns, int64_t row_bytes, int64_
 // The same of any w that is put in order for many rows of x (linear/many.h): a chunk of the depth
 // of it fills a part of L2.
 inline constexpr int64_t kManyColumns = 5 * kPanelGroup;
+inline constexpr int64_t kRowsOfOrder = 8;  // whose memory a tile of x in order takes
 
 // The same of plain w that tiles read as it lies for few rows of x (linear/few_tiles.h).
 inline constexpr int64_t kFewTileColumns = 256;
@@ -114,17 +115,33 @@ inline LinearBlocks LinearBlocksOf(const float* scale, int64_t matrix, int64_t r
 // The same where a float is a pair of bf16.
 inline int64_t WordStride(int64_t depth) { return LinearStride(depth / 2); }
 
+// What is to be done with rows of sums as soon as they are complete.
+struct SumsDone {
+  void (*call)(const void* context, int64_t row, int64_t num_rows, float* sums);  // null: nothing
+  const void* context;
+  bool ends;  // nobody asks for the sums afterwards: other rows may come in their place
+
+  void operator()(int64_t row, int64_t num_rows, float* sums) const {
+    if (call) call(context, row, num_rows, sums);
+  }
+};
+
 // Sums by rows: x times `count` rows of w, rounded up to kPanelOutputs, each row of sums
 // sums_stride behind the one before. `next` is the w that the caller will ask for next, or null.
 using RowSums = void(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
                      int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
-                     float* panel, float* sums, int64_t sums_stride);
+                     float* panel, float* sums, int64_t sums_stride, const SumsDone& done);
 
 // For one dtype of x and one of w; linear/kernel.h explains the arguments.
 struct LinearKernels {
   int64_t (*stride)(int64_t depth);  // floats from a row of x to the next
   void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t num_rows, int64_t depth,
                     float* rows, int64_t x_stride);
+  // Puts up to tile_rows rows of x in the order in which the kernels of many rows read them: a tile
+  // takes as many floats as kRowsOfOrder rows do.
+  void (*order_rows)(const float* rows, int64_t x_stride, int64_t num_rows, int64_t depth,
+                     bool has_blocks, float* tile);
+  int64_t tile_rows;
   // Of few rows of x and plain w: sums by tiles of at most 8 rows.
   void (*few_plain)(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
                     int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
@@ -138,6 +155,14 @@ struct LinearKernels {
   bool AreMany(bool is_packed, int64_t num_rows) const {
     return num_rows >= (is_packed ? many_of_packed : many);
   }
+  // Whether x is to be put in order, and rows of memory that it takes.
+  bool Orders(bool is_packed, int64_t num_rows) const {
+    return many > 0 && AreMany(is_packed, num_rows);
+  }
+  int64_t PaddedRows(bool is_packed, int64_t num_rows) const {
+    if (!Orders(is_packed, num_rows)) return PadLinearRows(num_rows);
+    return CeilDiv(num_rows, tile_rows) * kRowsOfOrder;
+  }
   // Those that give sums by rows; null: few_plain is to be used.
   RowSums* ByRows(bool is_packed, int64_t num_rows) const {
     if (AreMany(is_packed, num_rows)) return is_packed ? many_packed : many_plain;
@@ -149,7 +174,7 @@ struct LinearKernels {
   }
   // Whether what is summed needs LinearPanelFloats.
   bool NeedsPanel(bool is_packed, Dtype w_dtype, int64_t num_rows) const {
-    return IsEightBit(w_dtype) || (many > 0 && AreMany(is_packed, num_rows));
+    return IsEightBit(w_dtype) || Orders(is_packed, num_rows);
   }
   // As Most says; rows of sums have whole panels.
   void Sums(bool is_packed, const float* x, int64_t x_stride, int64_t num_rows, const void* w,
@@ -157,7 +182,7 @@ struct LinearKernels {
             float* sums) const {
     if (RowSums* const by_rows = ByRows(is_packed, num_rows)) {
       by_rows(x, x_stride, num_rows, w, depth, count, /*next=*/nullptr, blocks, panel, sums,
-              RoundUp(count, kLinearColumns));
+              RoundUp(count, kLinearColumns), /*done=*/{});
     } else {
       few_plain(x, x_stride, num_rows, w, depth, count, blocks, panel, sums);
     }
@@ -165,7 +190,7 @@ struct LinearKernels {
   // Columns of w, of `num_columns`, that one of so many workers takes at once.
   int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t workers,
                        int64_t row_bytes, int64_t x_bytes) const {
-    if (many > 0 && AreMany(is_packed, num_rows)) {
+    if (Orders(is_packed, num_rows)) {
       return EvenBlockColumns(num_columns, kManyColumns, kPanelOutputs, workers);
     }
     if (!ByRows(is_packed, num_rows)) return LinearBlockColumns(row_bytes);

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <new>
 #include <string>
 #include <utility>
@@ -126,7 +127,9 @@ struct Block {
 };
 
 void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64_t end_token) {
-  const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.dtype);
+  LinearKernels kernels = ChosenLinearKernels().Of(call.dtype, call.dtype);
+  // To put x in order costs more than a rank's few outputs bring.
+  if (kernels.many > 0) kernels.many = std::numeric_limits<int64_t>::max();
   const Tokens tokens = SortTokens(call, first_token, end_token);
   const int64_t num_rows = static_cast<int64_t>(tokens.token_of.size());
   const int64_t num_groups = static_cast<int64_t>(tokens.groups.size());

@@ -9,8 +9,8 @@
 //
 //   w   a chunk of the depth of some columns: [panels][leaves][steps][16 outputs]. It stays in L2
 //       while all rows of x pass
-//   x   the same chunk of a tile of rows: [leaves][steps][kPitch]. It stays in L1 while the panels
-//       pass
+//   x   all of a tile of rows, chunk by chunk: [leaves][steps][kPitch]. Its chunk stays in L1 while
+//       the panels pass. The caller puts it in order, once for all columns (OrderRows)
 //
 // Putting w in order takes as long as some five rows of x.
 
@@ -21,9 +21,8 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 constexpr int64_t kManyRows = 64;         // from which on it is worth it
 constexpr int64_t kManyPackedRows = 256;  // where packed w is only put in another order
-constexpr int kPitch = 8;  // floats from a step of x to the next; a tile has fewer rows
+constexpr int kPitch = kRowsOfOrder;  // floats from a step of x to the next; a tile has fewer rows
 static_assert(kPackedRows <= kPitch && kWidth % kPitch == 0, "a vector has whole steps");
-constexpr int64_t kMostWords = kLinearDepth / 2;  // of a chunk: floats, or pairs of bf16
 
 // Vectors of kWidth rows of w, to one step of all leaves of their panel.
 JAX_PAGED_INLINE void StoreStep(Vec* x, int64_t steps, float* to) {
@@ -98,9 +97,8 @@ void OrderPanels(const T* w, int64_t w_stride, int64_t depth, int64_t count, int
 }
 
 // A chunk of a tile of rows of x, zeros for those that it lacks.
-inline void OrderRows(const float* x, int64_t x_stride, int64_t rows, int64_t steps, float* to) {
+inline void OrderChunk(const float* x, int64_t x_stride, int64_t rows, int64_t steps, float* to) {
   constexpr int kSteps = kWidth / kPitch;  // at a time
-  const int64_t padded = RoundUp(steps, kSteps);
   for (int64_t s = 0; s < steps; s += kSteps) {
     Vec of_rows[kWidth];
     JAX_PAGED_UNROLL
@@ -112,8 +110,33 @@ inline void OrderRows(const float* x, int64_t x_stride, int64_t rows, int64_t st
     Transpose(of_rows);
     JAX_PAGED_UNROLL
     for (int leaf = 0; leaf < kWidth; ++leaf) {
-      Store(to + (leaf * padded + s) * kPitch, of_rows[leaf]);
+      float* const step = to + (leaf * steps + s) * kPitch;
+      if (steps - s >= kSteps) {
+        Store(step, of_rows[leaf]);
+      } else {
+        StoreTail(step, of_rows[leaf], kPitch);
+      }
     }
+  }
+}
+
+// Elements of the depth that a word of x has, which is a float or a pair of bf16; and elements that
+// are summed before others are added.
+template <typename T>
+constexpr int kWordDepth = kUsesDot<T> ? 2 : 1;
+template <typename T>
+int64_t ManyChunkDepth(int64_t depth, bool has_blocks) {
+  return has_blocks ? kScaleBlock : ChunkDepth<T>(depth);
+}
+
+// As LinearKernels wants it. Chunks have whole steps, so what lies behind the depth is zero.
+template <typename T>
+void OrderRows(const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, bool has_blocks,
+               float* tile) {
+  const int64_t chunk = ManyChunkDepth<T>(depth, has_blocks);
+  for (int64_t d = 0; d < depth; d += chunk) {
+    const int64_t words = Clamp(depth - d, 0, chunk) / kWordDepth<T>, from = d / kWordDepth<T>;
+    OrderChunk(x + from, x_stride, num_rows, CeilDiv(words, kWidth), tile + from * kPitch);
   }
 }
 
@@ -124,7 +147,7 @@ void ManyTile(const float* x, const float* w, int64_t steps, int64_t rows, int64
               int64_t sums_stride) {
   constexpr int kVecs = PANELS * kPanelVecs;  // of a row
   const int64_t of_leaf = steps * kPanelOutputs, of_panel = kWidth * of_leaf;
-  const int64_t x_of_leaf = RoundUp(steps, kWidth / kPitch) * kPitch;
+  const int64_t x_of_leaf = steps * kPitch;
   Vec sum[kPackedRows * kVecs];
   LeafTree<kPackedRows, kVecs, kWidth> tree;
   for (int pass = 0; pass < kWidth; ++pass) {
@@ -149,27 +172,27 @@ void ManyTile(const float* x, const float* w, int64_t steps, int64_t rows, int64
   StoreTile<kPackedRows, kVecs>(sum, rows, d, blocks, n, sums, sums_stride);
 }
 
-// A chunk, that begins at depth d, of all rows of x and `count` columns in order.
+// A chunk, that begins at depth d, of all rows of x and `count` columns in order; from a tile of x
+// to the next are x_of_tile floats. Rows of sums lie at those of x, or where `ends` at the first.
 template <typename T>
-void ManyChunk(const float* x, int64_t x_stride, int64_t num_rows, const float* w, int64_t steps,
-               int64_t d, int64_t count, const LinearBlocks& blocks, Fetch* fetch, float* sums,
-               int64_t sums_stride) {
-  alignas(64) float tile[kPitch * RoundUp(kMostWords, 2 * kWidth)];
+void ManyChunk(const float* x, int64_t x_of_tile, int64_t num_rows, const float* w, int64_t steps,
+               int64_t d, int64_t count, const LinearBlocks& blocks, bool ends, Fetch* fetch,
+               float* sums, int64_t sums_stride, const SumsDone& done) {
   const int64_t of_panel = kWidth * steps * kPanelOutputs;
   fetch->passes =
       CeilDiv(num_rows, kPackedRows) * CeilDiv(count, kPackedPanels * kPanelOutputs) * kWidth;
   for (int64_t r = 0; r < num_rows; r += kPackedRows) {
     const int64_t rows = Clamp(num_rows - r, 0, kPackedRows);
-    OrderRows(x + r * x_stride, x_stride, rows, steps, tile);
-    float* const to = sums + r * sums_stride;
+    const float* const tile = x + r / kPackedRows * x_of_tile;
+    float* const to = sums + (ends ? 0 : r * sums_stride);
     for (int64_t n = 0; n < count;) {
       const float* const from = w + n / kPanelOutputs * of_panel;
       const int64_t left = (count - n) / kPanelOutputs;
-      if (kPackedPanels == 3 && left >= 3) {
+      if (kPackedPanels == 3 && (left == 3 || left > 4)) {
         ManyTile<T, kPackedPanels>(tile, from, steps, rows, d, blocks, n, fetch, to + n,
                                    sums_stride);
         n += kPackedPanels * kPanelOutputs;
-      } else if (kPackedPanels == 3 && left == 2) {
+      } else if (kPackedPanels == 3 && left >= 2) {
         ManyTile<T, kPackedPanels == 3 ? 2 : 1>(tile, from, steps, rows, d, blocks, n, fetch,
                                                 to + n, sums_stride);
         n += 2 * kPanelOutputs;
@@ -178,6 +201,7 @@ void ManyChunk(const float* x, int64_t x_stride, int64_t num_rows, const float* 
         n += kPanelOutputs;
       }
     }
+    done(r, rows, to);
   }
 }
 
@@ -185,15 +209,14 @@ void ManyChunk(const float* x, int64_t x_stride, int64_t num_rows, const float* 
 template <typename T, bool PACKED>
 void ManySums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
               int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
-              float* panel, float* sums, int64_t sums_stride) {
-  constexpr int kWordDepth = kUsesDot<T> ? 2 : 1;
+              float* panel, float* sums, int64_t sums_stride, const SumsDone& done) {
   constexpr int64_t kRows = PACKED ? kPanelOutputs : 1;  // of w that lie in one piece
   const T* const w = static_cast<const T*>(weights);
   const int64_t w_stride = kRows * depth;
-  const int64_t chunk = blocks.scale ? kScaleBlock : ChunkDepth<T>(depth);
+  const int64_t chunk = ManyChunkDepth<T>(depth, blocks.scale);
   for (int64_t d = 0; d < depth; d += chunk) {
     const int64_t here = Clamp(depth - d, 0, chunk), after = Clamp(depth - d - here, 0, chunk);
-    const int64_t steps = CeilDiv(here / kWordDepth, kWidth);
+    const int64_t steps = CeilDiv(here / kWordDepth<T>, kWidth);
     const T* const from = w + d * kRows;
     if constexpr (PACKED) {
       OrderPanels(from, w_stride, here, count, steps, panel);
@@ -204,8 +227,10 @@ void ManySums(const float* x, int64_t x_stride, int64_t num_rows, const void* we
     const int64_t bytes = (after > 0 ? after : Clamp(depth, 0, chunk)) * kRows * int64_t{sizeof(T)};
     Fetch fetch = {reinterpret_cast<const char*>(then), then ? CeilDiv(count, kRows) : 0,
                    CeilDiv(bytes, 64), w_stride * int64_t{sizeof(T)}};
-    ManyChunk<T>(x + d / kWordDepth, x_stride, num_rows, panel, steps, d,
-                 RoundUp(count, kPanelOutputs), blocks, &fetch, sums, sums_stride);
+    const SumsDone nothing = {};
+    ManyChunk<T>(x + d / kWordDepth<T> * kPitch, kPitch * x_stride, num_rows, panel, steps, d,
+                 RoundUp(count, kPanelOutputs), blocks, done.ends && here == depth, &fetch, sums,
+                 sums_stride, after > 0 ? nothing : done);
   }
 }
 
@@ -214,6 +239,8 @@ template <typename W, typename P = W>
 constexpr LinearKernels KernelsOf(decltype(LinearKernels::load_rows) load_rows) {
   return {kUsesDot<W> ? WordStride : LinearStride,
           load_rows,
+          OrderRows<W>,
+          kPackedRows,
           LinearSums<W, P>,
           PackedSums<W, P>,
           ManySums<W, /*PACKED=*/false>,

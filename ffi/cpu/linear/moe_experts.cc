@@ -6,7 +6,7 @@
 //   pair    (token, chosen expert); pairs are sorted by expert, then by token, so an expert's rows
 //           of x lie together and each of its weights is read once for all of them. Experts that
 //           no token chose are never touched
-//   group   the pairs of one expert, padded to whole tiles of rows (linear/kernel.h)
+//   group   the pairs of one expert, padded to whole tiles of rows (linear/kernel.h, linear/many.h)
 // Steps, each shared by all workers: gather x; gate and up -> activation(gate) * up; down; then
 // each token adds its experts in the order of j. Bits depend on nothing but the inputs.
 //
@@ -38,6 +38,7 @@ namespace {
 
 constexpr int64_t kMaxPairs = 4096;
 constexpr int64_t kRowsPerItem = 16;  // that are gathered or added by one worker
+constexpr int64_t kSerialRows = 32;   // up to which a second thread is not worth its start
 
 struct Group {
   int32_t expert;
@@ -52,7 +53,10 @@ struct Pairs {
   std::vector<int64_t> row_of;    // by pair in token order: its padded row, or -1 (no such expert)
 };
 
-Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens) {
+// `padded`: rows of memory that the rows of a group take.
+template <typename Padded>
+Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens,
+                const Padded& padded) {
   const int64_t k = call.experts_per_token;
   const int32_t* const experts = call.experts + first_token * k;
   std::vector<int64_t> counts(static_cast<size_t>(call.num_experts), 0);
@@ -67,7 +71,7 @@ Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens) 
     if (counts[e] == 0) continue;
     pairs.groups.push_back({static_cast<int32_t>(e), rows, counts[e]});
     next[e] = rows;
-    rows += PadLinearRows(counts[e]);
+    rows += padded(counts[e]);
   }
   pairs.token_of.assign(static_cast<size_t>(rows), -1);
   pairs.row_of.assign(static_cast<size_t>(num_tokens * k), -1);
@@ -104,6 +108,10 @@ struct Matrix {
 
   // Rows in a tile of sums, at most.
   int64_t Most(int64_t num_rows) const { return int4 ? 1 : kernels->Most(is_packed, num_rows); }
+  bool Orders(int64_t num_rows) const { return !int4 && kernels->Orders(is_packed, num_rows); }
+  int64_t PaddedRows(int64_t num_rows) const {
+    return int4 ? PadLinearRows(num_rows) : kernels->PaddedRows(is_packed, num_rows);
+  }
   int64_t num_groups() const { return int4 && codes.has_offsets ? codes.first.num_groups : 0; }
   int64_t stride() const { return kernels->stride(depth); }
 
@@ -146,10 +154,52 @@ struct Matrix {
   }
 };
 
+// Loads the rows of all groups, each where the padded rows of `pairs` say, in the order that the
+// kernels want. source(row): of a padded row; null: zeros. Each worker has own_floats at `own`, so
+// many as kRowsOfOrder rows take.
+template <typename Source>
+void LoadGroups(ffi::ThreadPool& pool, int64_t workers, const Pairs& pairs, const Matrix& matrix,
+                bool has_blocks, const Source& source, const Rows& to, float* own,
+                int64_t own_floats) {
+  struct Part {
+    const Group* group;
+    int64_t begin, end;  // of its rows
+    bool orders;
+  };
+  std::vector<Part> parts;
+  for (const Group& group : pairs.groups) {
+    const bool orders = matrix.Orders(group.num_rows);
+    const int64_t rows = orders ? group.num_rows : PadLinearRows(group.num_rows);
+    const int64_t step = orders ? matrix.kernels->tile_rows : kRowsPerItem;
+    for (int64_t begin = 0; begin < rows; begin += step) {
+      parts.push_back({&group, begin, std::min(begin + step, rows), orders});
+    }
+  }
+  const int64_t num_groups = matrix.num_groups();
+  if (static_cast<int64_t>(pairs.token_of.size()) <= kSerialRows) workers = 1;
+  ParallelFor(pool, static_cast<int64_t>(parts.size()), workers, [&](int64_t item, int64_t worker) {
+    const Part& part = parts[static_cast<size_t>(item)];
+    const int64_t first = part.group->first_row;
+    float* const mine = own + worker * own_floats;
+    for (int64_t i = part.begin; i < part.end; ++i) {
+      const Rows row = part.orders ? Rows{mine + (i - part.begin) * to.stride, to.stride, nullptr}
+                                   : to.From(first + i, num_groups);
+      matrix.Load(source(first + i), row);
+    }
+    if (!part.orders) return;
+    const int64_t tile = part.begin / matrix.kernels->tile_rows;
+    matrix.kernels->order_rows(mine, to.stride, part.end - part.begin, matrix.depth, has_blocks,
+                               to.data + (first + tile * kRowsOfOrder) * to.stride);
+  });
+}
+
 void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up,
              const Matrix& down, int64_t first_token, int64_t num_tokens) {
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
-  const Pairs pairs = SortPairs(call, first_token, num_tokens);
+  const auto padded_rows = [&](int64_t rows) {
+    return std::max(gate_up.PaddedRows(rows), down.PaddedRows(rows));
+  };
+  const Pairs pairs = SortPairs(call, first_token, num_tokens, padded_rows);
   const int64_t num_rows = static_cast<int64_t>(pairs.token_of.size());
   const int64_t num_groups = static_cast<int64_t>(pairs.groups.size());
   const int64_t bytes = ByteWidth(call.dtype);
@@ -174,8 +224,12 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
       gate_up.NeedsPanel(call.w_dtype, most_rows) || down.NeedsPanel(call.w_dtype, most_rows);
   const int64_t panel_floats = has_panel ? std::max(gate_panel, down_panel) : 0;
   // For gate, up and down; or for the sum of one token. Then the panel of the worker.
+  // Or for a tile of rows on its way into order.
+  const int64_t order_floats = gate_up.Orders(most_rows) || down.Orders(most_rows)
+                                   ? kRowsOfOrder * std::max(x_stride, h_stride)
+                                   : 0;
   const int64_t own_floats =
-      RoundUp(std::max(2 * gate_floats + down_floats, call.hidden), kPadFloats);
+      RoundUp(std::max({2 * gate_floats + down_floats, call.hidden, order_floats}), kPadFloats);
   const int64_t sums_floats = own_floats + panel_floats;
 
   const int64_t x_sums_floats = RoundUp(num_rows * x_groups, kPadFloats);
@@ -193,15 +247,12 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
   const Rows x_of_all = {x_rows, x_stride, x_groups ? x_sums : nullptr};
   const Rows h_of_all = {h_rows, h_stride, h_groups ? h_sums : nullptr};
 
-  ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
-    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_rows);
-    for (int64_t row = item * kRowsPerItem; row < end; ++row) {
-      const int64_t token = pairs.token_of[static_cast<size_t>(row)];
-      const char* const source =
-          token < 0 ? nullptr : call.x + (first_token + token) * call.hidden * bytes;
-      gate_up.Load(source, x_of_all.From(row, x_groups));
-    }
-  });
+  const auto token_source = [&](int64_t row) -> const char* {
+    const int64_t token = pairs.token_of[static_cast<size_t>(row)];
+    return token < 0 ? nullptr : call.x + (first_token + token) * call.hidden * bytes;
+  };
+  LoadGroups(pool, workers, pairs, gate_up, call.gate_up_block_scale != nullptr, token_source,
+             x_of_all, sums, sums_floats);
 
   const float limit = call.limit ? *call.limit : 0.0f;
   const int64_t gate_blocks = CeilDiv(call.inner, gate_block);
@@ -239,14 +290,12 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
                   reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
   });
 
-  ParallelFor(pool, CeilDiv(num_rows, kRowsPerItem), workers, [&](int64_t item, int64_t) {
-    const int64_t end = Clamp((item + 1) * kRowsPerItem, 0, num_rows);
-    for (int64_t row = item * kRowsPerItem; row < end; ++row) {
-      const bool is_pair = pairs.token_of[static_cast<size_t>(row)] >= 0;
-      const char* const source = reinterpret_cast<const char*>(h) + row * call.inner * bytes;
-      down.Load(is_pair ? source : nullptr, h_of_all.From(row, h_groups));
-    }
-  });
+  const auto gated_source = [&](int64_t row) -> const char* {
+    const bool is_pair = pairs.token_of[static_cast<size_t>(row)] >= 0;
+    return is_pair ? reinterpret_cast<const char*>(h) + row * call.inner * bytes : nullptr;
+  };
+  LoadGroups(pool, workers, pairs, down, call.down_block_scale != nullptr, gated_source, h_of_all,
+             sums, sums_floats);
 
   const int64_t down_blocks = CeilDiv(call.hidden, down_block);
   ParallelFor(pool, num_groups * down_blocks, workers, [&](int64_t item, int64_t worker) {

@@ -323,7 +323,7 @@ void PackedChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w,
 template <typename T, typename P = T>
 void PackedSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
                 int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
-                float* panel, float* sums, int64_t sums_stride) {
+                float* panel, float* sums, int64_t sums_stride, const SumsDone& done) {
   const T* const w = static_cast<const T*>(weights);
   const int64_t w_stride = depth * kPanelOutputs;  // from a panel to the next
   const int64_t chunk = blocks.scale ? kScaleBlock : ChunkDepth<T>(depth);
@@ -351,6 +351,7 @@ void PackedSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
     PackedChunk<T>(rows, x_stride, num_rows, from, w_stride, here, d, count, blocks, &fetch, sums,
                    sums_stride);
   }
+  done(0, num_rows, sums);
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

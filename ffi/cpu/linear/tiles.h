@@ -216,9 +216,10 @@ void TileSums(const TileCall<T, PACKED>& call) {
 template <typename T, bool PACKED>
 void TileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
               int64_t count, const void* next, const LinearBlocks& blocks, float* /*panel*/,
-              float* sums, int64_t sums_stride) {
+              float* sums, int64_t sums_stride, const SumsDone& done) {
   TileSums<T, PACKED>({x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
                        static_cast<const T*>(next), blocks, sums, sums_stride});
+  done(0, num_rows, sums);
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

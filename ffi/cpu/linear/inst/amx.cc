@@ -46,18 +46,21 @@ namespace jax_paged::cpu::amx {
 template <typename T>
 void PlainTileSums(const float* x, int64_t x_stride, int64_t num_rows, const void* w, int64_t depth,
                    int64_t count, const void* next, const LinearBlocks& blocks, float* panel,
-                   float* sums, int64_t sums_stride) {
+                   float* sums, int64_t sums_stride, const SumsDone& done) {
   if (num_rows <= kFewTileRows) {
     FewTileSums(x, x_stride, num_rows, static_cast<const T*>(w), depth, count,
                 static_cast<const T*>(next), blocks, sums, sums_stride);
+    done(0, num_rows, sums);
   } else {
     TileSums<T, /*PACKED=*/false>(x, x_stride, num_rows, w, depth, count, next, blocks, panel, sums,
-                                  sums_stride);
+                                  sums_stride, done);
   }
 }
 template <typename T>
 constexpr LinearKernels kTiles = {TileStride,
                                   LoadLinearRows<BFloat16>,
+                                  /*order_rows=*/nullptr,
+                                  /*tile_rows=*/0,
                                   /*few_plain=*/nullptr,
                                   /*few_packed=*/nullptr,
                                   PlainTileSums<T>,

@@ -42,6 +42,8 @@ constexpr LinearKernels kBFloat16 = kSameWeights<BFloat16>;
 template <typename C>
 constexpr LinearKernels kCodes = {WordStride,
                                   LoadLinearRows<BFloat16>,
+                                  OrderRows<CodeWord<C>>,
+                                  kPackedRows,
                                   LinearSums<CodeWord<C>, BFloat16>,
                                   /*few_packed=*/nullptr,
                                   ManySums<CodeWord<C>, /*PACKED=*/false>,
