@@ -25,10 +25,11 @@ inline int64_t LinearRowBytes(Dtype w_dtype, int64_t depth, int64_t num_rows) {
   return depth * (staged ? int64_t{sizeof(float)} : ByteWidth(w_dtype));
 }
 
-// Columns of w, rows of row_bytes, that one worker takes at once: 128 KiB stay in L2.
-inline int64_t LinearBlockColumns(int64_t row_bytes) {
-  constexpr int64_t kBlockBytes = 128 << 10;
-  return Clamp(kBlockBytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 256);
+// Columns of w, rows of row_bytes, that one worker takes at once. The first lines of a block are
+// waited for, so blocks are as large as L2 holds, where there are bytes enough for all workers.
+inline int64_t LinearBlockColumns(int64_t row_bytes, int64_t all_bytes = 0) {
+  const int64_t bytes = Clamp(all_bytes / 16, 128 << 10, 512 << 10);
+  return Clamp(bytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 512);
 }
 
 // Packed weights: outputs of a panel, and of the panels of a tile.
@@ -187,13 +188,17 @@ struct LinearKernels {
       few_plain(x, x_stride, num_rows, w, depth, count, blocks, panel, sums);
     }
   }
-  // Columns of w, of `num_columns`, that one of so many workers takes at once.
+  // Columns of w, of `num_columns`, that one of so many workers takes at once; there are so many
+  // `matrices` as large as w.
   int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t workers,
-                       int64_t row_bytes, int64_t x_bytes) const {
+                       int64_t row_bytes, int64_t x_bytes, int64_t matrices) const {
     if (Orders(is_packed, num_rows)) {
       return EvenBlockColumns(num_columns, kManyColumns, kPanelOutputs, workers);
     }
-    if (!ByRows(is_packed, num_rows)) return LinearBlockColumns(row_bytes);
+    if (!ByRows(is_packed, num_rows)) {
+      const int64_t most = LinearBlockColumns(row_bytes, matrices * num_columns * row_bytes);
+      return EvenBlockColumns(num_columns, most, kLinearColumns, /*workers=*/1);
+    }
     if (!is_packed && num_rows <= read_as_it_lies) {
       return EvenBlockColumns(num_columns, kFewTileColumns, kPanelOutputs, workers);
     }

@@ -121,12 +121,13 @@ struct Matrix {
 
   // Columns that one worker takes at once, of a group of `most_rows` rows at most.
   // `blocks`: that a group should have, or a multiple.
+  // There are `groups` of them, which take `parts` matrices of so many columns each.
   int64_t BlockColumns(Dtype w_dtype, int64_t most_rows, int64_t columns, int64_t blocks,
-                       int64_t parts) const {
+                       int64_t parts, int64_t groups) const {
     if (int4) return LinearBlockColumns(parts * depth / 2);
     return kernels->BlockColumns(is_packed, most_rows, columns, blocks,
                                  parts * LinearRowBytes(w_dtype, depth, most_rows),
-                                 most_rows * depth * int64_t{sizeof(float)});
+                                 most_rows * depth * int64_t{sizeof(float)}, groups);
   }
 
   // Loads one row; null: zeros.
@@ -212,10 +213,10 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     if (padded > most_rows) most_rows = padded;
   }
   const int64_t blocks_of_group = CeilDiv(2 * workers, Clamp(num_groups, 1, workers * 2));
-  const int64_t gate_block =
-      gate_up.BlockColumns(call.w_dtype, most_rows, call.inner, blocks_of_group, /*parts=*/2);
-  const int64_t down_block =
-      down.BlockColumns(call.w_dtype, most_rows, call.hidden, blocks_of_group, /*parts=*/1);
+  const int64_t gate_block = gate_up.BlockColumns(call.w_dtype, most_rows, call.inner,
+                                                  blocks_of_group, /*parts=*/2, num_groups);
+  const int64_t down_block = down.BlockColumns(call.w_dtype, most_rows, call.hidden,
+                                               blocks_of_group, /*parts=*/1, num_groups);
   const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
   const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
