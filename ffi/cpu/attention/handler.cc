@@ -212,9 +212,8 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
     }
   }
 
-  AdviseHugePages(params.out,
-                  num_tokens * params.num_q_heads * params.v_head_dim * ByteWidth(params.out_dtype),
-                  /*renews=*/false);
+  ExpectOutput(params.out,
+               num_tokens * params.num_q_heads * params.v_head_dim * ByteWidth(params.out_dtype));
   const Kernels& kernels = ChosenKernels();
   const int dtype = static_cast<int>(staged ? Dtype::kFloat32 : params.dtype);
   const auto run = [&](int64_t index, int64_t worker) {

@@ -38,7 +38,7 @@ ffi::Error MergeStates(ffi::ThreadPool pool, ffi::AnyBuffer out_a, ffi::Buffer<f
   const int64_t heads = Shape(lse_a)[0] * Shape(lse_a)[1];
   const int64_t bytes_per_head = 3 * params.head_dim * ByteWidth(dtype);
   const int64_t heads_per_item = Clamp(kBytesPerItem / bytes_per_head, 1, heads);
-  AdviseHugePages(params.out, heads * params.head_dim * ByteWidth(dtype), /*renews=*/false);
+  ExpectOutput(params.out, heads * params.head_dim * ByteWidth(dtype));
   const auto merge = ChosenKernels().merge_heads[static_cast<int>(dtype)];
   const auto run = [&](int64_t item, int64_t) {
     const int64_t begin = item * heads_per_item;

@@ -234,7 +234,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   call.depth = depth;
   call.num_columns = num_columns;
   call.is_packed = is_packed;
-  AdviseHugePages(call.out, num_rows * num_columns * ByteWidth(call.out_dtype), /*renews=*/false);
+  ExpectOutput(call.out, num_rows * num_columns * ByteWidth(call.out_dtype));
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
   const bool by_rows = kernels.ByRows(is_packed, num_rows) != nullptr;
   try {

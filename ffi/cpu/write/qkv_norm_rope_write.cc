@@ -65,9 +65,8 @@ ffi::Error QkvNormRopeWrite(ffi::ThreadPool pool, const QkvParams& params,
     work.v = MakeTarget(params.v_pages, params.v_pool, params.v_scale, layer_index);
     page_items = Clamp(workers, 1, heads);
   }
-  AdviseHugePages(params.q,
-                  params.num_tokens * params.num_q_heads * head_dim * ByteWidth(params.dtype),
-                  /*renews=*/false);
+  ExpectOutput(params.q,
+               params.num_tokens * params.num_q_heads * head_dim * ByteWidth(params.dtype));
   const int64_t block = CeilDiv(params.num_tokens, workers == 1 ? 1 : workers * kBlocksPerWorker);
   const int64_t blocks = block == 0 ? 0 : CeilDiv(params.num_tokens, block);
   const Kernels& kernels = ChosenKernels();

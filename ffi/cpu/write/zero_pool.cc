@@ -23,7 +23,7 @@ namespace {
 ffi::Error ZeroPool(ffi::ThreadPool threads, ffi::Result<ffi::AnyBuffer> pool) {
   char* const data = static_cast<char*>(pool->untyped_data());
   const int64_t bytes = static_cast<int64_t>(pool->size_bytes());
-  AdviseHugePages(data, bytes, /*renews=*/true);  // malloc may hand out what was written before
+  RenewInHugePages(data, bytes);
   ParallelFor(threads, CeilDiv(bytes, kHugePageBytes), threads.num_threads(),
               [&](int64_t chunk, int64_t) {
                 const int64_t begin = chunk * kHugePageBytes;
