@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import first_of
 
 import jax_paged as jp
 from jax_paged import transfer
@@ -54,7 +55,7 @@ np.save("out", out)
 """
 
 
-@pytest.mark.parametrize("donate", [None, "state"])
+@pytest.mark.parametrize("donate", first_of(["state", None], 1))
 def test_another_process_runs_a_program_on_a_state(tmp_path, donate):
     jitted = jax.jit(step, donate_argnames=donate)
     program = jp.export(jitted)(make_state(), *operands()).serialize()

@@ -12,6 +12,7 @@ import pytest
 from in_place import copies_and_selects, gathers_in_place
 from kv_groups import assert_holds, write_values
 from page_tables import assert_same
+from tiers import first_of
 
 from jax_paged import (
     NO_TREE,
@@ -189,7 +190,14 @@ def test_a_row_cannot_be_forked_where_its_window_is_gone():
     assert_holds(kv, 0, list(range(24)))
 
 
-@pytest.mark.parametrize("kinds", [("full", WINDOW, WINDOW), ("full", WINDOW, "mla")], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("full", WINDOW, "mla"),
+        pytest.param(("full", WINDOW, WINDOW), marks=pytest.mark.deep),
+    ],
+    ids=str,
+)
 def test_a_path_of_a_tree_is_kept_in_every_group(kinds):
     kv = append(make(layer_kinds=kinds), [1], [5], range(5))
     kv = append(kv, [1], [6], range(5, 11))
@@ -258,6 +266,7 @@ def dense(q, k, v, window, scale):
     return weights @ v / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.parametrize("implementation", first_of(["native", "reference"], 1))
 def test_rows_far_longer_than_the_pool_of_a_window_attend_as_densely(implementation):
     window, chunk, length, rows = 11, 5, 100, (0, 2)
     per_row = pages_for(window + chunk, PAGE_SIZE) + 1

@@ -223,7 +223,9 @@ class Walk:
                     del self.texts[row][len(self.texts[row]) - count :]
 
 
-@pytest.mark.parametrize("kinds", [KINDS, (*KINDS, "mla")], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [KINDS, pytest.param((*KINDS, "mla"), marks=pytest.mark.deep)], ids=str
+)
 def test_groups_do_what_their_tables_do_alone_and_keep_their_tokens(kinds):
     walk, trees = Walk(0, kinds), kinds == KINDS
     actions = [walk.grow] * 8 + [walk.truncate]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/support.md: what it says of each op and feature has just run."""
+"""The table of docs/support.md: what it says of each op and feature has just run.
+
+A cell of each op and one of each feature: all of them in the deep tier.
+"""
 
 import pytest
 from support_cells.kinds import FEATURES, Meaningless, Refused, Runs
@@ -8,19 +11,24 @@ from support_table import BEGIN, END, PAGE, cells, having, page_with, text
 import jax_paged
 
 
-def name(cell):
-    op, feature, _ = cell
-    return f"{op.replace('`', '').replace(', ', '/')}-{feature}"
+def each(kind):
+    """The cells of a kind, as values of op and feature."""
+    pairs = [(op, feature) for op, feature, _ in having(kind)]
+    return pytest.mark.parametrize(("op", "feature"), pairs, ids=name)
 
 
-@pytest.mark.parametrize("cell", having(Runs), ids=name)
-def test_it_runs(cell):
-    cell[2].check()
+def name(word):
+    return word.replace("`", "").replace(", ", "/")
 
 
-@pytest.mark.parametrize("cell", having(Refused), ids=name)
-def test_it_is_refused_by_name(cell):
-    cell[2].check()
+@each(Runs)
+def test_it_runs(op, feature):
+    cells()[op][feature].check()
+
+
+@each(Refused)
+def test_it_is_refused_by_name(op, feature):
+    cells()[op][feature].check()
 
 
 def test_every_op_says_something_of_every_feature():

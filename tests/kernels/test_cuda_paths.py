@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulation import Device, emulate, emulate_mla, limits
+from tiers import first_of
 
 from jax_paged.layout import LAYOUTS
 from jax_paged.ops.rope import Rope
@@ -23,6 +24,9 @@ from jax_paged.testing.options import eight_bit
 SUPPORT = Path(__file__).resolve().parents[2] / "docs/support.md"
 HEAD_DIMS = [(d, d) for d in (8, 32, 64, 72, 80, 96, 112, 128, 136, 192, 256, 264)]
 HEAD_DIMS += [(192, 128), (40, 16), (64, 128), (192, 320)]  # of K and V
+DTYPES = ["bfloat16", "float16", "float32"]
+CALLS = [("bfloat16", (256, 256)), ("float16", (40, 16)), ("float32", (8, 8))]
+CALLS += [x for x in itertools.product(DTYPES, HEAD_DIMS) if x not in CALLS]
 # Why the SIMT kernel serves a call, as docs/support.md words it.
 F32 = "q in f32"
 HEAD_DIM = "head_dim of K or V above 256 (MLA excepted)"
@@ -94,8 +98,7 @@ def simt_reason(dtype, head_dim, v_head_dim, layout, page_size, is_eight_bit, op
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-@pytest.mark.parametrize("head_dims", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("dtype", "head_dims"), first_of(CALLS, 3))
 def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_dims):
     head_dim, seen = head_dims[0], set()
     for option, layout, page_size, is_eight_bit, kib in itertools.product(
@@ -120,7 +123,7 @@ def test_calls_are_on_tensor_cores_but_for_reasons_that_are_listed(dtype, head_d
     assert seen & {None, F32, HEAD_DIM}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", first_of(DTYPES, 1))
 def test_mla_is_on_tensor_cores_but_for_reasons_that_are_listed(dtype):
     options = [name for name in OPTIONS if "rope" not in name]
     for option, (width, v_dim), is_eight_bit, kib in itertools.product(

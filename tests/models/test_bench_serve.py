@@ -199,6 +199,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(run, monkeypatch):
     assert "pip install 'jax_paged[plot]'" in err
 
 
+@pytest.mark.deep
 def test_groups_have_a_prefix_cache_where_it_is_not_of_several_pools(model, monkeypatch, capsys):
     config = small_config("gemma3_text", vocab_size=64)
     for served in (model, Decoder(config, random_source(config))):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import first_of
 from tiny_checkpoint import write_checkpoint
 
 import jax_paged
@@ -100,14 +101,15 @@ def test_options_reach_the_sampler(run, loaded):
     assert out != continuation(loaded, "Hello")[1] + "\n"
 
 
-def test_kv_dtype_reaches_the_pages(run, loaded):
+@pytest.mark.parametrize("more", first_of([[], ["--pages", 8]], 1))
+def test_kv_dtype_reaches_the_pages(run, loaded, more):
     _, text = continuation(loaded, "Hello", kv_dtype="fp8_e5m2")
-    for more in ((), ("--pages", 8)):
-        code, out, _ = run("generate", "Hello", *LENGTH, "--kv-dtype", "fp8_e5m2", *more)
-        assert (code, out) == (0, text + "\n")
+    code, out, _ = run("generate", "Hello", *LENGTH, "--kv-dtype", "fp8_e5m2", *more)
+    assert (code, out) == (0, text + "\n")
     assert_one_line_error(run("generate", "Hello", "--kv-dtype", "fp4"), "--kv-dtype", "fp4")
 
 
+@pytest.mark.deep
 def test_several_prompts_come_in_order_under_their_names(run, loaded, tmp_path):
     lines = tmp_path / "prompts.txt"
     lines.write_text("second one\n\n  third\n", encoding="utf-8")
@@ -121,6 +123,7 @@ def test_several_prompts_come_in_order_under_their_names(run, loaded, tmp_path):
     assert told[:3] == names
 
 
+@pytest.mark.deep
 def test_several_prompts_share_a_pool_that_is_too_small_for_all(run, loaded):
     prompts = ["Hello", "you", "there", "x" * 30]
     flags = ["--json", "--temperature", 1.0, "--seed", 4, "--pages", 2, *LENGTH]
@@ -190,7 +193,7 @@ def test_a_stop_id_ends_the_text(run, loaded):
     assert entry["stop_reason"] == "stop_token"
 
 
-@pytest.mark.parametrize("prompts", [["Hello"], ["Hello", "you"]])
+@pytest.mark.parametrize("prompts", first_of([["Hello"], ["Hello", "you"]], 1))
 def test_the_text_ends_before_a_stop_string_over_several_tokens(run, loaded, prompts):
     options = {"temperature": 1.0, "seed": 3, "max_new_tokens": 40}
     flags = ["--temperature", 1.0, "--seed", 3, "--max-new-tokens", 40]

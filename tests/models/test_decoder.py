@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from steppers import NUM_TOKENS, ids, make_stepper
+from tiers import first_of
 
 from jax_paged import KVState
 from jax_paged.models.decoder.generation import create_state
@@ -189,6 +190,7 @@ def test_a_mixed_batch_equals_its_rows_alone(model_type):
         np.testing.assert_allclose(got, alone, atol=1e-4)
 
 
+@pytest.mark.deep
 def test_rows_with_a_window_slide_and_give_the_logits_of_a_whole_prefill():
     """A prefill in one chunk frees nothing, so each token has its window whatever has slid."""
     config, tokens = small_config(), ids(60)
@@ -221,7 +223,7 @@ def make_groups(config, layers, num_window_pages, max_seqs=2):
     )
 
 
-@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("implementation", first_of(["native", "reference"], 1))
 def test_a_long_row_lives_on_few_pages_where_layers_have_windows(implementation):
     config, tokens = small_config("qwen3", **WINDOWED), ids(60)
     source = random_source(config, 3)

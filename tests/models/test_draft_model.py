@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from in_place import assert_no_pool_is_copied, gathers_in_place
+from tiers import first_of
 
 from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.parameters import random_source
@@ -23,6 +24,7 @@ SMALLER = small_config(
 )
 SIZES = {"num_pages": 40, "max_seqs": 4, "page_size": 4, "max_tokens": 16, "max_drafts": 3}
 SAMPLED = {"temperature": 1.2, "top_k": 9, "seed": 3}
+KINDS = [pytest.param(x) for x in (("same_noise", 1), ("rejection", 1), ("rejection", 2))]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def drafter():
     return Decoder(SMALLER, random_source(SMALLER, seed=2))
 
 
-@pytest.fixture(scope="module", params=[("same_noise", 1), ("rejection", 1), ("rejection", 2)])
+@pytest.fixture(scope="module", params=first_of(KINDS, 1))
 def engine(request, model, drafter):
     """A tight pool: requests are preempted and swapped, pages are shared."""
     rule, branches = request.param
@@ -138,6 +140,7 @@ def test_with_the_same_noise_drawn_requests_get_what_they_get_alone(engine, mode
     assert [r.tokens for r in requests] == [lone(model, p, 25, **SAMPLED) for p in prompts]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("rule", RULES)
 def test_a_draft_model_that_is_the_model_is_always_right(model, rule):
     engine = Engine(
@@ -152,6 +155,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(model, rule):
     assert engine.num_steps == 5
 
 
+@pytest.mark.deep
 def test_drawn_tokens_have_the_models_distribution(engine, model):
     """The second and third new token, drafted ones: chi² of each against the exact marginal."""
     count, options = 1500, {"temperature": 1.0, "top_k": 5}

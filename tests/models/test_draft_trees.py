@@ -240,6 +240,7 @@ def test_a_second_branch_finds_what_is_only_second_likely(engine, model, drafter
     assert counts[1][1] < counts[0][1]
 
 
+@pytest.mark.deep
 def test_of_a_draft_model_that_is_the_model_the_first_branch_is_always_right(model):
     """With 8-bit pages, whose scales move as K and V do; and after recomputation."""
     sizes = SIZES | {"kv_dtype": "int8"}

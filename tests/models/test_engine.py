@@ -13,6 +13,7 @@ from itertools import chain
 import jax
 import numpy as np
 import pytest
+from tiers import first_of
 
 from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
@@ -133,7 +134,7 @@ def test_a_model_whose_layers_have_windows_is_served():
         assert request.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("options", [{}, {"max_drafts": 3}])
+@pytest.mark.parametrize("options", first_of([{}, {"max_drafts": 3}], 1))
 def test_a_stop_string_over_several_tokens_ends_a_request(make, alone, options):
     def letters(ids):
         return "".join(chr(0x100 + i) for i in ids)
@@ -190,7 +191,7 @@ def test_pages_that_are_known_are_shared_and_not_computed_again(make, alone):
 @pytest.mark.every
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kv_dtype": "int8"}, {"preemption": "swap"}, {"max_drafts": 3}, "drafter"],
+    first_of([{}, {"preemption": "swap"}, {"max_drafts": 3}, {"kv_dtype": "int8"}, "drafter"], 2),
     ids=str,
 )
 def test_where_texts_part_in_a_page_its_beginning_is_copied(model, drafter, options):
@@ -304,6 +305,7 @@ def test_requests_with_a_window_hold_few_pages_and_get_its_tokens(model, make):
     assert_empty(engine)
 
 
+@pytest.mark.deep
 def test_a_request_longer_than_the_pool_runs_in_a_window(model, make):
     assert make(num_pages=8).submit(PROMPTS[2], max_new_tokens=40).reason == "refused"
     engine = make(num_pages=8, pages_per_seq=8, **WINDOW)
@@ -341,7 +343,7 @@ def test_a_tight_pool_preempts_and_nothing_is_lost(make, alone):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("max_drafts", [0, 3])
+@pytest.mark.parametrize("max_drafts", first_of([0, 3], 1))
 def test_a_tight_pool_swaps_and_nothing_is_computed_again(make, alone, max_drafts):
     engine = make(**SWAP, max_drafts=max_drafts)
     before, fed, preempted = engine.num_swaps, engine.num_fed, engine.num_preemptions

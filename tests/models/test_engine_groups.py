@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from adapters import make_adapter
+from tiers import first_of
 
 from jax_paged.models import Decoder, Engine, generate
 from jax_paged.models.decoder.generation import create_state
@@ -38,7 +39,7 @@ def model_of(kind, windows=None):
     return Decoder(config, random_source(config, 5))
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gpt_oss"])
+@pytest.fixture(scope="module", params=first_of(["gemma3_text", "gpt_oss"], 1))
 def model(request):
     return model_of(request.param)
 
@@ -79,8 +80,8 @@ def served(model, options, **asked):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, TIGHT, TIGHT | TREES, {"max_drafts": 3}, {"layout": "rpa"}],
-    ids=["plain", "preempted", "trees", "drafts", "rpa"],
+    first_of([TIGHT | TREES, {}, TIGHT, {"max_drafts": 3}, {"layout": "rpa"}], 1),
+    ids=["trees", "plain", "preempted", "drafts", "rpa"],
 )
 def test_tokens_are_those_of_generate(model, texts, options):
     for asked in ({}, SAMPLED):
@@ -111,7 +112,9 @@ def test_programs_copy_no_pool(gemma):
         assert pool_sized_ops(program, engine.state.groups[1].k_pages) == []
 
 
-@pytest.mark.parametrize("windows", [(13, 5), (13, 0, 5)], ids=str)
+@pytest.mark.parametrize(
+    "windows", [(13, 5), pytest.param((13, 0, 5), marks=pytest.mark.deep)], ids=str
+)
 def test_windows_of_several_sizes(texts, windows):
     """Where no layer sees all tokens, the pages of the largest window are counted."""
     model = model_of("mistral", windows)
@@ -125,7 +128,7 @@ def test_windows_of_several_sizes(texts, windows):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_pages": 18, "preemption": "swap", "max_seqs": 4}, TREES],
+    first_of([{}, {"num_pages": 18, "preemption": "swap", "max_seqs": 4}, TREES], 2),
     ids=["plain", "swap", "trees"],
 )
 def test_where_all_layers_have_one_window_the_engine_is_as_with_windows_of_rows(texts, options):
@@ -157,7 +160,7 @@ def test_a_model_without_windows_is_served_as_without_groups():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_drafts": 3}, TREES], ids=["plain", "drafts", "trees"]
+    "options", first_of([{}, {"max_drafts": 3}, TREES], 1), ids=["plain", "drafts", "trees"]
 )
 def test_random_requests_get_what_they_get_alone(gemma, options):
     """Under random arrival, priorities, preemption and cancellation."""

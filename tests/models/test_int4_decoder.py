@@ -58,6 +58,7 @@ def test_logits_are_those_of_what_the_codes_stand_for(config):
     assert 0.001 < distance < 0.3, "4 bits cost something, and not much"
 
 
+@pytest.mark.deep
 def test_an_engine_and_adapters_use_them():
     model = Decoder(CONFIG, random_source(CONFIG, seed=1), weight_dtype="int4")
     expected = generate_many(widened(model), [TEXT, [3]], max_new_tokens=6).tokens

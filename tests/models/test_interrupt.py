@@ -71,18 +71,21 @@ def processor_seconds(process) -> float:
 
 @pytest.fixture(scope="module")
 def seconds(folder):
-    """How long each command computes when it is left alone."""
+    """How long each command computes when it is left alone: the less of two times."""
     taken = {}
 
     def measure(command):
         if command not in taken:
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            process = start(folder, command)
-            _, err = process.communicate()
-            assert process.returncode == 0, err
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            taken[command] = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+            taken[command] = min(once(command) for _ in range(2))
         return taken[command]
+
+    def once(command):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        process = start(folder, command)
+        _, err = process.communicate()
+        assert process.returncode == 0, err
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
     return measure
 
@@ -92,11 +95,12 @@ CASES += [(number, command) for number in range(20, 30) for command in list(COMM
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc tells the processor time")
-@pytest.mark.parametrize(("number", "command"), first_of(CASES, 3))
+@pytest.mark.parametrize(("number", "command"), first_of(CASES, 2))
 def test_ctrl_c_at_a_random_moment_is_130(folder, seconds, number, command):
-    moment = random.Random(number).uniform(0.0, 0.9) * seconds(command)
+    # Far from the end, which a run may reach sooner than those that were measured.
+    moment = random.Random(number).uniform(0.0, 0.7) * seconds(command)
     process = start(folder, command)
-    while processor_seconds(process) < moment:
+    while processor_seconds(process) < moment and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

@@ -113,7 +113,7 @@ PROGRAMS = {
 PROGRAMS |= {kind: lambda kind=kind: models_give_the_same(kind) for kind in CONFIGS}
 
 
-@pytest.mark.parametrize("program", first_of(PROGRAMS, 2))
+@pytest.mark.parametrize("program", first_of(PROGRAMS, 1))
 def test_on_four_devices(program):
     check_in_a_process(__file__, program, devices=DEVICES)
 

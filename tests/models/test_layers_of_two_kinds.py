@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from adapters import make_adapter
 from in_all_that_runs import SERVED, assert_likely, assert_served
+from tiers import first_of
 
 from jax_paged.models import (
     Decoder,
@@ -35,7 +36,7 @@ PAGES = {"full": 48, 7: 28}
 PER_SEQ = {"full": 16, 7: 7}
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gpt_oss", "mistral"])
+@pytest.fixture(scope="module", params=first_of(["gpt_oss", "gemma3_text", "mistral"], 1))
 def model(request):
     config = small_config(request.param)
     return Decoder(config, random_source(config, 5))
@@ -69,7 +70,7 @@ def test_tokens_are_the_argmax_of_a_full_prefill(model, expected):
         assert new == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", first_of(["auto", "int8"], 1))
 def test_generate_frees_the_pages_behind_windows(model, expected, kv_dtype):
     if kv_dtype != "auto":
         expected = generate(model, PROMPTS, max_new_tokens=NEW, kv_dtype=kv_dtype).tokens
@@ -100,6 +101,7 @@ def test_rows_without_pages_stop_alone_and_give_all_back(model, expected):
     assert_all_free(result.state)
 
 
+@pytest.mark.deep
 def test_a_chunk_beyond_a_row_of_a_window_stops_the_row(model, expected):
     state = create_state(model, **SIZES, num_pages=48, pages_per_seq={"full": 16, 7: 4})
     result = generate(model, [*PROMPTS[:2], PROMPTS[3]], max_new_tokens=NEW, state=state)
@@ -108,6 +110,7 @@ def test_a_chunk_beyond_a_row_of_a_window_stops_the_row(model, expected):
     assert_all_free(result.state)
 
 
+@pytest.mark.deep
 def test_programs_are_compiled_ahead_and_copy_no_pool():
     config = small_config("gemma3_text")
     model = Decoder(config, random_source(config))
@@ -141,7 +144,7 @@ def test_a_state_of_other_kinds_is_refused():
         generate(model, PROMPTS, max_new_tokens=2, state=state)
 
 
-@pytest.mark.parametrize("options", SERVED.values(), ids=SERVED)
+@pytest.mark.parametrize("options", first_of(SERVED.values(), 1), ids=SERVED)
 def test_the_engine_gives_the_tokens_of_generate(model, expected, options):
     assert_served(model, PROMPTS, expected, NEW, options)
 

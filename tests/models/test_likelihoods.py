@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import first_of
 
 from jax_paged.models import Decoder, loglikelihoods, rolling_loglikelihoods, score, token_logits
 from jax_paged.models.decoder.parameters import random_source
@@ -71,13 +72,16 @@ def expected(model, pairs):
 @pytest.mark.every
 @pytest.mark.parametrize(
     "options",
-    [
-        {"chunk": 32, "max_seqs": 16},
-        {"chunk": 16, "max_seqs": 16, "num_pages": 3},
-        {"chunk": 7, "max_seqs": 3, "num_pages": 5},
-        {"chunk": 8, "max_seqs": 1},
-    ],
-    ids=["default pool", "pages of one text", "few rows and pages", "one row"],
+    first_of(
+        [
+            {"chunk": 7, "max_seqs": 3, "num_pages": 5},
+            {"chunk": 8, "max_seqs": 1},
+            {"chunk": 32, "max_seqs": 16},
+            {"chunk": 16, "max_seqs": 16, "num_pages": 3},
+        ],
+        2,
+    ),
+    ids=["few rows and pages", "one row", "default pool", "pages of one text"],
 )
 def test_pairs_together_have_what_each_has_alone(model, pairs, expected, options):
     """f32 sums in another order: 1e-5 relative."""

@@ -12,6 +12,7 @@ import pytest
 from children import child, on_devices
 from fp8_folder import write_pair
 from gguf_files import Kind, make, write
+from tiers import first_of
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "load_processes.py"
 PROCESSES = 2
@@ -46,7 +47,7 @@ def read_in_a_process(path, address, rank):
     print(json.dumps({"read": sum(read), "held": held, "whole": whole}))
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "fp8", "gguf"])
+@pytest.mark.parametrize("kind", first_of(["safetensors", "fp8", "gguf"], 1))
 def test_each_process_reads_what_its_device_gets_and_no_more(kind, tmp_path):
     if kind == "gguf":
         path = tmp_path / "model.gguf"

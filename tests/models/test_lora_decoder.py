@@ -117,6 +117,7 @@ def test_8_bit_weights_stay_and_the_adapter_is_not_quantized(weight_dtype):
         merge_adapter(quantized, adapter)
 
 
+@pytest.mark.deep
 def test_generate_runs_with_an_adapter(model):
     adapter = make_adapter(CONFIG, 4)
     options = {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from adapters import make_adapter
+from tiers import first_of
 
 from jax_paged.models import Decoder, generate, merge_adapter, token_logits, with_adapter
 from jax_paged.models.decoder.parameters import random_source
@@ -17,9 +18,9 @@ PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9, list(range(20)), list(range
 NAMES = ["a", None, "b", "c", "a", None]
 DRAW = {"temperature": 0.8, "seed": 3}
 KINDS = {
-    "plain": {},
     "few pages, swap": {"num_pages": 13, "preemption": "swap"},
     "look-up trees": {"max_drafts": 4, "draft_branches": 2},
+    "plain": {},
     "draft model": {"max_drafts": 3, "draft_model": True},
     "a window that is wide enough": {"window": 64},
 }
@@ -64,7 +65,7 @@ def expected(model, adapters):
     return expected_of(model, adapters)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_of(KINDS, 2))
 def test_requests_with_adapters_get_what_their_merged_models_give(model, adapters, expected, kind):
     options = dict(KINDS[kind])
     if options.get("draft_model"):

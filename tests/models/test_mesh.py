@@ -358,7 +358,17 @@ def test_the_engine(kind):
     run("the_engine_gives_the_same", kind)
 
 
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if "the_same" not in name])
+IN_DEEP = {
+    fp8_blocks_are_split_as_wholes,
+    likelihoods_are_equal,
+    states_are_made_on_the_mesh,
+    commands_take_the_sizes_of_a_mesh,
+}
+OTHERS = [name for name in PROGRAMS if "the_same" not in name]
+OTHERS.sort(key=lambda name: PROGRAMS[name] in IN_DEEP)
+
+
+@pytest.mark.parametrize("program", first_of(OTHERS, len(OTHERS) - len(IN_DEEP)))
 def test_on_four_devices(program):
     run(program)
 

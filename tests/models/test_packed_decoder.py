@@ -47,6 +47,7 @@ def test_logits_are_the_same(config, weight_dtype):
     np.testing.assert_array_equal(token_logits(packed, TEXT), token_logits(plain, TEXT))
 
 
+@pytest.mark.deep
 def test_bf16_generates_the_same():
     of_both = []
     for model in decoders(TIED, jnp.bfloat16):

@@ -390,11 +390,12 @@ OF_ENGINES = {
 }
 
 
-def test_on_four_devices():
-    check_in_a_process(__file__, *list(PROGRAMS)[:6], devices=DEVICES)
+@pytest.mark.parametrize("programs", first_of([list(PROGRAMS)[:2], list(PROGRAMS)[2:6]], 1))
+def test_on_four_devices(programs):
+    check_in_a_process(__file__, *programs, devices=DEVICES)
 
 
-@pytest.mark.parametrize("program", first_of([*list(PROGRAMS)[6:], *OF_ENGINES], 1))
+@pytest.mark.parametrize("program", first_of([*list(PROGRAMS)[6:], *OF_ENGINES], 0))
 def test_more_on_four_devices(program):
     check_in_a_process(__file__, program, devices=DEVICES)
 

@@ -56,7 +56,7 @@ PROGRAMS = {
     for kind in ("plain_jit", "shard_map")
     for tp in (2, 4, 8)
 }
-DEFAULT = ("plain_jit_8", "shard_map_4")
+DEFAULT = ("shard_map_4",)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from split_weights import (
     run_experts,
     specs_of,
 )
+from tiers import first_of
 
 from jax_paged import linear, lora
 from jax_paged.ops.zero_pool import zero_pool
@@ -314,7 +315,7 @@ PROCESSES = {
 PROGRAMS = {program.__name__: program for programs in PROCESSES.values() for program in programs}
 
 
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("process", first_of(PROCESSES, 3))
 def test_on_eight_devices(process):
     names = (program.__name__ for program in PROCESSES[process])
     check_in_a_process(__file__, *names, devices=DEVICES)

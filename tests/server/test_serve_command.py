@@ -19,6 +19,7 @@ import pytest
 from children import child, on_devices
 from jax.sharding import AbstractMesh
 from running_server import CONFIG, Running, byte_engine
+from tiers import first_of
 from tiny_checkpoint import write_checkpoint
 
 from jax_paged._start.command_line import parser
@@ -160,25 +161,27 @@ def test_an_estimate_is_what_the_engine_takes(monkeypatch):
         memory.estimate(shapes, max_seqs=1, pages=None, share=1.0)
 
 
-def test_an_estimate_of_groups_has_few_pages_for_windows(monkeypatch):
+# A row has 4 pages of its window of 7 tokens and a chunk; all rows 16.
+@pytest.mark.parametrize(
+    ("room", "pages", "of_window"), first_of([(2**18, 47, 16), (2**16, 7, 7)], 1)
+)
+def test_an_estimate_of_groups_has_few_pages_for_windows(monkeypatch, room, pages, of_window):
     config = small_config("gpt_oss")
     shapes = Decoder(config, abstract_source(config))
     given = {"max_seqs": 4, "groups": True, "max_tokens": 32}
     weights = memory.estimate(shapes, pages=1, share=1.0, **given).weight_bytes
-    # A row has 4 pages of its window of 7 tokens and a chunk; all rows 16.
-    for room, pages, of_window in ((2**16, 7, 7), (2**18, 47, 16)):
-        monkeypatch.setattr(memory, "free_bytes", lambda room=room: weights + 2 * room)
-        sizes = memory.estimate(shapes, pages=None, share=0.5, **given)
-        assert sizes.num_pages == pages
-        engine = Engine(
-            Decoder(config, random_source(config)), num_pages=pages, max_seqs=4, max_tokens=32,
-            groups=True,
-        )  # fmt: skip
-        counts = [group.table.num_pages for group in engine.state.groups]
-        assert counts == [of_window, pages]
-        pools = sum(x.nbytes for g in engine.state.groups for x in (g.k_pages, g.v_pages))
-        assert pools <= sizes.kv_bytes <= room < pools + sizes.page_bytes + 12 * sum(counts)
-        assert str(sizes).endswith(f"KV 0.00 GiB ({pages} pages, {16 * pages} tokens)")
+    monkeypatch.setattr(memory, "free_bytes", lambda: weights + 2 * room)
+    sizes = memory.estimate(shapes, pages=None, share=0.5, **given)
+    assert sizes.num_pages == pages
+    engine = Engine(
+        Decoder(config, random_source(config)), num_pages=pages, max_seqs=4, max_tokens=32,
+        groups=True,
+    )  # fmt: skip
+    counts = [group.table.num_pages for group in engine.state.groups]
+    assert counts == [of_window, pages]
+    pools = sum(x.nbytes for g in engine.state.groups for x in (g.k_pages, g.v_pages))
+    assert pools <= sizes.kv_bytes <= room < pools + sizes.page_bytes + 12 * sum(counts)
+    assert str(sizes).endswith(f"KV 0.00 GiB ({pages} pages, {16 * pages} tokens)")
 
 
 def test_an_estimate_of_a_mesh_is_that_of_a_device(monkeypatch):
