@@ -15,7 +15,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-# Contenders that are no peers: the same call without an option, the least work that there is, and the
+# Contenders that are no peers: the same call without an option, the least work that there is, the
 # projection that adapters are added to.
 YARDSTICKS = ("plain", "copied", "linear")
 
