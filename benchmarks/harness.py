@@ -82,10 +82,12 @@ def paired(
 def _repeated(call: Callable[[], object], at_least: float) -> float:
     """The median of the seconds of calls, which together take at_least so many."""
     taken: list[float] = []
-    while not taken or sum(taken) < at_least:
+    left = at_least
+    while not taken or left > 0:
         start = time.perf_counter()
         call()
         taken.append(time.perf_counter() - start)
+        left -= taken[-1]
     return float(np.median(taken))
 
 

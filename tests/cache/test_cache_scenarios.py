@@ -23,7 +23,7 @@ NUM_LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 ROWS, TOKENS = 4, 48  # of a forward
 FREQUENCIES = inverse_frequencies(DIM, 1e4)
 
-implementations = pytest.mark.parametrize("implementation", first_of(["native", "reference"], 1))
+pytestmark = pytest.mark.parametrize("implementation", first_of(["native", "reference"], 1))
 
 
 def _turned(x, positions):
@@ -205,7 +205,6 @@ class Cache:
         return int(self.kv.table.free_pages) == self.kv.table.num_pages
 
 
-@implementations
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_prefill_and_decode(implementation, page_size):
     cache = Cache(implementation, page_size=page_size)
@@ -217,7 +216,6 @@ def test_prefill_and_decode(implementation, page_size):
     cache.step({5: 1, 4: 30})
 
 
-@implementations
 def test_removed_rows_make_room_and_leave_the_others_alone(implementation):
     cache = Cache(implementation, num_pages=12)
     cache.step({0: 12, 1: 12, 2: 12})
@@ -230,7 +228,6 @@ def test_removed_rows_make_room_and_leave_the_others_alone(implementation):
     assert cache.is_empty()
 
 
-@implementations
 def test_a_row_forks_at_every_position(implementation):
     cache = Cache(implementation)
     cache.step({0: 13})
@@ -245,7 +242,6 @@ def test_a_row_forks_at_every_position(implementation):
     assert cache.is_empty()
 
 
-@implementations
 def test_forks_of_forks_to_any_depth(implementation):
     cache = Cache(implementation)
     cache.step({0: 5})
@@ -260,7 +256,6 @@ def test_forks_of_forks_to_any_depth(implementation):
     cache.step({11: 2, 9: 1, 1: 4})
 
 
-@implementations
 def test_popped_tokens_are_forgotten_also_where_they_were_shared(implementation):
     cache = Cache(implementation)
     cache.step({0: 14, 1: 9})
@@ -274,7 +269,6 @@ def test_popped_tokens_are_forgotten_also_where_they_were_shared(implementation)
 WINDOWS = [(5, 0), (8, 3), (9, 4), (13, 8)]  # (window, pinned tokens), one per row
 
 
-@implementations
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_rows_slide_by_windows_of_their_own(implementation, page_size):
     cache = Cache(implementation, page_size=page_size, windows=True)
@@ -293,7 +287,6 @@ def test_rows_slide_by_windows_of_their_own(implementation, page_size):
         assert cache.pages_of(row) <= most
 
 
-@implementations
 def test_windows_and_forks(implementation):
     cache = Cache(implementation, windows=True)
     cache.set_window(0, 12, 7)
@@ -314,7 +307,6 @@ def test_windows_and_forks(implementation):
     assert cache.is_empty()
 
 
-@implementations
 def test_a_pool_of_a_window_serves_a_row_of_any_length(implementation):
     cache = Cache(implementation, num_pages=5, windows=True)
     cache.set_window(0, 9, 2)
@@ -327,7 +319,6 @@ def test_a_pool_of_a_window_serves_a_row_of_any_length(implementation):
 FOREST = [-1, 0, 0, -1, 2, 2, 3]
 
 
-@implementations
 def test_trees_are_grown_committed_and_dropped(implementation):
     cache = Cache(implementation)
     cache.step({0: 6, 1: 3, 2: 4}, {})
@@ -341,7 +332,6 @@ def test_trees_are_grown_committed_and_dropped(implementation):
     cache.step({0: 1, 3: 1})
 
 
-@implementations
 def test_trees_in_rows_with_windows(implementation):
     cache = Cache(implementation, windows=True)
     cache.set_window(0, 7, 2)
@@ -353,7 +343,6 @@ def test_trees_in_rows_with_windows(implementation):
         cache.step({0: 2, 1: 1, 2: 1})
 
 
-@implementations
 def test_layers_have_windows_of_their_own(implementation):
     cache = Cache(implementation, layer_windows=(5, None))
     cache.step({0: 20, 1: 3})

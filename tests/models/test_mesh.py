@@ -364,11 +364,16 @@ IN_DEEP = {
     states_are_made_on_the_mesh,
     commands_take_the_sizes_of_a_mesh,
 }
-OTHERS = [name for name in PROGRAMS if "the_same" not in name]
-OTHERS.sort(key=lambda name: PROGRAMS[name] in IN_DEEP)
 
 
-@pytest.mark.parametrize("program", first_of(OTHERS, len(OTHERS) - len(IN_DEEP)))
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(name, marks=pytest.mark.deep) if program in IN_DEEP else name
+        for name, program in PROGRAMS.items()
+        if "the_same" not in name
+    ],
+)
 def test_on_four_devices(program):
     run(program)
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiers import first_of
 
 from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
@@ -193,7 +192,8 @@ def test_a_walk_goes_as_far_as_a_child_is_the_draw():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kv_dtype", first_of(["auto", "int8"], 0))
+@pytest.mark.deep
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_trees_change_the_number_of_steps_and_nothing_else(model, kv_dtype):
     """In a tight pool, with preemption: greedy and drawn, beside rows without drafts."""
     prompts, new = [[3, 1, 4, 1, 5] * 3, [2, 7, 2, 8, 2], [9] * 6, [4]], 30

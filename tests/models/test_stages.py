@@ -395,7 +395,8 @@ def test_on_four_devices(programs):
     check_in_a_process(__file__, *programs, devices=DEVICES)
 
 
-@pytest.mark.parametrize("program", first_of([*list(PROGRAMS)[6:], *OF_ENGINES], 0))
+@pytest.mark.deep
+@pytest.mark.parametrize("program", [*list(PROGRAMS)[6:], *OF_ENGINES])
 def test_more_on_four_devices(program):
     check_in_a_process(__file__, program, devices=DEVICES)
 
