@@ -342,7 +342,7 @@ inline void DecodeWordSplit(const AttentionParams& params, const Row& row, const
                             const LogitScale& scale, const KeySpan& span,
                             const WorkerScratch& scratch, const Partial& part) {
   if (params.kv_dtype == Dtype::kInt8) {
-    DecodeCodesSplit<WholeCodes>(kInt8Table, params, row, item, scale, span, scratch, part);
+    DecodeCodesSplit<IntCodes>(kInt8Table, params, row, item, scale, span, scratch, part);
   } else {
     const bool e4m3 = params.kv_dtype == Dtype::kFloat8E4M3;
     DecodeCodesSplit<SignedCodes>(e4m3 ? kE4M3Table : kE5M2Table, params, row, item, scale, span,

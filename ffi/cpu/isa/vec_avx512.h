@@ -237,49 +237,6 @@ JAX_PAGED_INLINE Vec LoadInt4Pairs(const uint32_t* words, int shift, bool center
   const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(words), shift);
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(codes, values));
 }
-// An 8-bit code that is multiplied as a bf16 word, which it is exactly.
-template <typename C>
-struct CodeWord {
-  C code;
-};
-template <typename C>
-inline constexpr bool kUsesDot<CodeWord<C>> = true;
-template <>
-JAX_PAGED_INLINE Vec MultiplyAdd<CodeWord<Int8>>(Vec a, Vec b, Vec c) {
-  return MultiplyAdd<BFloat16>(a, b, c);
-}
-template <>
-JAX_PAGED_INLINE Vec MultiplyAdd<CodeWord<Float8E4M3>>(Vec a, Vec b, Vec c) {
-  return MultiplyAdd<BFloat16>(a, b, c);
-}
-JAX_PAGED_INLINE __m512i WordsOf(__m256i codes, const Int8* p) {
-  const Vec low = OfBytes(_mm256_castsi256_si128(codes), p);
-  const Vec high = OfBytes(_mm256_extracti128_si256(codes, 1), p);
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-}
-// The fields of a code move to their places in a word, whose exponent is 120 higher; what is below
-// the smallest normal code, a count of 2^-9, is looked up.
-JAX_PAGED_INLINE __m512i WordsOf(__m256i codes, const Float8E4M3*) {
-  const __m512i wide = _mm512_cvtepu8_epi16(codes);
-  const __m512i ones = _mm512_set1_epi16(0x7f);
-  const __m512i magnitude = _mm512_and_si512(wide, ones);
-  const __m512i normal =
-      _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-  const __m512i counts = _mm512_broadcast_i32x4(
-      _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-  const __mmask32 is_count = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
-  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, ones);
-  __m512i words = _mm512_mask_permutexvar_epi16(normal, is_count, magnitude, counts);
-  words = _mm512_mask_mov_epi16(words, is_nan, _mm512_set1_epi16(0x7fc0));
-  const __m512i sign = _mm512_set1_epi16(-32768);
-  // words | (wide << 8 & sign)
-  return _mm512_ternarylogic_epi64(words, _mm512_slli_epi16(wide, 8), sign, 0xf8);
-}
-template <typename C>
-JAX_PAGED_INLINE Vec LoadWords(const CodeWord<C>* p, int64_t n) {
-  const __mmask32 keep = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
-  return _mm512_castsi512_ps(WordsOf(_mm256_maskz_loadu_epi8(keep, p), &p->code));
-}
 #endif
 
 // Into L2: few lines at a time can be on their way into L1 (docs/performance.md, Prefetch).

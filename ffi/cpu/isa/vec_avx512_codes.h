@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // 8-bit codes to bf16 words in registers, for AVX-512 with VBMI and BF16. Included by
-// inst/avx512bf16.cc only, after vec_avx512.h.
+// inst/avx512bf16.cc and inst/amx.cc, after vec_avx512.h.
 //
 // A byte permute looks 64 codes up at once in a table of 128 bytes; two of them give the two bytes
 // of 64 words. Some six instructions for 64 codes, against forty through halves and floats.
@@ -34,23 +34,21 @@ struct SignedCodes {
   }
 };
 
-// Tables of all 256 codes.
-struct WholeCodes {
-  __m512i low[4], high[4];
+// Tables of int8. The low byte is that of the magnitude; of -128, that of 0.
+struct IntCodes {
+  __m512i low[2], high[4];
 
-  explicit WholeCodes(const CodeTable& table) {
+  explicit IntCodes(const CodeTable& table) {
     for (int i = 0; i < 4; ++i) {
-      low[i] = _mm512_loadu_si512(table.low + 64 * i);
+      if (i < 2) low[i] = _mm512_loadu_si512(table.low + 64 * i);
       high[i] = _mm512_loadu_si512(table.high + 64 * i);
     }
   }
-  JAX_PAGED_INLINE static __m512i Look(const __m512i* bytes, __m512i codes) {
-    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes),
-                                  _mm512_permutex2var_epi8(bytes[0], codes, bytes[1]),
-                                  _mm512_permutex2var_epi8(bytes[2], codes, bytes[3]));
-  }
   JAX_PAGED_INLINE WordBytes Look(__m512i codes) const {
-    return {Look(low, codes), Look(high, codes)};
+    const __m512i negative = _mm512_permutex2var_epi8(high[2], codes, high[3]);
+    const __m512i positive = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+    return {_mm512_permutex2var_epi8(low[0], _mm512_abs_epi8(codes), low[1]),
+            _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), positive, negative)};
   }
 };
 
@@ -96,6 +94,36 @@ JAX_PAGED_INLINE Words PairsOf(const Codes& table, __m512i codes) {
       8,  40, 9,  41, 10, 42, 11, 43, 24, 56, 25, 57, 26, 58, 27, 59,  //
       12, 44, 13, 45, 14, 46, 15, 47, 28, 60, 29, 61, 30, 62, 31, 63};
   return Unpack(table, _mm512_permutexvar_epi8(_mm512_load_si512(kOrder), codes));
+}
+
+// An 8-bit code that is multiplied as a bf16 word, which it is exactly.
+template <typename C>
+struct CodeWord {
+  C code;
+};
+template <typename C>
+inline constexpr bool kUsesDot<CodeWord<C>> = true;
+template <>
+JAX_PAGED_INLINE Vec MultiplyAdd<CodeWord<Int8>>(Vec a, Vec b, Vec c) {
+  return MultiplyAdd<BFloat16>(a, b, c);
+}
+template <>
+JAX_PAGED_INLINE Vec MultiplyAdd<CodeWord<Float8E4M3>>(Vec a, Vec b, Vec c) {
+  return MultiplyAdd<BFloat16>(a, b, c);
+}
+JAX_PAGED_INLINE Words WordsOf(__m512i codes, const CodeWord<Int8>*) {
+  return WordsOf(IntCodes(kInt8Table), codes);
+}
+JAX_PAGED_INLINE Words WordsOf(__m512i codes, const CodeWord<Float8E4M3>*) {
+  return WordsOf(SignedCodes(kE4M3Table), codes);
+}
+template <typename C>
+JAX_PAGED_INLINE Vec LoadWords(const CodeWord<C>* p, int64_t n) {
+  return WordsOf(LoadCodes(p, n < 32 ? n : 32), p).a;
+}
+template <typename C>
+JAX_PAGED_INLINE Words LoadWordPairs(const CodeWord<C>* p) {
+  return WordsOf(_mm512_loadu_si512(p), p);
 }
 
 JAX_PAGED_INLINE bool AnyAbove(Vec x, Vec limit) {

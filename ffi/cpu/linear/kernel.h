@@ -107,30 +107,35 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
   }
 }
 
+// Rows of w that one row of x is multiplied with at a time. Intel's processors read four streams
+// faster than one, Zen 4 does not. Codes of 8 bits are so short that the additions of one row, each
+// of which waits for the one before, take longer than reading it.
+template <typename T>
+inline constexpr int kStreams = sizeof(T) == 1 ? 4 : JAX_PAGED_STREAMS;
+
 // The same bits for one row of x, of w that is in no cache: kStreams rows of w at a time, each over
-// the whole depth, so that memory is read in as many streams. Intel's processors read four faster
-// than one, Zen 4 does not.
+// the whole depth, so that memory is read in as many streams.
 template <typename T>
 void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
                   int64_t chunk, int64_t count, const LinearBlocks& blocks, float* sums) {
-  constexpr int kStreams = JAX_PAGED_STREAMS;
+  constexpr int kRows = kStreams<T>;
   constexpr int kChunks = 8;  // at a time, so that their sums stay in L1
   constexpr int64_t kAhead = 8192;
   for (int64_t n = 0; n < count; n += kWidth) {
     for (int64_t from = begin; from < end; from += kChunks * chunk) {
       const int64_t limit = end - from < kChunks * chunk ? end : from + kChunks * chunk;
       Vec sum[kChunks][kWidth];
-      for (int t = 0; t < kWidth; t += kStreams) {
+      for (int t = 0; t < kWidth; t += kRows) {
         Vec* to = &sum[0][t];
         for (int64_t d = from; d < limit; d += chunk, to += kWidth) {
-          const T* rows[kStreams];
-          for (int i = 0; i < kStreams; ++i) {
+          const T* rows[kRows];
+          for (int i = 0; i < kRows; ++i) {
             const int64_t row = n + t + i < count ? n + t + i : count - 1;
             rows[i] = w + row * w_stride + (d - begin);
           }
-          ScoreSums<T, 1, kStreams, /*PREFETCHES=*/true>(
-              x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0, rows,
-              limit - d < chunk ? limit - d : chunk, kAhead, to);
+          ScoreSums<T, 1, kRows, /*PREFETCHES=*/true>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0,
+                                                      rows, limit - d < chunk ? limit - d : chunk,
+                                                      kAhead, to);
         }
       }
       const Vec* of_chunk = sum[0];

@@ -20,6 +20,7 @@
 #include "common/params.h"
 #include "common/tree.h"
 #include "cpu/attention/kernels.h"
+#include "cpu/isa/code_tables.h"
 #include "cpu/isa/isa.h"
 #include "cpu/linear/kernels.h"
 
@@ -27,9 +28,10 @@
 #define JAX_PAGED_STREAMS 1
 #define JAX_PAGED_DOT_BFLOAT16
 
-JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")
 // clang-format off: in this order
 #include "cpu/isa/vec_avx512.h"
+#include "cpu/isa/vec_avx512_codes.h"
 #include "cpu/attention/common.h"
 #include "cpu/attention/dot.h"
 #include "cpu/linear/kernel.h"
