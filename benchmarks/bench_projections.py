@@ -24,6 +24,7 @@ import vllm_cpu
 from harness import Bench, agree, as_tensor, blocking
 
 from jax_paged import linear, moe_experts, quantize_weight
+from jax_paged.native import huge_pages
 
 FEW = 32  # tokens up to which reading is the bound
 # tokens, in, out: the head and a projection of Qwen3-MoE 512M.
@@ -41,12 +42,11 @@ def random(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
 
 
 def weights(shape: tuple[int, ...], dtype: str, seed: int) -> tuple[jax.Array, jax.Array | None]:
-    """Weights and, if they are 8-bit, their scales."""
+    """Weights, where a model has them in memory, and, if they are 8-bit, their scales."""
     if dtype in ("int8", "float8_e4m3fn"):
-        return jax.jit(functools.partial(quantize_weight, dtype=dtype))(
-            random(shape, "bfloat16", seed)
-        )
-    return random(shape, dtype, seed), None
+        quantize = jax.jit(functools.partial(quantize_weight, dtype=dtype))
+        return huge_pages.moved(quantize(random(shape, "bfloat16", seed)))
+    return huge_pages.moved(random(shape, dtype, seed)), None
 
 
 def transformers_experts(operands: tuple[jax.Array, ...]) -> Callable[[], object]:

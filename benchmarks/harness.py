@@ -30,6 +30,7 @@ import jax
 import limits
 import numpy as np
 
+from jax_paged.native import huge_pages
 from jax_paged.ops.zero_pool import zero_pool
 
 RESULTS = Path(__file__).parent / "results"
@@ -117,11 +118,14 @@ def agree(contenders: Mapping[str, Callable[[], Any]], limit: float) -> None:
 
 
 def as_tensor(x: jax.Array | np.ndarray) -> Any:
-    """The array as a torch tensor of its dtype; torch knows no bf16 of numpy's."""
+    """A copy as a torch tensor, in the kind of memory that the weights of a model have."""
     import torch
 
     torch.set_num_threads(limits.NUM_THREADS)
-    return torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, x.dtype.name))
+    memory = huge_pages.empty(x.shape, x.dtype)
+    np.copyto(memory, np.asarray(x))
+    bits = memory.view(np.int16) if x.dtype.name == "bfloat16" else memory  # unknown to torch
+    return torch.from_numpy(bits).view(getattr(torch, x.dtype.name))
 
 
 def as_pool(pages: jax.Array) -> jax.Array:

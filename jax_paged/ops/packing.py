@@ -10,12 +10,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int8
 
 from jax_paged.checks import FLOAT_DTYPES, WEIGHT_DTYPES, check_array, expect
-from jax_paged.native import load
+from jax_paged.native import huge_pages, load
 
 PANEL = 16  # outputs that lie side by side
 
@@ -97,20 +95,7 @@ def pack_weight(
     if (platform or jax.default_backend()) != "cpu" or not _has_kernel(weight):
         return weight
     panels = pack(weight)
-    if not isinstance(panels, Tracer) and len(panels.devices()) == 1:
-        (device,) = panels.devices()
-        panels = _in_large_pages(panels) if device.platform == "cpu" else panels
-    return PackedWeight(panels)
-
-
-def _in_large_pages(x: jax.Array) -> jax.Array:
-    """A copy in memory that numpy asks large pages for; of XLA's own, TLB misses cost a tenth."""
-    size, alignment = x.nbytes, 64  # where it starts there, it becomes the array's memory
-    memory = np.empty(size + alignment, np.uint8)
-    start = -memory.ctypes.data % alignment
-    out = memory[start : start + size].view(x.dtype).reshape(x.shape)
-    np.copyto(out, np.asarray(x))
-    return jax.device_put(out, x.sharding)
+    return PackedWeight(huge_pages.moved(panels))
 
 
 def _has_kernel(weight: jax.Array) -> bool:

@@ -8,7 +8,6 @@ for tensors by name through a `TensorSource` and joins some of them into one lea
 """
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jax_paged.checks import SCALE_BLOCK, expect, scale_blocks
 from jax_paged.checks.fields import short
+from jax_paged.native import huge_pages
 
 from .config import DecoderConfig
 
@@ -35,7 +35,6 @@ class Fill(Protocol):
 
 
 CHOICE_BIAS = "e_score_correction_bias"  # as DeepSeek-V3 calls it
-_ALIGNMENT = 64  # bytes: an array that starts there becomes a CPU device's memory as it is
 
 
 class TensorSource(Protocol):
@@ -258,7 +257,7 @@ class FillingSource:
 
     def __call__(self, *names: str, axis: int = 0, dtype: DTypeLike | None = None) -> jax.Array:
         shape = self._joined_shape(names, axis)
-        out = _empty(shape, self._dtype if dtype is None else np.dtype(dtype))
+        out = self._empty(shape, dtype)
         self._read(names, axis, (slice(None),) * len(shape), None, out)
         self.tell(names)
         return jax.device_put(out)  # without a copy on a CPU, unlike jnp.asarray
@@ -281,11 +280,10 @@ class FillingSource:
             shape = (*shape[:axis], len(order), *shape[axis + 1 :])
         if slots is not None:
             shape = (len(slots), *shape[1:])
-        dtype = self._dtype if dtype is None else np.dtype(dtype)
 
         def part(index: Any) -> np.ndarray:
             sizes = [len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True)]
-            out = _empty(sizes, dtype)
+            out = self._empty(sizes, dtype)
             if slots is None:
                 self._read(names, axis, index, order, out)
             else:
@@ -312,6 +310,10 @@ class FillingSource:
             out[...] = 0
 
         return FillingSource(self._shape_of, fill, self._dtype)
+
+    def _empty(self, shape: Sequence[int], dtype: DTypeLike | None) -> np.ndarray:
+        # What is asked for in another dtype is mostly quantized next, and then gone.
+        return huge_pages.empty(shape, np.dtype(dtype or self._dtype), lasts=dtype is None)
 
     def _joined_shape(self, names: Sequence[str], axis: int) -> Shape:
         shape = list(self._shape_of(names[0]))
@@ -344,13 +346,6 @@ class FillingSource:
                 self._fill(name, into)
             else:
                 self._fill(name, into, (*before, slice(first, first + end - begin), *behind))
-
-
-def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def random_source(

@@ -21,6 +21,7 @@ from jax_paged import (
     quantize_weight,
 )
 from jax_paged.checks import SCALE_BLOCK, expect
+from jax_paged.native import huge_pages
 from jax_paged.ops.packing import PANEL
 
 from .adapters import LayerAdapters
@@ -92,6 +93,7 @@ class Projections(nnx.Module):
         for tensor, size in zip(tensors[:-1], sizes, strict=False):
             expect(size % SCALE_BLOCK == 0, tensor, f"a multiple of {SCALE_BLOCK} rows", size)
         self._set(name, source, *tensors, order=order, dtype=jnp.float8_e4m3fn, **options)
+        setattr(self, name, nnx.Param(huge_pages.moved(param_value(getattr(self, name)))))
         if self.partition is not None:
             self.partition.check_blocks(name, tensors[0], self._shape(name))
         scales = [scale_name(tensor) for tensor in tensors]
@@ -113,7 +115,7 @@ class Projections(nnx.Module):
         if weight_dtype == "int4":
             is_shapes = isinstance(value, jax.ShapeDtypeStruct)
             made = jax.eval_shape(quantize_int4, value) if is_shapes else quantize_int4(value)
-            setattr(self, name, nnx.Param(made))
+            setattr(self, name, nnx.Param(huge_pages.moved(made)))
             return
         quantize = functools.partial(quantize_weight, dtype=kv_dtype(weight_dtype))
         names, is_shapes = (name, name + "_scale"), isinstance(value, jax.ShapeDtypeStruct)
@@ -124,7 +126,7 @@ class Projections(nnx.Module):
         for leaf, x in zip(names, made, strict=True):
             if self.partition is not None and is_shapes:
                 x = put(x, self.partition.sharding(leaf, x.ndim))
-            setattr(self, leaf, nnx.Param(x))
+            setattr(self, leaf, nnx.Param(huge_pages.moved(x)))
 
     def pack(self) -> None:
         """Puts the projections into the order in which the CPU's kernels multiply them."""
