@@ -66,9 +66,9 @@ def moved(x: Any) -> Any:
 
 
 def _moved(x: Any) -> Any:
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or len(x.devices()) != 1:
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.is_fully_addressable:
         return x
-    if next(iter(x.devices())).platform != "cpu":
+    if [device.platform for device in x.devices()] != ["cpu"]:
         return x
     out = empty(x.shape, x.dtype)
     np.copyto(out, np.asarray(x))
