@@ -312,8 +312,10 @@ class FillingSource:
         return FillingSource(self._shape_of, fill, self._dtype)
 
     def _empty(self, shape: Sequence[int], dtype: DTypeLike | None) -> np.ndarray:
+        if dtype is None:
+            return huge_pages.empty(shape, self._dtype)
         # What is asked for in another dtype is mostly quantized next, and then gone.
-        return huge_pages.empty(shape, np.dtype(dtype or self._dtype), lasts=dtype is None)
+        return huge_pages.empty(shape, np.dtype(dtype), lasts=False)
 
     def _joined_shape(self, names: Sequence[str], axis: int) -> Shape:
         shape = list(self._shape_of(names[0]))

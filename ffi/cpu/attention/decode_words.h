@@ -56,7 +56,7 @@ JAX_PAGED_INLINE Vec ScoreCodes(const Codes& table, const float* q, const Int8* 
       Prefetch(reinterpret_cast<const char*>(next_v[t] + d));
     }
     if constexpr (kTokens <= 2) {
-      Words key[kTokens];
+      Pair key[kTokens];
       JAX_PAGED_UNROLL
       for (int t = 0; t < kTokens; ++t) key[t] = WordsOf(table, LoadCodes(k[t] + d, head_dim - d));
       JAX_PAGED_UNROLL
@@ -78,7 +78,7 @@ JAX_PAGED_INLINE Vec ScoreCodes(const Codes& table, const float* q, const Int8* 
       }
       JAX_PAGED_UNROLL
       for (int t = 0; t < kTokens; ++t) {
-        const Words key = WordsOf(table, LoadCodes(k[t] + d, head_dim - d));
+        const Pair key = WordsOf(table, LoadCodes(k[t] + d, head_dim - d));
         JAX_PAGED_UNROLL
         for (int j = 0; j < 2 * ROWS; ++j) {
           Vec& s = sum[t * ROWS + j % ROWS];
@@ -113,7 +113,7 @@ JAX_PAGED_INLINE void ValueCodesStep(const Codes& table, const float* weights, i
     JAX_PAGED_UNROLL
     for (int j = 0; j < VECS; j += 2) {
       const int64_t at = d + j * kWidth;
-      const Words pairs = PairsOf(table, LoadTwo(v[2 * p] + at, v[2 * p + 1] + at, n - j * kWidth));
+      const Pair pairs = PairsOf(table, LoadTwo(v[2 * p] + at, v[2 * p + 1] + at, n - j * kWidth));
       value[j] = pairs.a;
       value[j + 1] = pairs.b;
     }

@@ -82,16 +82,6 @@ struct KeyWords {
   int64_t n;  // dimensions left
   JAX_PAGED_INLINE void LoadKey(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
 };
-template <typename T>
-struct KeyWordPairs {  // of 8-bit codes, which become words twice as many at a time
-  const T* const* k;
-  int64_t d;
-  JAX_PAGED_INLINE void LoadKey(int t, Vec* key) const {
-    const auto words = LoadWordPairs(k[t] + d);
-    key[0] = words.a;
-    key[1] = words.b;
-  }
-};
 
 // sum[token * ROWS + row] of ROWS x TOKENS products, one vector each. If it PREFETCHES, then what
 // lies `ahead` bytes behind the keys. (Not in a function of its own: gcc takes one that only
@@ -102,13 +92,13 @@ JAX_PAGED_INLINE void ScoreSums(const float* q, int64_t q_stride, const T* const
   JAX_PAGED_UNROLL
   for (int i = 0; i < ROWS * TOKENS; ++i) sum[i] = Zero();
   int64_t d = 0;
-  if constexpr (kUsesDot<T> && sizeof(T) == 1) {
+  if constexpr (kUsesDot<T> && sizeof(T) == 1) {  // codes become words twice as many at a time
     for (; d + 4 * kWidth <= head_dim; d += 4 * kWidth) {
       if constexpr (PREFETCHES) {
         JAX_PAGED_UNROLL
         for (int t = 0; t < TOKENS; ++t) Prefetch(reinterpret_cast<const char*>(k[t] + d) + ahead);
       }
-      ScoreStep<T, ROWS, TOKENS, 2>(q + d / 2, q_stride, KeyWordPairs<T>{k, d}, sum);
+      ScoreStep<T, ROWS, TOKENS, 2>(q + d / 2, q_stride, KeyPairs<T>{k, d}, sum);
     }
   }
   for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {

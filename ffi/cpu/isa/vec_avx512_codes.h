@@ -65,21 +65,16 @@ JAX_PAGED_INLINE __m512i LoadTwo(const void* even, const void* odd, int64_t n) {
                             _mm256_maskz_loadu_epi8(keep, odd), 1);
 }
 
-// 64 words: the first and the second 32.
-struct Words {
-  Vec a, b;
-};
-
 template <typename Codes>
-JAX_PAGED_INLINE Words Unpack(const Codes& table, __m512i codes) {
+JAX_PAGED_INLINE Pair Unpack(const Codes& table, __m512i codes) {
   const WordBytes x = table.Look(codes);
   return {_mm512_castsi512_ps(_mm512_unpacklo_epi8(x.low, x.high)),
           _mm512_castsi512_ps(_mm512_unpackhi_epi8(x.low, x.high))};
 }
 
-// The words of 64 codes in order.
+// The words of 64 codes in order: the first and the second 32.
 template <typename Codes>
-JAX_PAGED_INLINE Words WordsOf(const Codes& table, __m512i codes) {
+JAX_PAGED_INLINE Pair WordsOf(const Codes& table, __m512i codes) {
   // Unpacking works on quarters of a register: give each the codes of both results.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   return Unpack(table, _mm512_permutexvar_epi64(order, codes));
@@ -87,7 +82,7 @@ JAX_PAGED_INLINE Words WordsOf(const Codes& table, __m512i codes) {
 
 // The words of 32 codes of two tokens, side by side: [32][2].
 template <typename Codes>
-JAX_PAGED_INLINE Words PairsOf(const Codes& table, __m512i codes) {
+JAX_PAGED_INLINE Pair PairsOf(const Codes& table, __m512i codes) {
   alignas(64) static constexpr uint8_t kOrder[64] = {
       0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51,  //
       4,  36, 5,  37, 6,  38, 7,  39, 20, 52, 21, 53, 22, 54, 23, 55,  //
@@ -111,10 +106,10 @@ template <>
 JAX_PAGED_INLINE Vec MultiplyAdd<CodeWord<Float8E4M3>>(Vec a, Vec b, Vec c) {
   return MultiplyAdd<BFloat16>(a, b, c);
 }
-JAX_PAGED_INLINE Words WordsOf(__m512i codes, const CodeWord<Int8>*) {
+JAX_PAGED_INLINE Pair WordsOf(__m512i codes, const CodeWord<Int8>*) {
   return WordsOf(IntCodes(kInt8Table), codes);
 }
-JAX_PAGED_INLINE Words WordsOf(__m512i codes, const CodeWord<Float8E4M3>*) {
+JAX_PAGED_INLINE Pair WordsOf(__m512i codes, const CodeWord<Float8E4M3>*) {
   return WordsOf(SignedCodes(kE4M3Table), codes);
 }
 template <typename C>
@@ -122,7 +117,7 @@ JAX_PAGED_INLINE Vec LoadWords(const CodeWord<C>* p, int64_t n) {
   return WordsOf(LoadCodes(p, n < 32 ? n : 32), p).a;
 }
 template <typename C>
-JAX_PAGED_INLINE Words LoadWordPairs(const CodeWord<C>* p) {
+JAX_PAGED_INLINE Pair LoadPair(const CodeWord<C>* p) {
   return WordsOf(_mm512_loadu_si512(p), p);
 }
 
