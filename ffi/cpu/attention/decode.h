@@ -14,7 +14,8 @@
 //
 // While K is used the next block's K is prefetched, and its V while V is used: without that it is
 // three times slower (no hardware prefetcher follows a page table). Bound by reading K and V.
-// Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q.
+// Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q. AVX2 has half of them:
+// values take two passes of 4 rows there.
 
 #ifndef JAX_PAGED_CPU_ATTENTION_DECODE_H_
 #define JAX_PAGED_CPU_ATTENTION_DECODE_H_
@@ -40,6 +41,9 @@ struct DecodeState {
   float l[kDecodeMaxRows / 8][kWidth];  // per tile and lane, lanes of one row to be summed
 };
 
+// Rows whose values are summed at once, two vectors of each: what registers hold.
+constexpr int kValueRows = kWidth == 16 ? 8 : 4;
+
 // The weights of a tile: weights[token * token_stride + row] for tokens [begin, end).
 struct Weights {
   const float* weights;
@@ -49,8 +53,9 @@ struct Weights {
 };
 
 // o[r] = o[r] * alpha[r] + sum over tokens of weight[token][r] * v[token][d ...], for ROWS rows and
-// VECS vectors: pairs, or one (HALF: 8 dimensions). Prefetches the same part of next[token].
-template <typename T, int ROWS, int VECS, bool HALF>
+// VECS vectors: pairs, or one (HALF: 8 dimensions). If it PREFETCHES, then the same part of
+// next[token].
+template <typename T, int ROWS, int VECS, bool HALF, bool PREFETCHES>
 JAX_PAGED_INLINE void ValueStep(const Weights& w, const T* const* v, const T* const* next,
                                 int64_t d, const float* alpha, float* o, int64_t o_stride) {
   static_assert(VECS == 1 || VECS % 2 == 0, "one vector or pairs");
@@ -72,9 +77,11 @@ JAX_PAGED_INLINE void ValueStep(const Weights& w, const T* const* v, const T* co
         value[j + 1] = x.b;
       }
     }
-    JAX_PAGED_UNROLL
-    for (int j = 0; j < VECS * kWidth; j += 64 / int{sizeof(T)}) {
-      Prefetch(reinterpret_cast<const char*>(next[t] + d + j));
+    if constexpr (PREFETCHES) {
+      JAX_PAGED_UNROLL
+      for (int j = 0; j < VECS * kWidth; j += 64 / int{sizeof(T)}) {
+        Prefetch(reinterpret_cast<const char*>(next[t] + d + j));
+      }
     }
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
@@ -94,23 +101,37 @@ JAX_PAGED_INLINE void ValueStep(const Weights& w, const T* const* v, const T* co
   }
 }
 
+// The same for all rows of a tile, kValueRows at a time.
+template <typename T, int ROWS, int VECS, bool HALF>
+JAX_PAGED_INLINE void ValueSteps(Weights w, const T* const* v, const T* const* next, int64_t d,
+                                 const float* alpha, float* o, int64_t o_stride) {
+  constexpr int kRows = ROWS < kValueRows ? ROWS : kValueRows;
+  ValueStep<T, kRows, VECS, HALF, /*PREFETCHES=*/true>(w, v, next, d, alpha, o, o_stride);
+  JAX_PAGED_UNROLL
+  for (int r = kRows; r < ROWS; r += kRows) {
+    w.weights += kRows;
+    ValueStep<T, kRows, VECS, HALF, /*PREFETCHES=*/false>(w, v, next, d, alpha + r,
+                                                          o + r * o_stride, o_stride);
+  }
+}
+
 template <typename T, int ROWS>
 void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_t v_head_dim,
                const float* alpha, float* o, int64_t o_stride) {
-  constexpr int kVecs = ROWS == 8 ? 2 : 4;
+  constexpr int kVecs = ROWS < kValueRows ? 4 : 2;
   int64_t d = 0;
   for (; d + kVecs * kWidth <= v_head_dim; d += kVecs * kWidth) {
-    ValueStep<T, ROWS, kVecs, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+    ValueSteps<T, ROWS, kVecs, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
   }
   if (kVecs > 2 && d + 2 * kWidth <= v_head_dim) {
-    ValueStep<T, ROWS, 2, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+    ValueSteps<T, ROWS, 2, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
     d += 2 * kWidth;
   }
   if (d + kWidth <= v_head_dim) {
-    ValueStep<T, ROWS, 1, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
+    ValueSteps<T, ROWS, 1, /*HALF=*/false>(w, v, next, d, alpha, o, o_stride);
     d += kWidth;
   }
-  if (d < v_head_dim) ValueStep<T, ROWS, 1, /*HALF=*/true>(w, v, next, d, alpha, o, o_stride);
+  if (d < v_head_dim) ValueSteps<T, ROWS, 1, /*HALF=*/true>(w, v, next, d, alpha, o, o_stride);
 }
 
 // Turns products [begin, end) of a tile into logits.
