@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_paged import paged_attention, ragged_paged_attention
-from jax_paged.layout import LAYOUTS, is_one_pool
+from jax_paged.layout import LAYOUTS, convert_pages, is_one_pool
 from jax_paged.testing import (
     CASES,
     TOLERANCES,
@@ -315,6 +315,34 @@ def test_split_tokens_makes_a_row_independent_of_its_batch(split_tokens, dtype):
         row_out, row_lse = run(batch.alone(row), "native", split_tokens=split_tokens)
         assert_same_bits(row_out, out[start:end])
         assert_same_bits(row_lse, lse[start:end])
+
+
+@pytest.mark.parametrize("layout", ["HND", "vllm5d"])
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_heads_have_the_bits_that_each_has_alone(dtype, layout):
+    for num_rows in (2, 9, 18):  # a worker takes one head, two or four together
+        seq_lens = [700 - 30 * row for row in range(num_rows)]
+        q_dtype = jnp.bfloat16 if dtype == "int8" else dtype
+        batch = make_batch(
+            Case("heads", 8, 4, 64, page_size=16), q_dtype, [1] * num_rows, seq_lens, seed=17
+        )
+        q, k, v, table, lens = map(jnp.asarray, batch.ragged()[0][:5])
+        scale = None
+        if dtype == "int8":
+            k, v = ((jnp.nan_to_num(x.astype(jnp.float32)) * 30).astype(jnp.int8) for x in (k, v))
+            scale = jnp.linspace(0.02, 0.04, 4)
+        k, v = convert_pages(k, v, "HND", layout)
+        options = {"sliding_window": 500, "num_kv_splits": 1, "layout": layout, "return_lse": True}
+        out, lse = paged_attention(q, k, v, table, lens, k_scale=scale, v_scale=scale, **options)
+        for head in range(4):
+            kv, queries = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+            of_head = None if scale is None else scale[kv]
+            alone = paged_attention(
+                q[:, queries], k[:, kv], v[:, kv], table, lens, k_scale=of_head, v_scale=of_head,
+                **options,
+            )  # fmt: skip
+            assert_same_bits(alone[0], out[:, queries])
+            assert_same_bits(alone[1], lse[:, queries])
 
 
 @emulated_deep

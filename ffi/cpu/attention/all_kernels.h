@@ -22,7 +22,7 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 constexpr Kernels AllKernels(const char* isa) {
   return {isa,
-          {RunItem<BFloat16>, RunItem<Float16>, RunItem<float>},
+          {RunItems<BFloat16>, RunItems<Float16>, RunItems<float>},
           /*run_words=*/nullptr,
           {FoldUnit<BFloat16>, FoldUnit<Float16>, FoldUnit<float>},
           {QkvQueries<BFloat16>, QkvQueries<Float16>, QkvQueries<float>},

@@ -335,84 +335,137 @@ inline void FinishDecode(const DecodeState& state, int num_rows, const Partial& 
   }
 }
 
-// The KV tokens of a split, into part.
+// Decode of a split of one KV head, block by block.
 template <typename T>
-void DecodeSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
-                 const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
-                 const Partial& part) {
-  const int64_t begin = span.begin, end = span.end;
-  const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
-  const int padded = static_cast<int>(DecodePaddedRows(num_rows));
-  DecodeState state;
-  StartDecode(params, scale, padded, scratch, part, &state);
-
-  // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
-  int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
-  AlibiRow alibi[kDecodeMaxRows];
-  SetRows(params, row, item, span, num_rows, padded, first, limit, scale.alibi ? alibi : nullptr);
-  float key_offset[kKeyBlock];
-  uint64_t seen[kDecodeMaxRows];
-  int hidden[kDecodeMaxRows] = {};
-  const int block_tokens = DecodeBlockTokens(params.head_dim * int64_t{sizeof(T)});
-  const bool staged = IsStaged(params);
-  const int64_t element_bytes = ByteWidth(params.kv_dtype);
-  KeyBlock<T> blocks[2];
-  int current = 0;
-  GatherKeys(params, item.row, item.kv_head, begin, Clamp(begin + block_tokens, begin, end),
-             scratch, /*part=*/0, &blocks[0]);
-  for (int t = 0; t < blocks[0].count; ++t) {
-    PrefetchRow(blocks[0].k[t], params.head_dim * element_bytes);
-    PrefetchRow(blocks[0].v[t], params.v_head_dim * element_bytes);
+class DecodeSplit {
+ public:
+  // All of these must live until Finish, which brings the result into `part`.
+  void Start(const AttentionParams& params, const Row& row, const WorkItem& item,
+             const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
+             const Partial& part) {
+    params_ = &params;
+    row_ = &row;
+    item_ = &item;
+    scale_ = &scale;
+    span_ = &span;
+    scratch_ = &scratch;
+    part_ = &part;
+    num_rows_ = static_cast<int>(item.packed_end - item.packed_begin);
+    padded_ = static_cast<int>(DecodePaddedRows(num_rows_));
+    staged_ = IsStaged(params);
+    current_ = 0;
+    StartDecode(params, scale, padded_, scratch, part, &state_);
+    SetRows(params, row, item, span, num_rows_, padded_, first_, limit_,
+            scale.alibi ? alibi_ : nullptr);
+    Gather(span.begin, &blocks_[0]);
+    const int64_t element_bytes = ByteWidth(params.kv_dtype);
+    for (int t = 0; t < blocks_[0].count; ++t) {
+      PrefetchRow(blocks_[0].k[t], params.head_dim * element_bytes);
+      PrefetchRow(blocks_[0].v[t], params.v_head_dim * element_bytes);
+    }
   }
-  for (int64_t token = begin; token < end; token += block_tokens, current ^= 1) {
-    const KeyBlock<T>& stored = blocks[current];
+
+  int64_t block_tokens() const { return DecodeBlockTokens(params_->head_dim * int64_t{sizeof(T)}); }
+
+  // The block that begins at `token`, after those before it.
+  void Step(int64_t token) {
+    const KeyBlock<T>& stored = blocks_[current_];
+    current_ ^= 1;
     const KeyBlock<T>* next = &stored;  // what to prefetch
-    if (token + block_tokens < end) {
-      KeyBlock<T>* const following = &blocks[current ^ 1];
-      GatherKeys(params, item.row, item.kv_head, token + block_tokens,
-                 Clamp(token + 2 * block_tokens, begin, end), scratch, current ^ 1, following);
-      if (following->count > 0) next = following;
+    const int64_t block_end = token + block_tokens();
+    if (block_end < span_->end) {
+      Gather(block_end, &blocks_[current_]);
+      if (blocks_[current_].count > 0) next = &blocks_[current_];
     }
     const KeyBlock<T>* source = &stored;
     KeyBlock<T> floats;
     if constexpr (kSameType<T, float>) {
-      if (staged) {
-        StageKeys(params, row, item, span, stored, *next, Clamp(token + block_tokens, begin, end),
-                  scratch, &floats);
+      if (staged_) {
+        StageKeys(*params_, *row_, *item_, *span_, stored, *next, Clamp(block_end, 0, span_->end),
+                  *scratch_, &floats);
         source = next = &floats;
       }
     }
     const KeyBlock<T>& block = *source;
-    int visible[kDecodeMaxRows];
-    CountBefore(block.count_before, block.begin, limit, padded, visible);
-    if (row.window > 0) {
-      CountBefore(block.count_before, block.begin, first, padded, hidden);
+    int hidden[kDecodeMaxRows] = {}, visible[kDecodeMaxRows];
+    CountBefore(block.count_before, block.begin, limit_, padded_, visible);
+    if (row_->window > 0) {
+      CountBefore(block.count_before, block.begin, first_, padded_, hidden);
     }
-    state.seen = nullptr;
-    if (HidesKeys(row, span, token + block_tokens)) {
-      SetSeen(params, row, item, span, num_rows, padded, block.count_before, block.begin, seen);
-      state.seen = seen;
+    uint64_t seen[kDecodeMaxRows];
+    state_.seen = nullptr;
+    if (HidesKeys(*row_, *span_, block_end)) {
+      SetSeen(*params_, *row_, *item_, *span_, num_rows_, padded_, block.count_before, block.begin,
+              seen);
+      state_.seen = seen;
     }
-    if (scale.alibi) {
-      ListOffsets(params, row, item.row, block, key_offset);
-      SetDistances(alibi, padded, token, key_offset, &state);
+    float key_offset[kKeyBlock];
+    if (scale_->alibi) {
+      ListOffsets(*params_, *row_, item_->row, block, key_offset);
+      SetDistances(alibi_, padded_, token, key_offset, &state_);
     }
-    for (int r = 0; r < num_rows;) {
-      const int tile = TileRows(num_rows, r);
+    for (int r = 0; r < num_rows_;) {
+      const int tile = TileRows(num_rows_, r);
       if (visible[r + tile - 1] <= hidden[r]) {  // nothing to see
       } else if (tile == 8) {
-        DecodeTile<T, 8>(block, *next, hidden + r, visible + r, r, &state);
+        DecodeTile<T, 8>(block, *next, hidden + r, visible + r, r, &state_);
       } else if (tile == 4) {
-        DecodeTile<T, 4>(block, *next, hidden + r, visible + r, r, &state);
+        DecodeTile<T, 4>(block, *next, hidden + r, visible + r, r, &state_);
       } else if (tile == 2) {
-        DecodeTile<T, 2>(block, *next, hidden + r, visible + r, r, &state);
+        DecodeTile<T, 2>(block, *next, hidden + r, visible + r, r, &state_);
       } else {
-        DecodeTile<T, 1>(block, *next, hidden + r, visible + r, r, &state);
+        DecodeTile<T, 1>(block, *next, hidden + r, visible + r, r, &state_);
       }
       r += tile;
     }
   }
-  FinishDecode(state, num_rows, part);
+
+  void Finish() const { FinishDecode(state_, num_rows_, *part_); }
+
+ private:
+  // Lists the block that begins at `token`, which is blocks_[current_].
+  void Gather(int64_t token, KeyBlock<T>* block) const {
+    GatherKeys(*params_, item_->row, item_->kv_head, token,
+               Clamp(token + block_tokens(), token, span_->end), *scratch_, current_, block);
+  }
+
+  const AttentionParams* params_;
+  const Row* row_;
+  const WorkItem* item_;
+  const LogitScale* scale_;
+  const KeySpan* span_;
+  const WorkerScratch* scratch_;
+  const Partial* part_;
+  int num_rows_;
+  int padded_;  // with the padding of the last tile
+  bool staged_;
+  int current_;
+  DecodeState state_;
+  // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
+  int64_t first_[kDecodeMaxRows], limit_[kDecodeMaxRows];
+  AlibiRow alibi_[kDecodeMaxRows];
+  KeyBlock<T> blocks_[2];  // this one and the next
+};
+
+// Runs splits of some heads that have the same tokens, block by block in turns.
+template <typename Split>
+void RunInTurns(Split* splits, int num_heads, const KeySpan& span) {
+  for (int64_t token = span.begin; token < span.end; token += splits[0].block_tokens()) {
+    for (int i = 0; i < num_heads; ++i) splits[i].Step(token);
+  }
+  for (int i = 0; i < num_heads; ++i) splits[i].Finish();
+}
+
+// A split of num_heads KV heads, each with an item, scratch and part of its own.
+template <typename T>
+void DecodeHeads(const AttentionParams& params, const Row& row, const WorkItem* items,
+                 int num_heads, const LogitScale& scale, const KeySpan& span,
+                 const WorkerScratch* scratch, const Partial* parts) {
+  DecodeSplit<T> splits[kHeadsTogether];
+  for (int i = 0; i < num_heads; ++i) {
+    splits[i].Start(params, row, items[i], scale, span, scratch[i], parts[i]);
+  }
+  RunInTurns(splits, num_heads, span);
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

@@ -232,121 +232,173 @@ void DecodeCodesTile(const CodeTable& bytes, const CodeBlock& block, const KeyBl
   }
 }
 
-// The KV tokens of a split, into part: as DecodeSplit.
+// Decode of a split of one KV head, block by block: as DecodeSplit.
 template <typename Codes>
-void DecodeCodesSplit(const CodeTable& bytes, const AttentionParams& params, const Row& row,
-                      const WorkItem& item, const LogitScale& scale, const KeySpan& span,
-                      const WorkerScratch& scratch, const Partial& part) {
-  const int64_t begin = span.begin, end = span.end;
-  const int num_rows = static_cast<int>(item.packed_end - item.packed_begin);
-  const int padded = static_cast<int>(DecodePaddedRows(num_rows));
-  DecodeState state;
-  StartDecode(params, scale, padded, scratch, part, &state);
-  int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
-  AlibiRow alibi[kDecodeMaxRows];
-  SetRows(params, row, item, span, num_rows, padded, first, limit, scale.alibi ? alibi : nullptr);
-  float key_offset[kKeyBlock];
-  int hidden[kDecodeMaxRows] = {}, visible[kDecodeMaxRows];
-  const int64_t k_dim = params.head_dim, v_dim = params.v_head_dim;
-  const int block_tokens = DecodeBlockTokens(k_dim * int64_t{sizeof(BFloat16)});
+class DecodeCodesSplit {
+ public:
+  void Start(const CodeTable& table, const AttentionParams& params, const Row& row,
+             const WorkItem& item, const LogitScale& scale, const KeySpan& span,
+             const WorkerScratch& scratch, const Partial& part) {
+    table_ = &table;
+    params_ = &params;
+    row_ = &row;
+    item_ = &item;
+    scale_ = &scale;
+    span_ = &span;
+    scratch_ = &scratch;
+    part_ = &part;
+    num_rows_ = static_cast<int>(item.packed_end - item.packed_begin);
+    padded_ = static_cast<int>(DecodePaddedRows(num_rows_));
+    current_ = 0;
+    StartDecode(params, scale, padded_, scratch, part, &state_);
+    SetRows(params, row, item, span, num_rows_, padded_, first_, limit_,
+            scale.alibi ? alibi_ : nullptr);
+    PackTiles();
+    for (int i = kKeyBlock; i < kKeyBlock + kWidth; ++i) codes_.k_scale[i] = codes_.v_scale[i] = 0;
+    for (int i = 0; i < 2; ++i) {
+      Gather(Clamp(span.begin + i * block_tokens(), span.begin, span.end), i);
+      for (int t = 0; t < blocks_[i].count; ++t) {
+        PrefetchRow(blocks_[i].k[t], params.head_dim);
+        PrefetchRow(blocks_[i].v[t], params.v_head_dim);
+      }
+    }
+    // Of V. One for all tokens is O's: multiplied with weights that are then rounded to bf16, it
+    // would be as wrong as its own rounding wherever the weights are alike.
+    v_scale_ = params.v_scale;
+    of_head_ = 1.0f;
+    if (!v_scale_.per_token && v_scale_.data) {
+      of_head_ = v_scale_.data[item.kv_head];
+      v_scale_.data = nullptr;
+    }
+  }
 
-  for (int r = 0; r < num_rows;) {
-    const int tile = TileRows(num_rows, r);
-    const auto pack = tile == 8   ? PackQueries<8>
-                      : tile == 4 ? PackQueries<4>
-                      : tile == 2 ? PackQueries<2>
-                                  : PackQueries<1>;
-    const int64_t at = r * scratch.q_stride;
-    pack(scratch.q + at, scratch.q_stride, k_dim, scratch.k_stage + at);
-    r += tile;
+  int64_t block_tokens() const {
+    return DecodeBlockTokens(params_->head_dim * int64_t{sizeof(BFloat16)});
   }
-  state.q = scratch.k_stage;
-  CodeBlock codes;
-  for (int i = kKeyBlock; i < kKeyBlock + kWidth; ++i) codes.k_scale[i] = codes.v_scale[i] = 0.0f;
-  KeyBlock<Int8> blocks[3];  // this one and the two after it
-  for (int i = 0; i < 2; ++i) {
-    const int64_t from = Clamp(begin + i * block_tokens, begin, end);
-    GatherKeys(params, item.row, item.kv_head, from, Clamp(from + block_tokens, begin, end),
-               scratch, /*part=*/i, &blocks[i]);
-    for (int t = 0; t < blocks[i].count; ++t) {
-      PrefetchRow(blocks[i].k[t], k_dim);
-      PrefetchRow(blocks[i].v[t], v_dim);
-    }
-  }
-  // Of V. One for all tokens is O's: multiplied with weights that are then rounded to bf16, it
-  // would be as wrong as its own rounding wherever the weights are alike.
-  KvScale v_scale = params.v_scale;
-  float of_head = 1.0f;
-  if (!v_scale.per_token && v_scale.data) {
-    of_head = v_scale.data[item.kv_head];
-    v_scale.data = nullptr;
-  }
-  int current = 0;
-  for (int64_t token = begin; token < end; token += block_tokens, current = (current + 1) % 3) {
-    const KeyBlock<Int8>& block = blocks[current];
+
+  void Step(int64_t token) {
+    const KeyBlock<Int8>& block = blocks_[current_];
     const KeyBlock<Int8>* next = &block;  // what to prefetch
-    if (token + 2 * block_tokens < end) {
-      const int unused = (current + 2) % 3;
-      KeyBlock<Int8>* const following = &blocks[unused];
-      GatherKeys(params, item.row, item.kv_head, token + 2 * block_tokens,
-                 Clamp(token + 3 * block_tokens, begin, end), scratch, /*part=*/unused, following);
-      if (following->count > 0) next = following;
-      const int64_t next_end = Clamp(token + 3 * block_tokens, begin, end);
-      PrefetchScales(params.k_scale, params, item.row, item.kv_head, token + 2 * block_tokens,
-                     next_end);
-      PrefetchScales(params.v_scale, params, item.row, item.kv_head, token + 2 * block_tokens,
-                     next_end);
+    const int unused = (current_ + 2) % 3;
+    current_ = (current_ + 1) % 3;
+    const int64_t block_end = Clamp(token + block_tokens(), token, span_->end);
+    const int64_t next_begin = token + 2 * block_tokens();
+    if (next_begin < span_->end) {
+      Gather(next_begin, unused);
+      if (blocks_[unused].count > 0) next = &blocks_[unused];
+      const int64_t next_end = Clamp(next_begin + block_tokens(), next_begin, span_->end);
+      for (const KvScale* scale : {&params_->k_scale, &params_->v_scale}) {
+        PrefetchScales(*scale, *params_, item_->row, item_->kv_head, next_begin, next_end);
+      }
     }
-    CountBefore(block.count_before, block.begin, limit, padded, visible);
-    if (row.window > 0) {
-      CountBefore(block.count_before, block.begin, first, padded, hidden);
+    int hidden[kDecodeMaxRows] = {}, visible[kDecodeMaxRows];
+    CountBefore(block.count_before, block.begin, limit_, padded_, visible);
+    if (row_->window > 0) {
+      CountBefore(block.count_before, block.begin, first_, padded_, hidden);
     }
-    const int seen_begin = hidden[0], seen_end = visible[padded - 1];
-    if (seen_end <= seen_begin) continue;
-    codes.k = block.k;
-    codes.v = block.v;
-    const int64_t block_end = Clamp(token + block_tokens, begin, end);
-    ListScales(params.k_scale, params, item.row, item.kv_head, token, block_end, codes.k_scale);
-    ListScales(v_scale, params, item.row, item.kv_head, token, block_end, codes.v_scale);
+    const int seen_begin = hidden[0], seen_end = visible[padded_ - 1];
+    if (seen_end <= seen_begin) return;
+    codes_.k = block.k;
+    codes_.v = block.v;
+    ListScales(params_->k_scale, *params_, item_->row, item_->kv_head, token, block_end,
+               codes_.k_scale);
+    ListScales(v_scale_, *params_, item_->row, item_->kv_head, token, block_end, codes_.v_scale);
     for (int t = 0; t < kKeyBlock; ++t) {
-      if (t < seen_begin || t >= seen_end) codes.k_scale[t] = codes.v_scale[t] = 0.0f;
+      if (t < seen_begin || t >= seen_end) codes_.k_scale[t] = codes_.v_scale[t] = 0.0f;
     }
-    if (scale.alibi) {
-      ListOffsets(params, row, item.row, block, key_offset);
-      SetDistances(alibi, padded, token, key_offset, &state);
+    float key_offset[kKeyBlock];
+    if (scale_->alibi) {
+      ListOffsets(*params_, *row_, item_->row, block, key_offset);
+      SetDistances(alibi_, padded_, token, key_offset, &state_);
     }
-    for (int r = 0; r < num_rows; next = &block) {
-      const int tile = TileRows(num_rows, r);
+    for (int r = 0; r < num_rows_; next = &block) {
+      const int tile = TileRows(num_rows_, r);
       const int* from = hidden + r;
       const int* to = visible + r;
       if (to[tile - 1] <= from[0]) {  // nothing to see
       } else if (tile == 8) {
-        DecodeCodesTile<Codes, 8>(bytes, codes, *next, from, to, r, &state);
+        DecodeCodesTile<Codes, 8>(*table_, codes_, *next, from, to, r, &state_);
       } else if (tile == 4) {
-        DecodeCodesTile<Codes, 4>(bytes, codes, *next, from, to, r, &state);
+        DecodeCodesTile<Codes, 4>(*table_, codes_, *next, from, to, r, &state_);
       } else if (tile == 2) {
-        DecodeCodesTile<Codes, 2>(bytes, codes, *next, from, to, r, &state);
+        DecodeCodesTile<Codes, 2>(*table_, codes_, *next, from, to, r, &state_);
       } else {
-        DecodeCodesTile<Codes, 1>(bytes, codes, *next, from, to, r, &state);
+        DecodeCodesTile<Codes, 1>(*table_, codes_, *next, from, to, r, &state_);
       }
       r += tile;
     }
   }
-  if (of_head != 1.0f) {
-    for (int64_t i = 0; i < padded * state.o_stride; ++i) state.o[i] *= of_head;
+
+  void Finish() const {
+    if (of_head_ != 1.0f) {
+      for (int64_t i = 0; i < padded_ * state_.o_stride; ++i) state_.o[i] *= of_head_;
+    }
+    FinishDecode(state_, num_rows_, *part_);
   }
-  FinishDecode(state, num_rows, part);
+
+ private:
+  // The queries in the order that ScoreCodes reads.
+  void PackTiles() {
+    for (int r = 0; r < num_rows_;) {
+      const int tile = TileRows(num_rows_, r);
+      const auto pack = tile == 8   ? PackQueries<8>
+                        : tile == 4 ? PackQueries<4>
+                        : tile == 2 ? PackQueries<2>
+                                    : PackQueries<1>;
+      const int64_t at = r * scratch_->q_stride;
+      pack(scratch_->q + at, scratch_->q_stride, params_->head_dim, scratch_->k_stage + at);
+      r += tile;
+    }
+    state_.q = scratch_->k_stage;
+  }
+  // Lists the block that begins at `token`.
+  void Gather(int64_t token, int to) {
+    GatherKeys(*params_, item_->row, item_->kv_head, token,
+               Clamp(token + block_tokens(), token, span_->end), *scratch_, to, &blocks_[to]);
+  }
+
+  const CodeTable* table_;
+  const AttentionParams* params_;
+  const Row* row_;
+  const WorkItem* item_;
+  const LogitScale* scale_;
+  const KeySpan* span_;
+  const WorkerScratch* scratch_;
+  const Partial* part_;
+  int num_rows_;
+  int padded_;
+  int current_;
+  DecodeState state_;
+  int64_t first_[kDecodeMaxRows], limit_[kDecodeMaxRows];
+  AlibiRow alibi_[kDecodeMaxRows];
+  CodeBlock codes_;
+  KvScale v_scale_;
+  float of_head_;             // what the head's values are to be multiplied by at last
+  KeyBlock<Int8> blocks_[3];  // this one and the two after it
+};
+
+// As DecodeHeads.
+template <typename Codes>
+void DecodeCodesHeads(const CodeTable& table, const AttentionParams& params, const Row& row,
+                      const WorkItem* items, int num_heads, const LogitScale& scale,
+                      const KeySpan& span, const WorkerScratch* scratch, const Partial* parts) {
+  DecodeCodesSplit<Codes> splits[kHeadsTogether];
+  for (int i = 0; i < num_heads; ++i) {
+    splits[i].Start(table, params, row, items[i], scale, span, scratch[i], parts[i]);
+  }
+  RunInTurns(splits, num_heads, span);
 }
 
-inline void DecodeWordSplit(const AttentionParams& params, const Row& row, const WorkItem& item,
-                            const LogitScale& scale, const KeySpan& span,
-                            const WorkerScratch& scratch, const Partial& part) {
+inline void DecodeWordHeads(const AttentionParams& params, const Row& row, const WorkItem* items,
+                            int num_heads, const LogitScale& scale, const KeySpan& span,
+                            const WorkerScratch* scratch, const Partial* parts) {
   if (params.kv_dtype == Dtype::kInt8) {
-    DecodeCodesSplit<IntCodes>(kInt8Table, params, row, item, scale, span, scratch, part);
+    DecodeCodesHeads<IntCodes>(kInt8Table, params, row, items, num_heads, scale, span, scratch,
+                               parts);
   } else {
     const bool e4m3 = params.kv_dtype == Dtype::kFloat8E4M3;
-    DecodeCodesSplit<SignedCodes>(e4m3 ? kE4M3Table : kE5M2Table, params, row, item, scale, span,
-                                  scratch, part);
+    DecodeCodesHeads<SignedCodes>(e4m3 ? kE4M3Table : kE5M2Table, params, row, items, num_heads,
+                                  scale, span, scratch, parts);
   }
 }
 

@@ -157,6 +157,26 @@ ScheduleOptions MakeScheduleOptions(const ffi::ThreadPool& pool, const Attention
   return options;
 }
 
+// Whether rows of decode take run_words.
+bool TakesWords(const Kernels& kernels, const AttentionParams& params) {
+  return kernels.run_words && IsEightBit(params.kv_dtype) && !params.trees && !params.rope.cos &&
+         params.dtype == Dtype::kBFloat16;
+}
+
+// KV heads of a row that a worker takes together: several where all items are whole units of decode
+// that read the pages as they are, and where twice as many items are left as splits aim at.
+int64_t HeadsTogether(const ScheduleOptions& options, const PlanTotals& totals,
+                      const RowPlan* plans, int32_t num_rows, bool reads_pages) {
+  if (totals.has_prefill || !reads_pages) return 1;
+  for (int32_t i = 0; i < num_rows; ++i) {
+    if (plans[i].kv_splits > 1) return 1;
+  }
+  const int64_t wanted = options.num_workers > 1 ? 2 * options.num_workers * kItemsPerWorker : 1;
+  int64_t heads = kHeadsTogether;
+  while (options.num_kv_heads % heads != 0 || (heads > 1 && totals.items / heads < wanted)) --heads;
+  return heads;
+}
+
 // Plans the call and runs it. Throws std::bad_alloc.
 void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams params) {
   const int64_t max_seqs = call.max_seqs, num_tokens = call.num_tokens;
@@ -180,11 +200,17 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
   }
   const PlanTotals totals = PlanCall(&options, rows, num_rows, plans);
 
-  WorkerScratch layout;
   const bool staged = IsStaged(params);
-  const int64_t worker_floats =
-      LayOutScratch(/*base=*/nullptr, params.head_dim, params.v_head_dim, totals.has_prefill,
-                    params.has_atoms, staged, &layout);
+  const auto lay_out = [&](float* base, WorkerScratch* scratch) {
+    return LayOutScratch(base, params.head_dim, params.v_head_dim, totals.has_prefill,
+                         params.has_atoms, staged, scratch);
+  };
+  WorkerScratch layout;
+  const int64_t head_floats = lay_out(/*base=*/nullptr, &layout);
+  const Kernels& kernels = ChosenKernels();
+  const bool words = TakesWords(kernels, params);
+  const int64_t heads = HeadsTogether(options, totals, plans, num_rows, !staged || words);
+  const int64_t worker_floats = heads * head_floats;
   Carver size(nullptr);
   Workspace::Carve(&size, totals, options.num_workers, worker_floats);
   const Scratch memory(static_cast<size_t>(size.size()) + 1);
@@ -214,26 +240,25 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
 
   ExpectOutput(params.out,
                num_tokens * params.num_q_heads * params.v_head_dim * ByteWidth(params.out_dtype));
-  const Kernels& kernels = ChosenKernels();
   const int dtype = static_cast<int>(staged ? Dtype::kFloat32 : params.dtype);
+  // The heads of a row lie one behind the other, also when sorted.
   const auto run = [&](int64_t index, int64_t worker) {
-    const WorkItem& item = work.sorted[index];
-    WorkerScratch scratch;
-    LayOutScratch(work.workers + worker * work.worker_floats, params.head_dim, params.v_head_dim,
-                  totals.has_prefill, params.has_atoms, staged, &scratch);
+    const WorkItem* const items = work.sorted + index * heads;
+    const WorkItem& item = items[0];
+    WorkerScratch scratch[kHeadsTogether];
+    float* memory_of_head = work.workers + worker * work.worker_floats;
+    for (int64_t i = 0; i < heads; ++i) memory_of_head += lay_out(memory_of_head, &scratch[i]);
     const Row& row = rows[item.row];
-    const bool words = kernels.run_words && IsEightBit(params.kv_dtype) && !params.trees &&
-                       !params.rope.cos && params.dtype == Dtype::kBFloat16 &&
-                       int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
-    (words ? kernels.run_words : kernels.run_item[dtype])(params, row, item, scratch,
-                                                          work.partials);
+    const bool is_decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
+    (words && is_decode ? kernels.run_words : kernels.run_items[dtype])(
+        params, row, items, static_cast<int>(heads), scratch, work.partials);
     if (item.shared_unit < 0) return;
     // The last to finish folds, always in the order of the splits.
     if (work.unfinished[item.shared_unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      kernels.fold_unit[dtype](params, rows[item.row], item, scratch, work.partials);
+      kernels.fold_unit[dtype](params, row, item, scratch[0], work.partials);
     }
   };
-  ParallelFor(pool, totals.items, options.num_workers, run);
+  ParallelFor(pool, totals.items / heads, options.num_workers, run);
 }
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::Dictionary attributes,

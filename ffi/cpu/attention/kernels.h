@@ -21,9 +21,14 @@ inline constexpr int64_t kPadFloats = 32;
 inline constexpr float kExp2[7] = {1.0f,         0.6931472f,    0.24022648f,   0.055503324f,
                                    0.009618437f, 0.0013398875f, 0.00015353362f};
 
-// Working memory of one worker, for units of up to `rows` packed rows. Each array starts at a cache
-// line. The prefill arrays are null when the call has no prefill rows, the stages when K and V are
-// not 8-bit.
+// KV heads of a row of decode that one worker takes together, at most. In a page they lie side by
+// side, and runs of memory that are read at about the same time should be long
+// (docs/performance.md, Pages of 16).
+inline constexpr int kHeadsTogether = 4;
+
+// Working memory of one worker for one head, for units of up to `rows` packed rows. Each array
+// starts at a cache line. The prefill arrays are null when the call has no prefill rows, the stages
+// when K and V are not 8-bit.
 struct WorkerScratch {
   float* q;         // [rows, q_stride] queries as floats
   float* o;         // [rows, o_stride] running sum of weight x value of a split
@@ -103,12 +108,14 @@ struct MergeParams {
 };
 
 struct Kernels {
-  // Computes an item. A whole unit goes to params.out and params.lse; splits of a shared unit go to
-  // `partials`.
-  using RunItem = void (*)(const AttentionParams& params, const Row& row, const WorkItem& item,
-                           const WorkerScratch& scratch, float* partials);
+  // Computes an item, or those of num_heads KV heads of a row of decode, each with scratch of its
+  // own; several must be whole units of one split. A whole unit goes to params.out and params.lse;
+  // splits of a shared unit go to `partials`.
+  using RunItems = void (*)(const AttentionParams& params, const Row& row, const WorkItem* items,
+                            int num_heads, const WorkerScratch* scratch, float* partials);
   // Folds the partials of item's shared unit, all of them there, into params.out and params.lse.
-  using FoldUnit = RunItem;
+  using FoldUnit = void (*)(const AttentionParams& params, const Row& row, const WorkItem& item,
+                            const WorkerScratch& scratch, float* partials);
   // Norm and RoPE of q's heads for tokens [begin, end).
   using QkvQueries = void (*)(const QkvWork& work, int64_t begin, int64_t end);
   // The same of K, and V, into the pages: KV heads [begin, end) of all tokens, in order.
@@ -117,10 +124,10 @@ struct Kernels {
   using MergeHeads = void (*)(const MergeParams& params, int64_t begin, int64_t end);
 
   const char* isa;
-  RunItem run_item[kNumDtypes];
-  // Items of decode with bf16 queries and 8-bit pages, without trees; null: run_item of f32, as for
-  // other queries. The units are those of f32, too.
-  RunItem run_words;
+  RunItems run_items[kNumDtypes];
+  // Items of decode with bf16 queries and 8-bit pages, without trees; null: run_items of f32, as
+  // for other queries. The units are those of f32, too.
+  RunItems run_words;
   FoldUnit fold_unit[kNumDtypes];
   QkvQueries qkv_queries[kNumDtypes];
   QkvPages qkv_pages[kNumDtypes];

@@ -43,7 +43,7 @@ JAX_PAGED_BEGIN_TARGET(
 #include "cpu/attention/unit.h"
 // clang-format on
 namespace jax_paged::cpu::amx {
-constexpr Kernels::RunItem kRunBFloat16 = RunItem<BFloat16>;
+constexpr Kernels::RunItems kRunBFloat16 = RunItems<BFloat16>;
 }  // namespace jax_paged::cpu::amx
 JAX_PAGED_END_TARGET
 
@@ -53,7 +53,7 @@ const Kernels& AmxKernels() {
   static const Kernels kernels = [] {
     Kernels all = Avx512Bf16Kernels();
     all.isa = "amx";
-    all.run_item[static_cast<int>(Dtype::kBFloat16)] = amx::kRunBFloat16;
+    all.run_items[static_cast<int>(Dtype::kBFloat16)] = amx::kRunBFloat16;
     return all;
   }();
   return kernels;

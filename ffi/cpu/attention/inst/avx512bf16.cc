@@ -42,8 +42,8 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16
 #include "cpu/attention/unit.h"
 // clang-format on
 namespace jax_paged::cpu::avx512bf16 {
-constexpr Kernels::RunItem kRunBFloat16 = RunItem<BFloat16>;
-constexpr Kernels::RunItem kRunWords = RunItem<BFloat16, /*WORDS=*/true>;
+constexpr Kernels::RunItems kRunBFloat16 = RunItems<BFloat16>;
+constexpr Kernels::RunItems kRunWords = RunItems<BFloat16, /*WORDS=*/true>;
 }  // namespace jax_paged::cpu::avx512bf16
 JAX_PAGED_END_TARGET
 
@@ -53,7 +53,7 @@ const Kernels& Avx512Bf16Kernels() {
   static const Kernels kernels = [] {
     Kernels all = Avx512Kernels();
     all.isa = "avx512bf16";
-    all.run_item[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kRunBFloat16;
+    all.run_items[static_cast<int>(Dtype::kBFloat16)] = avx512bf16::kRunBFloat16;
     all.run_words = avx512bf16::kRunWords;
     return all;
   }();
