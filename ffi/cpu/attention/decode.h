@@ -10,7 +10,8 @@
 //            work in softmax too
 //   edit     soft cap, ALiBi: on the scores, where the call has them
 //   weights  running maximum per row; 2^(s * scale - m), masked ones exactly 0
-//   values   rows x 2 or 4 vectors of accumulators run over the tokens, then o = o * alpha + sum
+//   values   rows x 2 or 4 vectors of accumulators run over the tokens, then o = o * alpha + sum;
+//            pairs of tokens as words where that is enough (decode_words.h)
 //
 // While K is used the next block's K is prefetched, and its V while V is used: without that it is
 // three times slower (no hardware prefetcher follows a page table). Bound by reading K and V.
@@ -133,6 +134,18 @@ void AddValues(const Weights& w, const T* const* v, const T* const* next, int64_
   }
   if (d < v_head_dim) ValueSteps<T, ROWS, 1, /*HALF=*/true>(w, v, next, d, alpha, o, o_stride);
 }
+
+// The same of weights that are rounded to words, where the processor multiplies pairs of those: of
+// tokens [begin, end), both even, and whole steps of dimensions (decode_words.h).
+template <typename T, int ROWS>
+void AddValueWords(const float* weights, int begin, int end, const T* const* v,
+                   const T* const* next, int64_t v_head_dim, const float* alpha, float* o,
+                   int64_t o_stride);
+
+// Whether rounding a block's weights to words is no matter: none is more than 1/16 of the sum of
+// its row's weights so far, so that rounding errors are many and cancel. Of each lane.
+template <int ROWS>
+bool AreWordsEnough(Vec largest, Vec sum);
 
 // Turns products [begin, end) of a tile into logits.
 template <int ROWS>
@@ -260,7 +273,7 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
   }
   if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
   // Tokens [all, end) are seen by all rows of the tile.
-  const int all = hidden[ROWS - 1];
+  int all = hidden[ROWS - 1];
   int end = visible[0] > all ? visible[0] : all;
   const uint64_t* seen = state->seen ? state->seen + row0 : nullptr;
   if (seen) {
@@ -268,11 +281,25 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
     end = CommonRun(seen, ROWS, all, end);
   }
   float alpha[kWidth];
-  WeighTile<ROWS>(hidden, visible, all, end, start, padded, row0, scores, alpha, state);
+  [[maybe_unused]] const Vec largest =
+      WeighTile<ROWS>(hidden, visible, all, end, start, padded, row0, scores, alpha, state);
 
   float* o = state->o + row0 * state->o_stride;
-  AddValues<T, ROWS>({scores, ROWS, all, end}, block.v, next.v, state->v_head_dim, alpha, o,
-                     state->o_stride);
+  bool as_words = false;
+  if constexpr (kUsesDot<T>) {
+    as_words = state->v_head_dim % (2 * kWidth) == 0 &&
+               AreWordsEnough<ROWS>(largest, Load(state->l[row0 / 8]));
+    if (as_words) {
+      all += all % 2;
+      end = end - end % 2 > all ? end - end % 2 : all;
+      AddValueWords<T, ROWS>(scores, all, end, block.v, next.v, state->v_head_dim, alpha, o,
+                             state->o_stride);
+    }
+  }
+  if (!as_words) {
+    AddValues<T, ROWS>({scores, ROWS, all, end}, block.v, next.v, state->v_head_dim, alpha, o,
+                       state->o_stride);
+  }
   if (hidden[0] < all || end < count) {
     AddEdges<T, ROWS>(scores, hidden, visible, seen, all, end, block.v, next.v, state->v_head_dim,
                       o, state->o_stride);
@@ -392,17 +419,15 @@ class DecodeSplit {
     if (row_->window > 0) {
       CountBefore(block.count_before, block.begin, first_, padded_, hidden);
     }
-    uint64_t seen[kDecodeMaxRows];
     state_.seen = nullptr;
     if (HidesKeys(*row_, *span_, block_end)) {
       SetSeen(*params_, *row_, *item_, *span_, num_rows_, padded_, block.count_before, block.begin,
-              seen);
-      state_.seen = seen;
+              seen_);
+      state_.seen = seen_;
     }
-    float key_offset[kKeyBlock];
     if (scale_->alibi) {
-      ListOffsets(*params_, *row_, item_->row, block, key_offset);
-      SetDistances(alibi_, padded_, token, key_offset, &state_);
+      ListOffsets(*params_, *row_, item_->row, block, key_offset_);
+      SetDistances(alibi_, padded_, token, key_offset_, &state_);
     }
     for (int r = 0; r < num_rows_;) {
       const int tile = TileRows(num_rows_, r);
@@ -444,6 +469,8 @@ class DecodeSplit {
   // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
   int64_t first_[kDecodeMaxRows], limit_[kDecodeMaxRows];
   AlibiRow alibi_[kDecodeMaxRows];
+  float key_offset_[kKeyBlock];  // of the block, as is what rows of a tree see
+  uint64_t seen_[kDecodeMaxRows];
   KeyBlock<T> blocks_[2];  // this one and the next
 };
 

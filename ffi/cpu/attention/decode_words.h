@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Decode of bf16 queries against 8-bit K and V with dot products of bf16 words. Included by
-// inst/avx512bf16.cc inside its target region (isa.h), after decode.h.
+// Decode of bf16 queries with dot products of bf16 words: the values of bf16 pages, and all of
+// 8-bit K and V. Included by inst/avx512bf16.cc and inst/amx.cc inside their target regions
+// (isa.h), after decode.h.
 //
 //   codes    become bf16 words in registers, exactly, where a step needs them: of K in order, of V
 //            in pairs of tokens side by side. A tile of 8 rows uses a word 8 times; what a call
@@ -21,6 +22,15 @@
 #define JAX_PAGED_CPU_ATTENTION_DECODE_WORDS_H_
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
+
+// One word is enough for the weights of a block up to this part of their row's sum.
+inline constexpr float kOneWordPart = 1.0f / 16;
+
+template <int ROWS>
+bool AreWordsEnough(Vec largest, Vec sum) {
+  constexpr int kTokens = kWidth / ROWS;  // lanes of a row, each with its share of the sum
+  return !AnyAbove(largest, Mul(sum, Set1(kOneWordPart * kTokens)));
+}
 
 // A block of 8-bit tokens and their scales: 0 for tokens that no row sees.
 struct CodeBlock {
@@ -95,16 +105,35 @@ JAX_PAGED_INLINE Vec ScoreCodes(const Codes& table, const float* q, const Int8* 
 template <int ROWS>
 inline constexpr int kRestOfWeights = kKeyBlock / 2 * ROWS;
 
-// One word is enough for the weights of a block up to this part of their row's sum.
-inline constexpr float kOneWordPart = 1.0f / 16;
+// Sources of V for the steps below: words of tokens 2 p and 2 p + 1 side by side, of dimensions [d,
+// d
+// + 32), of which n exist.
+template <typename Codes>
+struct CodePairs {
+  const Codes& table;
+  const Int8* const* v;
+  JAX_PAGED_INLINE Pair At(int p, int64_t d, int64_t n) const {
+    return PairsOf(table, LoadTwo(v[2 * p] + d, v[2 * p + 1] + d, n));
+  }
+};
+template <typename T>
+struct WordPairs {  // all 32 exist; prefetches the same part of next
+  const T* const* v;
+  const T* const* next;
+  JAX_PAGED_INLINE Pair At(int p, int64_t d, int64_t /*n*/) const {
+    Prefetch(reinterpret_cast<const char*>(next[2 * p] + d));
+    Prefetch(reinterpret_cast<const char*>(next[2 * p + 1] + d));
+    return LoadTokenPair(v[2 * p] + d, v[2 * p + 1] + d);
+  }
+};
 
 // o[r] = o[r] * alpha[r] + sum over pairs [begin, end) of weights[pair][r] . v[pair][d ...], with
 // the first words of the weights or both; n dimensions exist from d on.
-template <typename Codes, int ROWS, int WORDS, int VECS>
-JAX_PAGED_INLINE void ValueCodesStep(const Codes& table, const float* weights, int begin, int end,
-                                     const Int8* const* v, int64_t d, int64_t n, const float* alpha,
-                                     float* o, int64_t o_stride) {
-  static_assert(VECS % 2 == 0, "codes of two vectors at a time");
+template <int ROWS, int WORDS, int VECS, typename Source>
+JAX_PAGED_INLINE void ValuePairsStep(const Source& source, const float* weights, int begin, int end,
+                                     int64_t d, int64_t n, const float* alpha, float* o,
+                                     int64_t o_stride) {
+  static_assert(VECS % 2 == 0, "words of two vectors at a time");
   Vec sum[ROWS * VECS];
   JAX_PAGED_UNROLL
   for (int i = 0; i < ROWS * VECS; ++i) sum[i] = Zero();
@@ -112,10 +141,9 @@ JAX_PAGED_INLINE void ValueCodesStep(const Codes& table, const float* weights, i
     Vec value[VECS];
     JAX_PAGED_UNROLL
     for (int j = 0; j < VECS; j += 2) {
-      const int64_t at = d + j * kWidth;
-      const Pair pairs = PairsOf(table, LoadTwo(v[2 * p] + at, v[2 * p + 1] + at, n - j * kWidth));
-      value[j] = pairs.a;
-      value[j + 1] = pairs.b;
+      const Pair pair = source.At(p, d + j * kWidth, n - j * kWidth);
+      value[j] = pair.a;
+      value[j + 1] = pair.b;
     }
     JAX_PAGED_UNROLL
     for (int i = 0; i < WORDS * ROWS; ++i) {
@@ -139,20 +167,32 @@ JAX_PAGED_INLINE void ValueCodesStep(const Codes& table, const float* weights, i
 }
 
 // The same for all dimensions.
-template <typename Codes, int ROWS, int WORDS>
-void AddValueCodes(const Codes& table, const float* weights, int begin, int end,
-                   const Int8* const* v, int64_t v_head_dim, const float* alpha, float* o,
-                   int64_t o_stride) {
+template <int ROWS, int WORDS, typename Source>
+void AddPairs(const Source& source, const float* weights, int begin, int end, int64_t v_head_dim,
+              const float* alpha, float* o, int64_t o_stride) {
   constexpr int kVecs = ROWS == 8 ? 2 : 4;
   int64_t d = 0;
   for (; d + kVecs * kWidth <= v_head_dim; d += kVecs * kWidth) {
-    ValueCodesStep<Codes, ROWS, WORDS, kVecs>(table, weights, begin, end, v, d, kVecs * kWidth,
-                                              alpha, o, o_stride);
+    ValuePairsStep<ROWS, WORDS, kVecs>(source, weights, begin, end, d, kVecs * kWidth, alpha, o,
+                                       o_stride);
   }
   for (; d < v_head_dim; d += 2 * kWidth) {
-    ValueCodesStep<Codes, ROWS, WORDS, 2>(table, weights, begin, end, v, d, v_head_dim - d, alpha,
-                                          o, o_stride);
+    ValuePairsStep<ROWS, WORDS, 2>(source, weights, begin, end, d, v_head_dim - d, alpha, o,
+                                   o_stride);
   }
+}
+
+template <typename T, int ROWS>
+void AddValueWords(const float* weights, int begin, int end, const T* const* v,
+                   const T* const* next, int64_t v_head_dim, const float* alpha, float* o,
+                   int64_t o_stride) {
+  constexpr int kTokens = kWidth / ROWS;
+  float words[kKeyBlock / 2 * ROWS];
+  for (int t = begin / kTokens * kTokens; t < end; t += kTokens) {
+    StoreWeightPairs<ROWS>(Load(weights + t * ROWS), words + t / 2 * ROWS);
+  }
+  AddPairs<ROWS, /*WORDS=*/1>(WordPairs<T>{v, next}, words, begin / 2, end / 2, v_head_dim, alpha,
+                              o, o_stride);
 }
 
 // Adds pairs [begin, end) of which not all ROWS rows of a tile see both tokens, row by row: a token
@@ -176,8 +216,8 @@ __attribute__((noinline)) void AddCodeEdges(const Codes& table, const float* wei
       words[0] = FloatFromBits(FloatBits(weights[p * ROWS + r]) & seen);
       words[kRestOfWeights<1>] =
           FloatFromBits(FloatBits(weights[kRestOfWeights<ROWS> + p * ROWS + r]) & seen);
-      AddValueCodes<Codes, 1, 2>(table, words, 0, 1, tokens, v_head_dim, &kOne, o + r * o_stride,
-                                 o_stride);
+      AddPairs<1, 2>(CodePairs<Codes>{table, tokens}, words, 0, 1, v_head_dim, &kOne,
+                     o + r * o_stride, o_stride);
     }
   }
 }
@@ -216,12 +256,11 @@ void DecodeCodesTile(const CodeTable& bytes, const CodeBlock& block, const KeyBl
   }
 
   float* o = state->o + row0 * state->o_stride;
-  // Each of a row's kTokens lanes has its share of the sum.
-  const Vec sum = Load(state->l[row0 / 8]);
-  const auto add = AnyAbove(largest, Mul(sum, Set1(kOneWordPart * kTokens)))
-                       ? AddValueCodes<Codes, ROWS, 2>
-                       : AddValueCodes<Codes, ROWS, 1>;
-  add(table, weights, pair, pair_end, block.v, state->v_head_dim, alpha, o, state->o_stride);
+  const auto add = AreWordsEnough<ROWS>(largest, Load(state->l[row0 / 8]))
+                       ? AddPairs<ROWS, 1, CodePairs<Codes>>
+                       : AddPairs<ROWS, 2, CodePairs<Codes>>;
+  const CodePairs<Codes> values = {table, block.v};
+  add(values, weights, pair, pair_end, state->v_head_dim, alpha, o, state->o_stride);
   if (hidden[0] < 2 * pair) {
     AddCodeEdges<Codes, ROWS>(table, weights, hidden[0] / 2, pair, hidden, visible, block.v,
                               state->v_head_dim, o, state->o_stride);
@@ -306,10 +345,9 @@ class DecodeCodesSplit {
     for (int t = 0; t < kKeyBlock; ++t) {
       if (t < seen_begin || t >= seen_end) codes_.k_scale[t] = codes_.v_scale[t] = 0.0f;
     }
-    float key_offset[kKeyBlock];
     if (scale_->alibi) {
-      ListOffsets(*params_, *row_, item_->row, block, key_offset);
-      SetDistances(alibi_, padded_, token, key_offset, &state_);
+      ListOffsets(*params_, *row_, item_->row, block, key_offset_);
+      SetDistances(alibi_, padded_, token, key_offset_, &state_);
     }
     for (int r = 0; r < num_rows_; next = &block) {
       const int tile = TileRows(num_rows_, r);
@@ -371,6 +409,7 @@ class DecodeCodesSplit {
   DecodeState state_;
   int64_t first_[kDecodeMaxRows], limit_[kDecodeMaxRows];
   AlibiRow alibi_[kDecodeMaxRows];
+  float key_offset_[kKeyBlock];  // of the block, as are the codes
   CodeBlock codes_;
   KvScale v_scale_;
   float of_head_;             // what the head's values are to be multiplied by at last

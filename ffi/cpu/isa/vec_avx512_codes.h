@@ -133,9 +133,9 @@ JAX_PAGED_INLINE Vec PerToken(const float* p) {
 }
 
 // Weights [16 / ROWS tokens][ROWS] as words, tokens 2 i and 2 i + 1 side by side: [8 / ROWS][ROWS].
-// What rounding to a word leaves of them follows as words, `rest` floats further on.
+// Returns them, as floats where they were.
 template <int ROWS>
-JAX_PAGED_INLINE void StoreWeightPairs(Vec weights, float* to, int rest) {
+JAX_PAGED_INLINE Vec StoreWeightPairs(Vec weights, float* to) {
   alignas(32) static constexpr int16_t kOrder[4][16] = {
       {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
       {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
@@ -144,10 +144,22 @@ JAX_PAGED_INLINE void StoreWeightPairs(Vec weights, float* to, int rest) {
   constexpr int kWhich = ROWS == 8 ? 3 : (ROWS == 4 ? 2 : (ROWS == 2 ? 1 : 0));
   const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(kOrder[kWhich]));
   const __m256i words = (__m256i)_mm512_cvtneps_pbh(weights);
-  const Vec rounded = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
-  const __m256i left = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(weights, rounded));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutexvar_epi16(order, words));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + rest), _mm256_permutexvar_epi16(order, left));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+// The same, and what rounding to a word leaves of them, as words `rest` floats further on.
+template <int ROWS>
+JAX_PAGED_INLINE void StoreWeightPairs(Vec weights, float* to, int rest) {
+  const Vec rounded = StoreWeightPairs<ROWS>(weights, to);
+  StoreWeightPairs<ROWS>(_mm512_sub_ps(weights, rounded), to + rest);
+}
+
+// 32 words of each of two tokens, side by side: the even ones, then the odd ones (as LoadPair).
+JAX_PAGED_INLINE Pair LoadTokenPair(const BFloat16* even, const BFloat16* odd) {
+  const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+  const __mmask32 high = 0xaaaaaaaau;
+  return {_mm512_castsi512_ps(_mm512_mask_blend_epi16(high, a, _mm512_slli_epi32(b, 16))),
+          _mm512_castsi512_ps(_mm512_mask_blend_epi16(high, _mm512_srli_epi32(a, 16), b))};
 }
 
 // sum + weights of two tokens (a pair, for all lanes) x values of two tokens.
