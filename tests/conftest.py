@@ -30,7 +30,7 @@ if (0, 10) <= jax.__version_info__ < (0, 11):
 # the files of most tests, and end with one worker waiting for a minute).
 SLOW_FILES = [
     "sharding", "sharding_weights", "sharding_reads", "public_grids", "state_machine",
-    "draft_model", "kv_dtype", "cli", "engine",
+    "draft_model", "kv_dtype", "cli_generate", "cli_mistakes", "cli_eval", "engine",
     "attention_options", "draft_trees", "speculate", "cache_scenarios", "decoder", "generate",
     "bench_serve", "build", "tsan", "groups", "groups_random", "concurrency", "interrupt",
     "cascade", "transfer_between", "docs", "support",

@@ -5,7 +5,7 @@ import argparse
 import functools
 from typing import Any, NoReturn
 
-# What the models define; test_cli compares. Importing it from there would import jax.
+# What the models define; tests/cli compares. Importing it from there would import jax.
 PAGE_SIZE = 16
 WEIGHT_DTYPES = ("int4", "int8", "fp8", "fp8_e4m3")
 DRAFT_RULES = ("same_noise", "rejection")

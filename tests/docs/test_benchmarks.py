@@ -157,6 +157,17 @@ def test_tasks_of_lm_eval_are_a_table_of_both_sides(documents, tmp_path):
     assert all(version in text for version in versions.values())
 
 
+def test_perplexities_are_a_table_beside_llama_cpp(documents, tmp_path):
+    path = tmp_path / "llama_perplexity.json"
+    assert documents.beside_llama(path) == "Not measured yet: `llama_perplexity.py`."
+    environment = json.loads((documents.harness.RESULTS / "model.json").read_text())["environment"]
+    row = {"what": "4 bits", "perplexity": 31.5, "of_llama_cpp": 0.99876, "seconds": 2.0}
+    path.write_text(json.dumps({"environment": environment, "pieces": 3, "rows": [row]}))
+    text = documents.beside_llama(path)
+    assert "3 pieces of 512 tokens" in text
+    assert text.endswith("| 4 bits | 31.500 | 0.9988× |")
+
+
 def test_plots_are_the_same_from_the_same_figures(documents, tmp_path):
     pytest.importorskip("matplotlib")
     results = documents.load(documents.harness.RESULTS)
