@@ -5,8 +5,8 @@
 
 What stands between `<!-- measured -->` and `<!-- end -->` in `FILES` is replaced. README gets the
 rows of `PICKS`, docs/performance.md all rows and those that miss their goals (goals.py), and
-docs/evaluating.md those of `lm_eval_peers.py`, which `run_all.py` does not run. Plots need
-matplotlib (`pip install 'jax_paged[plot]'`) and go to docs/plots.
+docs/evaluating.md those of `lm_eval_peers.py` and `llama_perplexity.py`, which `run_all.py` does
+not run. Plots need matplotlib (`pip install 'jax_paged[plot]'`) and go to docs/plots.
 """
 
 import dataclasses
@@ -204,6 +204,23 @@ def beside_hf(path: Path) -> str:
     return "\n\n".join([*parts, "\n".join(lines)])
 
 
+def beside_llama(path: Path) -> str:
+    """docs/evaluating.md's block of perplexities: a result file of `llama_perplexity.py`."""
+    if not path.exists():
+        return "Not measured yet: `llama_perplexity.py`."
+    result = json.loads(path.read_text(encoding="utf-8"))
+    at = result["environment"]
+    lines = [
+        f"SmolLM2-135M in Q4_1, {result['pieces']} pieces of 512 tokens of these documents. One "
+        f"run on {machine(at)}, commit {at['commit']}, {at['date']}.\n",
+        "| weights | perplexity | of llama.cpp's |",
+        "| --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        lines.append(f"| {row['what']} | {row['perplexity']:.3f} | {row['of_llama_cpp']:.4f}× |")
+    return "\n".join(lines)
+
+
 def below_goals(results: Mapping[str, Result]) -> str:
     """docs/performance.md's list of the rows that miss a goal."""
     lines = ["| benchmark | row | reached | goal | |", "| --- " * 5 + "|"]
@@ -315,7 +332,9 @@ def write(results: Path = harness.RESULTS, root: Path = ROOT) -> None:
     full = sections(found, TITLES, [f"plots/{name}" for name in made])
     replace(root / "docs" / "performance.md", full)
     replace(root / "docs" / "performance.md", below_goals(found), "goals")
-    replace(root / "docs" / "evaluating.md", beside_hf(results / "lm_eval.json"))
+    evaluating = root / "docs" / "evaluating.md"
+    replace(evaluating, beside_hf(results / "lm_eval.json"))
+    replace(evaluating, beside_llama(results / "llama_perplexity.json"), "perplexity")
 
 
 if __name__ == "__main__":

@@ -61,9 +61,31 @@ class _Rows:
         logits = self.lib.llama_get_logits_ith(self.context, index)
         return int(np.ctypeslib.as_array(logits, (VOCABULARY,)).argmax())
 
+    def losses(self, tokens: Sequence[int]) -> np.ndarray:
+        """−log p of each token of a text but the first, in nats; it fills row 0."""
+        self.cut(0, 0)
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, i, 1
+            batch.seq_id[i][0], batch.logits[i] = 0, True
+        status = self.lib.llama_decode(self.context, batch)
+        assert status == 0, f"llama_decode gave {status}"
+        found = self.lib.llama_get_logits(self.context)
+        logits = np.ctypeslib.as_array(found, (len(tokens), VOCABULARY))[:-1].astype(np.float64)
+        top = logits.max(1)
+        log_sum = top + np.log(np.exp(logits - top[:, None]).sum(1))
+        return log_sum - logits[np.arange(len(tokens) - 1), np.asarray(tokens[1:])]
+
     def cut(self, row: int, length: int) -> None:
         """Drops the tokens of a row from `length` on."""
         self.lib.llama_memory_seq_rm(self.memory, row, length, -1)
+
+
+def losses(pieces: Sequence[Sequence[int]]) -> np.ndarray:
+    """−log p of each token but the first of each piece of a text, one behind the other, in nats."""
+    rows = _Rows(1, max(map(len, pieces)))
+    return np.concatenate([rows.losses(piece) for piece in pieces])
 
 
 def calls(
