@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 # Contenders that are no peers: the same call without an option, the least work that there is, the
 # projection that adapters are added to.
 YARDSTICKS = ("plain", "copied", "linear")
+AVX512 = ("avx512", "avx512bf16", "amx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +69,16 @@ class Exempt:
     case: str
     size: str
     proof: str
+    isa: tuple[str, ...] = AVX512
 
-    def concerns(self, benchmark: str, row: Row) -> bool:
+    def concerns(self, benchmark: str, isa: str, row: Row) -> bool:
         """Whether it is this row."""
-        return (benchmark, row["kind"], row["case"], row["size"]) == (
+        same = (benchmark, row["kind"], row["case"], row["size"]) == (
             self.benchmark, self.kind, self.case, self.size,
         )  # fmt: skip
+        return same and isa in self.isa
 
 
-AVX512 = ("avx512", "avx512bf16", "amx")
 _LONG = ("8 × 4096", "32 × 4096")
 _CHEAP = ("soft_cap", "lse", "fp8 output", "sinks", "alibi_slopes")
 
@@ -114,10 +116,12 @@ class Miss:
     goal: Goal
     reached: float
     proof: str | None  # where it stands that the row cannot reach it
+    isa: str  # the instruction set that it was measured with
 
     def __str__(self) -> str:
         row, unit = self.row, " %" if self.goal.measure == "limit" else "×"
         what = f"{self.benchmark}: {row['kind']}, {row['case']}, {row['size']}, {row['dtype']}"
+        what += "" if self.isa in AVX512 else f", {self.isa}"
         return f"{what}: {self.reached:.2f}{unit}, the goal is {self.goal.text()}"
 
 
@@ -137,10 +141,10 @@ def misses(results: Mapping[str, Mapping[str, Any]]) -> list[Miss]:
     for benchmark, result in results.items():
         isa = result["environment"]["isa"]
         for row in result["rows"]:
-            proofs = [x.proof for x in EXCEPTIONS if x.concerns(benchmark, row)]
+            proofs = [x.proof for x in EXCEPTIONS if x.concerns(benchmark, isa, row)]
             for goal in goals_of(benchmark, isa, row):
                 reached = goal.reached(row)
                 if reached is not None and reached < goal.least:
                     proof = proofs[0] if proofs else None
-                    found.append(Miss(benchmark, row, goal, reached, proof))
+                    found.append(Miss(benchmark, row, goal, reached, proof, isa))
     return found

@@ -463,7 +463,7 @@ def cascade_levels(
 
 
 # What rows read together: so many rows, tokens that they share, and tokens that are not read again.
-# Measured on a CPU (bench_cascade.py): 4 rows of 1024 tokens are slower so, 4 of 2048 faster.
+# Measured on a CPU (bench_cascade.py) before plain decode became faster there (docs/kernels.md).
 LEAST_ROWS, LEAST_TOKENS, LEAST_SAVED = 4, 512, 6000
 
 

@@ -93,8 +93,9 @@ class Engine(BetweenEngines):
       num_pinned: with a window, the first tokens of each request, which all later ones see (the
         attention sinks of StreamingLLM, Xiao et al., 2023); below the window.
       cascade: whether pages that at least 4 running requests share are read once for all of them,
-        where they hold 512 tokens or more: faster for many requests behind one long beginning. How
-        their logits are rounded then depends on the others, which it does not without.
+        where they hold 512 tokens or more. It saves reading where many requests have one long
+        beginning; on a CPU it takes longer (docs/kernels.md, Ops made of others), on a GPU it is
+        not timed. How logits are rounded then depends on the others, which it does not without.
       logprobs: how many of the likeliest tokens to tell beside the log-probabilities of each new
         one, in `Request.logprobs`; 0 = those of the new token alone; None = no log-probabilities.
       prompt_logprobs: whether requests may ask for the log-probabilities of their prompts. Steps
