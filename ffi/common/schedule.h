@@ -230,6 +230,11 @@ inline int64_t PartialFloats(int64_t rows, int64_t v_head_dim) {
   return RoundUp(rows * (v_head_dim + 2), 16);
 }
 
+// Items that automatic splits aim at.
+inline int64_t WantedItems(const ScheduleOptions& options) {
+  return options.num_workers > 1 ? options.num_workers * kItemsPerWorker : 1;
+}
+
 // Plans `num_rows` rows into plans[num_rows] and says how much FillItems will write.
 inline PlanTotals PlanRows(const ScheduleOptions& options, const Row* rows, int32_t num_rows,
                            RowPlan* plans) {
@@ -242,8 +247,7 @@ inline PlanTotals PlanRows(const ScheduleOptions& options, const Row* rows, int3
       totals.cost += options.num_kv_heads * WorkCost(BlockRows(plans[i], b), keys, options);
     }
   }
-  const int64_t wanted = options.num_workers > 1 ? options.num_workers * kItemsPerWorker : 1;
-  totals.target_cost = Clamp(totals.cost / wanted, 1, INT64_MAX);
+  totals.target_cost = Clamp(totals.cost / WantedItems(options), 1, INT64_MAX);
   for (int32_t i = 0; i < num_rows; ++i) {
     RowPlan& plan = plans[i];
     if (plan.kind == RowKind::kEmpty) continue;

@@ -362,137 +362,188 @@ inline void FinishDecode(const DecodeState& state, int num_rows, const Partial& 
   }
 }
 
-// Decode of a split of one KV head, block by block.
-template <typename T>
-class DecodeSplit {
- public:
-  // All of these must live until Finish, which brings the result into `part`.
-  void Start(const AttentionParams& params, const Row& row, const WorkItem& item,
-             const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
-             const Partial& part) {
-    params_ = &params;
-    row_ = &row;
-    item_ = &item;
-    scale_ = &scale;
-    span_ = &span;
-    scratch_ = &scratch;
-    part_ = &part;
-    num_rows_ = static_cast<int>(item.packed_end - item.packed_begin);
-    padded_ = static_cast<int>(DecodePaddedRows(num_rows_));
-    staged_ = IsStaged(params);
-    current_ = 0;
-    StartDecode(params, scale, padded_, scratch, part, &state_);
-    SetRows(params, row, item, span, num_rows_, padded_, first_, limit_,
-            scale.alibi ? alibi_ : nullptr);
-    Gather(span.begin, &blocks_[0]);
-    const int64_t element_bytes = ByteWidth(params.kv_dtype);
-    for (int t = 0; t < blocks_[0].count; ++t) {
-      PrefetchRow(blocks_[0].k[t], params.head_dim * element_bytes);
-      PrefetchRow(blocks_[0].v[t], params.v_head_dim * element_bytes);
+// A tile of so many rows, as a type.
+template <int ROWS>
+struct TileOf {
+  static constexpr int kRows = ROWS;
+};
+
+// What a split of one KV head is, whatever its pages hold: blocks of T, of which the next BLOCKS -
+// 1 are listed while one is used.
+template <typename T, int BLOCKS>
+struct HeadSplit {
+  const AttentionParams* params;
+  const Row* row;
+  const WorkItem* item;
+  const LogitScale* scale;
+  const KeySpan* span;
+  const WorkerScratch* scratch;
+  const Partial* part;
+  int64_t block_tokens;
+  int num_rows;
+  int padded;  // with the padding of the last tile
+  int current;
+  DecodeState state;
+  // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
+  int64_t first[kDecodeMaxRows], limit[kDecodeMaxRows];
+  AlibiRow alibi[kDecodeMaxRows];
+  float key_offset[kKeyBlock];  // of the block
+  // Of the block: what packed row r sees is [hidden[r], visible[r]) of its listed tokens.
+  int hidden[kDecodeMaxRows], visible[kDecodeMaxRows];
+  KeyBlock<T> blocks[BLOCKS];
+
+  // All that is given must live as long. Blocks have as many tokens as fit with words of `bytes`.
+  void Start(const AttentionParams& call, const Row& of_row, const WorkItem& of_item,
+             const LogitScale& logit_scale, const KeySpan& tokens, const WorkerScratch& memory,
+             const Partial& result, int64_t bytes) {
+    params = &call;
+    row = &of_row;
+    item = &of_item;
+    scale = &logit_scale;
+    span = &tokens;
+    scratch = &memory;
+    part = &result;
+    block_tokens = DecodeBlockTokens(call.head_dim * bytes);
+    num_rows = static_cast<int>(of_item.packed_end - of_item.packed_begin);
+    padded = static_cast<int>(DecodePaddedRows(num_rows));
+    current = 0;
+    StartDecode(call, logit_scale, padded, memory, result, &state);
+    SetRows(call, of_row, of_item, tokens, num_rows, padded, first, limit,
+            logit_scale.alibi ? alibi : nullptr);
+    for (int r = 0; r < padded; ++r) hidden[r] = 0;
+    const int64_t element_bytes = ByteWidth(call.kv_dtype);
+    for (int i = 0; i + 1 < BLOCKS; ++i) {
+      Gather(Clamp(tokens.begin + i * block_tokens, tokens.begin, tokens.end), i);
+      for (int t = 0; t < blocks[i].count; ++t) {
+        PrefetchRow(blocks[i].k[t], call.head_dim * element_bytes);
+        PrefetchRow(blocks[i].v[t], call.v_head_dim * element_bytes);
+      }
     }
   }
 
-  int64_t block_tokens() const { return DecodeBlockTokens(params_->head_dim * int64_t{sizeof(T)}); }
+  // The end of a block that begins at `token`.
+  int64_t EndOf(int64_t token) const { return Clamp(token + block_tokens, token, span->end); }
 
-  // The block that begins at `token`, after those before it.
-  void Step(int64_t token) {
-    const KeyBlock<T>& stored = blocks_[current_];
-    current_ ^= 1;
-    const KeyBlock<T>* next = &stored;  // what to prefetch
-    const int64_t block_end = token + block_tokens();
-    if (block_end < span_->end) {
-      Gather(block_end, &blocks_[current_]);
-      if (blocks_[current_].count > 0) next = &blocks_[current_];
+  // Where the block begins that is to be prefetched while that from `token` on is used.
+  int64_t BeginAhead(int64_t token) const { return token + (BLOCKS - 1) * block_tokens; }
+
+  // Lists the block that begins at `token`.
+  void Gather(int64_t token, int to) {
+    GatherKeys(*params, item->row, item->kv_head, token, EndOf(token), *scratch, to, &blocks[to]);
+  }
+
+  // The block from `token` on, after those before it. `ahead` is to be prefetched, or it again.
+  const KeyBlock<T>& TakeBlock(int64_t token, const KeyBlock<T>** ahead) {
+    const KeyBlock<T>& block = blocks[current];
+    const int unused = (current + BLOCKS - 1) % BLOCKS;
+    current = (current + 1) % BLOCKS;
+    *ahead = &block;
+    if (BeginAhead(token) < span->end) {
+      Gather(BeginAhead(token), unused);
+      if (blocks[unused].count > 0) *ahead = &blocks[unused];
     }
-    const KeyBlock<T>* source = &stored;
-    KeyBlock<T> floats;
-    if constexpr (kSameType<T, float>) {
-      if (staged_) {
-        StageKeys(*params_, *row_, *item_, *span_, stored, *next, Clamp(block_end, 0, span_->end),
-                  *scratch_, &floats);
-        source = next = &floats;
-      }
-    }
-    const KeyBlock<T>& block = *source;
-    int hidden[kDecodeMaxRows] = {}, visible[kDecodeMaxRows];
-    CountBefore(block.count_before, block.begin, limit_, padded_, visible);
-    if (row_->window > 0) {
-      CountBefore(block.count_before, block.begin, first_, padded_, hidden);
-    }
-    state_.seen = nullptr;
-    if (HidesKeys(*row_, *span_, block_end)) {
-      SetSeen(*params_, *row_, *item_, *span_, num_rows_, padded_, block.count_before, block.begin,
-              seen_);
-      state_.seen = seen_;
-    }
-    if (scale_->alibi) {
-      ListOffsets(*params_, *row_, item_->row, block, key_offset_);
-      SetDistances(alibi_, padded_, token, key_offset_, &state_);
-    }
-    for (int r = 0; r < num_rows_;) {
-      const int tile = TileRows(num_rows_, r);
-      if (visible[r + tile - 1] <= hidden[r]) {  // nothing to see
-      } else if (tile == 8) {
-        DecodeTile<T, 8>(block, *next, hidden + r, visible + r, r, &state_);
+    return block;
+  }
+
+  void CountSeen(const KeyBlock<T>& block) {
+    CountBefore(block.count_before, block.begin, limit, padded, visible);
+    if (row->window > 0) CountBefore(block.count_before, block.begin, first, padded, hidden);
+  }
+
+  void SetAlibi(const KeyBlock<T>& block, int64_t token) {
+    if (!scale->alibi) return;
+    ListOffsets(*params, *row, item->row, block, key_offset);
+    SetDistances(alibi, padded, token, key_offset, &state);
+  }
+
+  // run(TileOf<rows>, first row) for each tile.
+  template <typename Run>
+  void EachTile(const Run& run) const {
+    for (int r = 0; r < num_rows;) {
+      const int tile = TileRows(num_rows, r);
+      if (tile == 8) {
+        run(TileOf<8>(), r);
       } else if (tile == 4) {
-        DecodeTile<T, 4>(block, *next, hidden + r, visible + r, r, &state_);
+        run(TileOf<4>(), r);
       } else if (tile == 2) {
-        DecodeTile<T, 2>(block, *next, hidden + r, visible + r, r, &state_);
+        run(TileOf<2>(), r);
       } else {
-        DecodeTile<T, 1>(block, *next, hidden + r, visible + r, r, &state_);
+        run(TileOf<1>(), r);
       }
       r += tile;
     }
   }
 
-  void Finish() const { FinishDecode(state_, num_rows_, *part_); }
+  // Whether a row of a tile sees any token of the block.
+  bool Sees(int row0, int rows) const { return visible[row0 + rows - 1] > hidden[row0]; }
 
- private:
-  // Lists the block that begins at `token`, which is blocks_[current_].
-  void Gather(int64_t token, KeyBlock<T>* block) const {
-    GatherKeys(*params_, item_->row, item_->kv_head, token,
-               Clamp(token + block_tokens(), token, span_->end), *scratch_, current_, block);
-  }
-
-  const AttentionParams* params_;
-  const Row* row_;
-  const WorkItem* item_;
-  const LogitScale* scale_;
-  const KeySpan* span_;
-  const WorkerScratch* scratch_;
-  const Partial* part_;
-  int num_rows_;
-  int padded_;  // with the padding of the last tile
-  bool staged_;
-  int current_;
-  DecodeState state_;
-  // Tokens [first, limit) are seen, by packed row; padding rows see what the last one sees.
-  int64_t first_[kDecodeMaxRows], limit_[kDecodeMaxRows];
-  AlibiRow alibi_[kDecodeMaxRows];
-  float key_offset_[kKeyBlock];  // of the block, as is what rows of a tree see
-  uint64_t seen_[kDecodeMaxRows];
-  KeyBlock<T> blocks_[2];  // this one and the next
+  void Finish() const { FinishDecode(state, num_rows, *part); }
 };
 
-// Runs splits of some heads that have the same tokens, block by block in turns.
+// Decode of a split of one KV head, block by block.
+template <typename T>
+class DecodeSplit {
+ public:
+  // All that is given must live until Finish, which brings the result into `part`.
+  void Start(const AttentionParams& params, const Row& row, const WorkItem& item,
+             const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
+             const Partial& part) {
+    staged_ = IsStaged(params);
+    head_.Start(params, row, item, scale, span, scratch, part, /*bytes=*/sizeof(T));
+  }
+
+  int64_t block_tokens() const { return head_.block_tokens; }
+
+  // The block that begins at `token`, after those before it.
+  void Step(int64_t token) {
+    const KeyBlock<T>* next;
+    const KeyBlock<T>* source = &head_.TakeBlock(token, &next);
+    [[maybe_unused]] KeyBlock<T> floats;
+    if constexpr (kSameType<T, float>) {
+      if (staged_) {
+        StageKeys(*head_.params, *head_.row, *head_.item, *head_.span, *source, *next,
+                  head_.EndOf(token), *head_.scratch, &floats);
+        source = next = &floats;
+      }
+    }
+    const KeyBlock<T>& block = *source;
+    head_.CountSeen(block);
+    head_.state.seen = nullptr;
+    if (HidesKeys(*head_.row, *head_.span, token + head_.block_tokens)) {
+      SetSeen(*head_.params, *head_.row, *head_.item, *head_.span, head_.num_rows, head_.padded,
+              block.count_before, block.begin, seen_);
+      head_.state.seen = seen_;
+    }
+    head_.SetAlibi(block, token);
+    head_.EachTile([&](auto tile, int r) {
+      constexpr int kRows = decltype(tile)::kRows;
+      if (!head_.Sees(r, kRows)) return;
+      DecodeTile<T, kRows>(block, *next, head_.hidden + r, head_.visible + r, r, &head_.state);
+    });
+  }
+
+  void Finish() const { head_.Finish(); }
+
+ private:
+  HeadSplit<T, 2> head_;
+  bool staged_;
+  uint64_t seen_[kDecodeMaxRows];  // of the block, in a tree
+};
+
+// A split of num_heads KV heads, each with an item, scratch and part of its own, block by block in
+// turns.
 template <typename Split>
-void RunInTurns(Split* splits, int num_heads, const KeySpan& span) {
+void DecodeHeads(const AttentionParams& params, const Row& row, const WorkItem* items,
+                 int num_heads, const LogitScale& scale, const KeySpan& span,
+                 const WorkerScratch* scratch, const Partial* parts) {
+  Split splits[kHeadsTogether];
+  for (int i = 0; i < num_heads; ++i) {
+    splits[i].Start(params, row, items[i], scale, span, scratch[i], parts[i]);
+  }
   for (int64_t token = span.begin; token < span.end; token += splits[0].block_tokens()) {
     for (int i = 0; i < num_heads; ++i) splits[i].Step(token);
   }
   for (int i = 0; i < num_heads; ++i) splits[i].Finish();
-}
-
-// A split of num_heads KV heads, each with an item, scratch and part of its own.
-template <typename T>
-void DecodeHeads(const AttentionParams& params, const Row& row, const WorkItem* items,
-                 int num_heads, const LogitScale& scale, const KeySpan& span,
-                 const WorkerScratch* scratch, const Partial* parts) {
-  DecodeSplit<T> splits[kHeadsTogether];
-  for (int i = 0; i < num_heads; ++i) {
-    splits[i].Start(params, row, items[i], scale, span, scratch[i], parts[i]);
-  }
-  RunInTurns(splits, num_heads, span);
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

@@ -271,36 +271,27 @@ void DecodeCodesTile(const CodeTable& bytes, const CodeBlock& block, const KeyBl
   }
 }
 
+inline const CodeTable& TableOf(Dtype dtype) {
+  if (dtype == Dtype::kInt8) return kInt8Table;
+  return dtype == Dtype::kFloat8E4M3 ? kE4M3Table : kE5M2Table;
+}
+
 // Decode of a split of one KV head, block by block: as DecodeSplit.
 template <typename Codes>
 class DecodeCodesSplit {
  public:
-  void Start(const CodeTable& table, const AttentionParams& params, const Row& row,
-             const WorkItem& item, const LogitScale& scale, const KeySpan& span,
-             const WorkerScratch& scratch, const Partial& part) {
-    table_ = &table;
-    params_ = &params;
-    row_ = &row;
-    item_ = &item;
-    scale_ = &scale;
-    span_ = &span;
-    scratch_ = &scratch;
-    part_ = &part;
-    num_rows_ = static_cast<int>(item.packed_end - item.packed_begin);
-    padded_ = static_cast<int>(DecodePaddedRows(num_rows_));
-    current_ = 0;
-    StartDecode(params, scale, padded_, scratch, part, &state_);
-    SetRows(params, row, item, span, num_rows_, padded_, first_, limit_,
-            scale.alibi ? alibi_ : nullptr);
-    PackTiles();
+  void Start(const AttentionParams& params, const Row& row, const WorkItem& item,
+             const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
+             const Partial& part) {
+    table_ = &TableOf(params.kv_dtype);
+    head_.Start(params, row, item, scale, span, scratch, part, /*bytes=*/sizeof(BFloat16));
+    head_.EachTile([&](auto tile, int r) {  // in the order that ScoreCodes reads
+      const int64_t at = r * scratch.q_stride;
+      PackQueries<decltype(tile)::kRows>(scratch.q + at, scratch.q_stride, params.head_dim,
+                                         scratch.k_stage + at);
+    });
+    head_.state.q = scratch.k_stage;
     for (int i = kKeyBlock; i < kKeyBlock + kWidth; ++i) codes_.k_scale[i] = codes_.v_scale[i] = 0;
-    for (int i = 0; i < 2; ++i) {
-      Gather(Clamp(span.begin + i * block_tokens(), span.begin, span.end), i);
-      for (int t = 0; t < blocks_[i].count; ++t) {
-        PrefetchRow(blocks_[i].k[t], params.head_dim);
-        PrefetchRow(blocks_[i].v[t], params.v_head_dim);
-      }
-    }
     // Of V. One for all tokens is O's: multiplied with weights that are then rounded to bf16, it
     // would be as wrong as its own rounding wherever the weights are alike.
     v_scale_ = params.v_scale;
@@ -311,134 +302,61 @@ class DecodeCodesSplit {
     }
   }
 
-  int64_t block_tokens() const {
-    return DecodeBlockTokens(params_->head_dim * int64_t{sizeof(BFloat16)});
-  }
+  int64_t block_tokens() const { return head_.block_tokens; }
 
   void Step(int64_t token) {
-    const KeyBlock<Int8>& block = blocks_[current_];
-    const KeyBlock<Int8>* next = &block;  // what to prefetch
-    const int unused = (current_ + 2) % 3;
-    current_ = (current_ + 1) % 3;
-    const int64_t block_end = Clamp(token + block_tokens(), token, span_->end);
-    const int64_t next_begin = token + 2 * block_tokens();
-    if (next_begin < span_->end) {
-      Gather(next_begin, unused);
-      if (blocks_[unused].count > 0) next = &blocks_[unused];
-      const int64_t next_end = Clamp(next_begin + block_tokens(), next_begin, span_->end);
-      for (const KvScale* scale : {&params_->k_scale, &params_->v_scale}) {
-        PrefetchScales(*scale, *params_, item_->row, item_->kv_head, next_begin, next_end);
-      }
+    const AttentionParams& params = *head_.params;
+    const WorkItem& item = *head_.item;
+    const KeyBlock<Int8>* next;
+    const KeyBlock<Int8>& block = head_.TakeBlock(token, &next);
+    const int64_t ahead = head_.BeginAhead(token);
+    for (const KvScale* scale : {&params.k_scale, &params.v_scale}) {
+      PrefetchScales(*scale, params, item.row, item.kv_head, ahead, head_.EndOf(ahead));
     }
-    int hidden[kDecodeMaxRows] = {}, visible[kDecodeMaxRows];
-    CountBefore(block.count_before, block.begin, limit_, padded_, visible);
-    if (row_->window > 0) {
-      CountBefore(block.count_before, block.begin, first_, padded_, hidden);
-    }
-    const int seen_begin = hidden[0], seen_end = visible[padded_ - 1];
+    head_.CountSeen(block);
+    const int seen_begin = head_.hidden[0], seen_end = head_.visible[head_.padded - 1];
     if (seen_end <= seen_begin) return;
     codes_.k = block.k;
     codes_.v = block.v;
-    ListScales(params_->k_scale, *params_, item_->row, item_->kv_head, token, block_end,
-               codes_.k_scale);
-    ListScales(v_scale_, *params_, item_->row, item_->kv_head, token, block_end, codes_.v_scale);
+    const int64_t end = head_.EndOf(token);
+    ListScales(params.k_scale, params, item.row, item.kv_head, token, end, codes_.k_scale);
+    ListScales(v_scale_, params, item.row, item.kv_head, token, end, codes_.v_scale);
     for (int t = 0; t < kKeyBlock; ++t) {
       if (t < seen_begin || t >= seen_end) codes_.k_scale[t] = codes_.v_scale[t] = 0.0f;
     }
-    if (scale_->alibi) {
-      ListOffsets(*params_, *row_, item_->row, block, key_offset_);
-      SetDistances(alibi_, padded_, token, key_offset_, &state_);
-    }
-    for (int r = 0; r < num_rows_; next = &block) {
-      const int tile = TileRows(num_rows_, r);
-      const int* from = hidden + r;
-      const int* to = visible + r;
-      if (to[tile - 1] <= from[0]) {  // nothing to see
-      } else if (tile == 8) {
-        DecodeCodesTile<Codes, 8>(*table_, codes_, *next, from, to, r, &state_);
-      } else if (tile == 4) {
-        DecodeCodesTile<Codes, 4>(*table_, codes_, *next, from, to, r, &state_);
-      } else if (tile == 2) {
-        DecodeCodesTile<Codes, 2>(*table_, codes_, *next, from, to, r, &state_);
-      } else {
-        DecodeCodesTile<Codes, 1>(*table_, codes_, *next, from, to, r, &state_);
+    head_.SetAlibi(block, token);
+    head_.EachTile([&](auto tile, int r) {
+      constexpr int kRows = decltype(tile)::kRows;
+      if (head_.Sees(r, kRows)) {
+        DecodeCodesTile<Codes, kRows>(*table_, codes_, *next, head_.hidden + r, head_.visible + r,
+                                      r, &head_.state);
       }
-      r += tile;
-    }
+      next = &block;  // the first tile brings it in
+    });
   }
 
   void Finish() const {
     if (of_head_ != 1.0f) {
-      for (int64_t i = 0; i < padded_ * state_.o_stride; ++i) state_.o[i] *= of_head_;
+      const DecodeState& state = head_.state;
+      for (int64_t i = 0; i < head_.padded * state.o_stride; ++i) state.o[i] *= of_head_;
     }
-    FinishDecode(state_, num_rows_, *part_);
+    head_.Finish();
   }
 
  private:
-  // The queries in the order that ScoreCodes reads.
-  void PackTiles() {
-    for (int r = 0; r < num_rows_;) {
-      const int tile = TileRows(num_rows_, r);
-      const auto pack = tile == 8   ? PackQueries<8>
-                        : tile == 4 ? PackQueries<4>
-                        : tile == 2 ? PackQueries<2>
-                                    : PackQueries<1>;
-      const int64_t at = r * scratch_->q_stride;
-      pack(scratch_->q + at, scratch_->q_stride, params_->head_dim, scratch_->k_stage + at);
-      r += tile;
-    }
-    state_.q = scratch_->k_stage;
-  }
-  // Lists the block that begins at `token`.
-  void Gather(int64_t token, int to) {
-    GatherKeys(*params_, item_->row, item_->kv_head, token,
-               Clamp(token + block_tokens(), token, span_->end), *scratch_, to, &blocks_[to]);
-  }
-
+  HeadSplit<Int8, 3> head_;
   const CodeTable* table_;
-  const AttentionParams* params_;
-  const Row* row_;
-  const WorkItem* item_;
-  const LogitScale* scale_;
-  const KeySpan* span_;
-  const WorkerScratch* scratch_;
-  const Partial* part_;
-  int num_rows_;
-  int padded_;
-  int current_;
-  DecodeState state_;
-  int64_t first_[kDecodeMaxRows], limit_[kDecodeMaxRows];
-  AlibiRow alibi_[kDecodeMaxRows];
-  float key_offset_[kKeyBlock];  // of the block, as are the codes
   CodeBlock codes_;
   KvScale v_scale_;
-  float of_head_;             // what the head's values are to be multiplied by at last
-  KeyBlock<Int8> blocks_[3];  // this one and the two after it
+  float of_head_;  // what the head's values are to be multiplied by at last
 };
-
-// As DecodeHeads.
-template <typename Codes>
-void DecodeCodesHeads(const CodeTable& table, const AttentionParams& params, const Row& row,
-                      const WorkItem* items, int num_heads, const LogitScale& scale,
-                      const KeySpan& span, const WorkerScratch* scratch, const Partial* parts) {
-  DecodeCodesSplit<Codes> splits[kHeadsTogether];
-  for (int i = 0; i < num_heads; ++i) {
-    splits[i].Start(table, params, row, items[i], scale, span, scratch[i], parts[i]);
-  }
-  RunInTurns(splits, num_heads, span);
-}
 
 inline void DecodeWordHeads(const AttentionParams& params, const Row& row, const WorkItem* items,
                             int num_heads, const LogitScale& scale, const KeySpan& span,
                             const WorkerScratch* scratch, const Partial* parts) {
-  if (params.kv_dtype == Dtype::kInt8) {
-    DecodeCodesHeads<IntCodes>(kInt8Table, params, row, items, num_heads, scale, span, scratch,
-                               parts);
-  } else {
-    const bool e4m3 = params.kv_dtype == Dtype::kFloat8E4M3;
-    DecodeCodesHeads<SignedCodes>(e4m3 ? kE4M3Table : kE5M2Table, params, row, items, num_heads,
-                                  scale, span, scratch, parts);
-  }
+  const auto decode = params.kv_dtype == Dtype::kInt8 ? DecodeHeads<DecodeCodesSplit<IntCodes>>
+                                                      : DecodeHeads<DecodeCodesSplit<SignedCodes>>;
+  decode(params, row, items, num_heads, scale, span, scratch, parts);
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

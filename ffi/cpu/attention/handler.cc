@@ -171,7 +171,7 @@ int64_t HeadsTogether(const ScheduleOptions& options, const PlanTotals& totals,
   for (int32_t i = 0; i < num_rows; ++i) {
     if (plans[i].kv_splits > 1) return 1;
   }
-  const int64_t wanted = options.num_workers > 1 ? 2 * options.num_workers * kItemsPerWorker : 1;
+  const int64_t wanted = options.num_workers > 1 ? 2 * WantedItems(options) : 1;
   int64_t heads = kHeadsTogether;
   while (options.num_kv_heads % heads != 0 || (heads > 1 && totals.items / heads < wanted)) --heads;
   return heads;

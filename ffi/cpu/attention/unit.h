@@ -54,7 +54,7 @@ void RunItems(const AttentionParams& params, const Row& row, const WorkItem* ite
       DecodeWordHeads(params, row, items, num_heads, scale, span, scratch, parts);
 #endif
     } else if (decode) {
-      DecodeHeads<T>(params, row, items, num_heads, scale, span, scratch, parts);
+      DecodeHeads<DecodeSplit<T>>(params, row, items, num_heads, scale, span, scratch, parts);
     } else {
       PrefillSplit<T>(params, row, item, scale, span, scratch[0], parts[0]);
     }
