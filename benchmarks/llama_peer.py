@@ -45,14 +45,17 @@ class _Rows:
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
 
-    def feed(self, tokens: Sequence[tuple[int, int, int]]) -> None:
-        """One call with (token, position, row) for each token; logits for the last of each row."""
+    def feed(self, tokens: Sequence[tuple[int, int, int]], *, every: bool = False) -> None:
+        """One call with (token, position, row) for each token.
+
+        Logits are for `every` token, or the last of each row.
+        """
         batch = self.batch
         batch.n_tokens = len(tokens)
         last = {row: i for i, (_, _, row) in enumerate(tokens)}
         for i, (token, position, row) in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-            batch.seq_id[i][0], batch.logits[i] = row, last[row] == i
+            batch.seq_id[i][0], batch.logits[i] = row, every or last[row] == i
         status = self.lib.llama_decode(self.context, batch)
         assert status == 0, f"llama_decode gave {status}"
 
@@ -64,13 +67,7 @@ class _Rows:
     def losses(self, tokens: Sequence[int]) -> np.ndarray:
         """−log p of each token of a text but the first, in nats; it fills row 0."""
         self.cut(0, 0)
-        batch = self.batch
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, i, 1
-            batch.seq_id[i][0], batch.logits[i] = 0, True
-        status = self.lib.llama_decode(self.context, batch)
-        assert status == 0, f"llama_decode gave {status}"
+        self.feed([(token, i, 0) for i, token in enumerate(tokens)], every=True)
         found = self.lib.llama_get_logits(self.context)
         logits = np.ctypeslib.as_array(found, (len(tokens), VOCABULARY))[:-1].astype(np.float64)
         top = logits.max(1)
