@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import harness
 import llama_peer
@@ -24,7 +25,7 @@ from jax_paged.models import evaluate, load_checkpoint
 
 DOCS = Path(__file__).parents[1] / "docs"
 PIECE = 512
-OURS = {  # as people read it → arguments of load_checkpoint
+OURS: dict[str, dict[str, Any]] = {  # as people read it → arguments of load_checkpoint
     "4 bits, f32": {"weight_dtype": "int4", "dtype": "float32"},
     "4 bits, bf16": {"weight_dtype": "int4", "dtype": "bfloat16"},
     "widened to f32": {"dtype": "float32"},
