@@ -113,10 +113,12 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
 template <typename T>
 inline constexpr int kStreams = sizeof(T) == 1 ? 4 : JAX_PAGED_STREAMS;
 
-// How many bytes ahead w is fetched then. Of bf16 words 1 KiB measures best, of the others 8 KiB
-// (docs/performance.md, Projections and experts).
+// How many bytes ahead w is fetched then. Of bf16 words 1 KiB measures best, of f32 16 KiB, of the
+// others 8 KiB (docs/performance.md, Projections and experts).
 template <typename T>
-inline constexpr int64_t kStreamAhead = kUsesDot<T> && sizeof(T) == 2 ? 1024 : 8192;
+inline constexpr int64_t kStreamAhead = kUsesDot<T> && sizeof(T) == 2 ? 1 << 10
+                                        : sizeof(T) == 4              ? 16 << 10
+                                                                      : 8 << 10;
 
 // The same bits for one row of x, of w that is in no cache: kStreams rows of w at a time, each over
 // the whole depth, so that memory is read in as many streams.
