@@ -61,10 +61,12 @@ def pack_weight(
     *,
     platform: str | None = None,
 ) -> PackedWeight | jax.Array:
-    """Weights for `linear` and `moe_experts` as the CPU's kernels multiply them fastest.
+    """Weights for `linear` and `moe_experts` in the order in which the CPU's tiles read them.
 
-    Results have the same bits. It pays from some 16 tokens on, and for fewer where weights come
-    from memory; it takes as much memory as the array, which is best let go.
+    Results have the same bits. Whether it is faster depends on the processor: f32 of 16 to 63
+    tokens gained up to a third on an Intel Xeon, more tokens some 4 %, and Zen 4 gains nothing
+    (docs/performance.md, Packed weights). It takes as much memory as the array, which is best let
+    go.
 
     Args:
       weight: [..., out, in] as published, of `linear` or of all experts; bf16, f16, f32, int8 or

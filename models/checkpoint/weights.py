@@ -107,8 +107,8 @@ def load_checkpoint(
       mesh: the devices that share the model, or what makes them of the configuration, such as
         `make_mesh`. Each process reads only what its devices get. None = one device.
       redundant_experts: over several devices, slots beyond one for each expert; see `Decoder`.
-      pack: whether a CPU gets the projections in the order in which it multiplies them fastest:
-        prefill and large batches are up to a third faster, and a tied head takes memory of its own;
+      pack: whether a CPU gets the projections in the order in which its tiles read them, which is
+        faster on some processors (`jax_paged.pack_weight`); a tied head takes memory of its own;
         see `Decoder`.
       progress: whether to show a bar on stderr, if that is a terminal.
       implementation: of the attention ops, see `Decoder`.

@@ -220,9 +220,9 @@ class Decoder(Projections):
       redundant_experts: slots of a layer beyond one for each expert, together a multiple of the
         devices: experts may move then, and busy ones be in several slots (`Engine.rebalance`). 0 =
         they may move. None = they stay where they are.
-      pack: whether projections, experts and head are in the order in which the CPU's kernels
-        multiply them fastest (`jax_paged.pack_weight`), where they lie on a CPU; results have the
-        same bits. A head that is the embedding becomes a copy. Not over a mesh.
+      pack: whether projections, experts and head are in the order in which the CPU's tiles read
+        them, where they lie on a CPU; results have the same bits. `jax_paged.pack_weight` says
+        where that is faster. A head that is the embedding becomes a copy. Not over a mesh.
 
     Raises:
       ValueError: the model cannot be split over the mesh.

@@ -100,6 +100,25 @@ def test_packed_experts_give_the_bits_of_plain_ones(inner, is_code):
             moe_experts(x, packed(gate_up), down, chosen, weights, **options)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_workers_that_take_several_blocks_of_experts_at_once_give_the_bits_of_plain_ones(dtype):
+    rng = np.random.default_rng(6)
+    experts, hidden, inner, tokens = 40, 208, 176, 300  # blocks of 48, and a rest of both
+    gate_up = jnp.asarray(rng.standard_normal((experts, 2 * inner, hidden)), dtype)
+    down = jnp.asarray(rng.standard_normal((experts, hidden, inner)), dtype)
+    x = jnp.asarray(rng.standard_normal((tokens, hidden)), dtype)
+    chosen = jnp.asarray(rng.integers(0, experts, (tokens, 2)), jnp.int32)
+    weights = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+    for count in (40, tokens):
+        rest = chosen[:count], weights[:count]
+        out = moe_experts(x[:count], packed(gate_up), packed(down), *rest, implementation="native")
+        check_same(out, moe_experts(x[:count], gate_up, down, *rest, implementation="native"))
+        alone = moe_experts(
+            x[7:8], gate_up, down, chosen[7:8], weights[7:8], implementation="native"
+        )
+        check_same(out[7:8], alone)
+
+
 def test_what_cannot_be_packed_stays():
     x, weight = make_case(3, 24, 40, jnp.float32)
     assert pack_weight(weight, platform="cpu") is weight  # outputs

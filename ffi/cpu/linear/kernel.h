@@ -113,12 +113,13 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
 template <typename T>
 inline constexpr int kStreams = sizeof(T) == 1 ? 4 : JAX_PAGED_STREAMS;
 
-// How many bytes ahead w is fetched then. Of bf16 words 1 KiB measures best, of f32 16 KiB, of the
-// others 8 KiB (docs/performance.md, Projections and experts).
+// How many bytes ahead w is fetched then. Of bf16 words 1 KiB measures best, of one stream of f32
+// 16 KiB, else 8 KiB (docs/performance.md, Projections and experts).
 template <typename T>
-inline constexpr int64_t kStreamAhead = kUsesDot<T> && sizeof(T) == 2 ? 1 << 10
-                                        : sizeof(T) == 4              ? 16 << 10
-                                                                      : 8 << 10;
+constexpr int64_t StreamAhead() {
+  if (kUsesDot<T> && sizeof(T) == 2) return 1 << 10;
+  return sizeof(T) == 4 && kStreams<T> == 1 ? 16 << 10 : 8 << 10;
+}
 
 // The same bits for one row of x, of w that is in no cache: kStreams rows of w at a time, each over
 // the whole depth, so that memory is read in as many streams.
@@ -141,7 +142,7 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
           }
           ScoreSums<T, 1, kRows, /*PREFETCHES=*/true>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0,
                                                       rows, limit - d < chunk ? limit - d : chunk,
-                                                      kStreamAhead<T>, to);
+                                                      StreamAhead<T>(), to);
         }
       }
       const Vec* of_chunk = sum[0];

@@ -177,12 +177,12 @@ struct LinearKernels {
   bool NeedsPanel(bool is_packed, Dtype w_dtype, int64_t num_rows) const {
     return IsEightBit(w_dtype) || Orders(is_packed, num_rows);
   }
-  // As Most says; rows of sums have whole panels.
+  // As Most says; rows of sums have whole panels. `next` as RowSums has it.
   void Sums(bool is_packed, const float* x, int64_t x_stride, int64_t num_rows, const void* w,
-            int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
-            float* sums) const {
+            int64_t depth, int64_t count, const void* next, const LinearBlocks& blocks,
+            float* panel, float* sums) const {
     if (RowSums* const by_rows = ByRows(is_packed, num_rows)) {
-      by_rows(x, x_stride, num_rows, w, depth, count, /*next=*/nullptr, blocks, panel, sums,
+      by_rows(x, x_stride, num_rows, w, depth, count, next, blocks, panel, sums,
               RoundUp(count, kLinearColumns), /*done=*/{});
     } else {
       few_plain(x, x_stride, num_rows, w, depth, count, blocks, panel, sums);

@@ -184,7 +184,8 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     float* const mine = sums + worker * own_floats;
     const char* const w = call.a + (group.adapter * inner + begin) * call.depth * bytes;
     kernels.Sums(/*is_packed=*/false, x_rows + group.first_row * x_stride, x_stride, group.num_rows,
-                 w, call.depth, count, /*blocks=*/{}, /*panel=*/mine + sums_floats, mine);
+                 w, call.depth, count, /*next=*/nullptr, /*blocks=*/{},
+                 /*panel=*/mine + sums_floats, mine);
     kernels.store(mine, group.num_rows, most(group), count, inner, call.dtype,
                   h + (group.first_row * inner + begin) * bytes);
   });
@@ -214,8 +215,7 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     const int64_t row_of_b = group.adapter * call.num_columns + block.begin;
     kernels.Sums(/*is_packed=*/false, h_rows + (block.part * num_rows + group.first_row) * h_stride,
                  h_stride, group.num_rows, call.b + row_of_b * call.rank * bytes, call.rank,
-                 block.count,
-                 /*blocks=*/{}, /*panel=*/mine + sums_floats, mine);
+                 block.count, /*next=*/nullptr, /*blocks=*/{}, /*panel=*/mine + sums_floats, mine);
     AddSums(mine, tokens.token_of.data() + group.first_row, group.num_rows, most(group),
             block.count, block.begin, call.num_columns, call.dtype, call.out);
   });

@@ -84,6 +84,47 @@ Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens,
   return pairs;
 }
 
+// What the columns of all groups are cut into: blocks, some of which that lie one behind the other
+// are an item, which one worker takes. A worker knows what is next within its item, and guesses
+// which item is its next one.
+class Items {
+ public:
+  // matrix_rows: of the matrix of an expert, of whose first `columns` rows items are made. workers:
+  // among which blocks are shared out, 0: each is an item.
+  Items(const std::vector<Group>& groups, int64_t matrix_rows, int64_t columns, int64_t block,
+        int64_t workers)
+      : groups_(groups), matrix_rows_(matrix_rows), columns_(columns), block_(block) {
+    constexpr int64_t kItemsPerWorker = 8, kMostBlocks = 16;
+    const int64_t all = static_cast<int64_t>(groups.size()) * CeilDiv(columns, block);
+    if (workers > 0) blocks_ = Clamp(all / (workers * kItemsPerWorker), 1, kMostBlocks);
+    of_group_ = CeilDiv(columns, blocks_ * block);
+  }
+  int64_t size() const { return static_cast<int64_t>(groups_.size()) * of_group_; }
+  const Group& group(int64_t item) const { return groups_[static_cast<size_t>(item / of_group_)]; }
+
+  // Calls call(begin, count, next) for each block of an item: its columns, and the row of all
+  // matrices that begins the block after it, or -1.
+  template <typename Call>
+  void ForEachBlock(int64_t item, int64_t workers, const Call& call) const {
+    const int64_t end = Clamp((item % of_group_ + 1) * blocks_ * block_, 0, columns_);
+    for (int64_t begin = Begin(item); begin < end; begin += block_) {
+      const int64_t after = begin + block_;
+      const int64_t next = after < end ? FirstRow(item) + after : Next(item + workers);
+      call(begin, Clamp(end - begin, 0, block_), next);
+    }
+  }
+
+ private:
+  int64_t Begin(int64_t item) const { return item % of_group_ * blocks_ * block_; }
+  int64_t FirstRow(int64_t item) const { return group(item).expert * matrix_rows_; }
+  int64_t Next(int64_t item) const { return item < size() ? FirstRow(item) + Begin(item) : -1; }
+
+  const std::vector<Group>& groups_;
+  int64_t matrix_rows_, columns_, block_;
+  int64_t blocks_ = 1;  // of an item
+  int64_t of_group_;    // items
+};
+
 // Rows of x, or of what gate and up made of them, as the kernels want them.
 struct Rows {
   float* data;
@@ -108,6 +149,8 @@ struct Matrix {
 
   // Rows in a tile of sums, at most.
   int64_t Most(int64_t num_rows) const { return int4 ? 1 : kernels->Most(is_packed, num_rows); }
+  // Whether it has kernels that bring the next block in.
+  bool ByRows(int64_t num_rows) const { return !int4 && kernels->ByRows(is_packed, num_rows); }
   bool Orders(int64_t num_rows) const { return !int4 && kernels->Orders(is_packed, num_rows); }
   int64_t PaddedRows(int64_t num_rows) const {
     return int4 ? PadLinearRows(num_rows) : kernels->PaddedRows(is_packed, num_rows);
@@ -142,15 +185,16 @@ struct Matrix {
     }
   }
 
-  // The products with `count` rows of all experts' matrices from number `first` on.
-  void Run(const Rows& x, int64_t num_rows, int64_t first, int64_t count,
+  // The products with `count` rows of all experts' matrices from number `first` on. `next`: the
+  // number of the row from which on the caller will ask next, or -1.
+  void Run(const Rows& x, int64_t num_rows, int64_t first, int64_t count, int64_t next,
            const LinearBlocks& blocks, float* panel, float* sums) const {
     if (int4) {
       int4->sums({x.data, x.stride, x.sums}, num_rows, codes.first.Behind(first / kPanelOutputs),
                  count / kPanelOutputs, sums, /*sums_stride=*/count);
     } else {
       kernels->Sums(is_packed, x.data, x.stride, num_rows, data + first * row_bytes, depth, count,
-                    blocks, panel, sums);
+                    next < 0 ? nullptr : data + next * row_bytes, blocks, panel, sums);
     }
   }
 };
@@ -256,39 +300,40 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
              x_of_all, sums, sums_floats);
 
   const float limit = call.limit ? *call.limit : 0.0f;
-  const int64_t gate_blocks = CeilDiv(call.inner, gate_block);
-  ParallelFor(pool, num_groups * gate_blocks, workers, [&](int64_t item, int64_t worker) {
-    const Group& group = pairs.groups[static_cast<size_t>(item / gate_blocks)];
-    const int64_t begin = item % gate_blocks * gate_block;
-    const int64_t count = Clamp(call.inner - begin, 0, gate_block);
+  const Items gate_items(pairs.groups, 2 * call.inner, call.inner, gate_block,
+                         gate_up.ByRows(most_rows) ? workers : 0);
+  ParallelFor(pool, gate_items.size(), workers, [&](int64_t item, int64_t worker) {
+    const Group& group = gate_items.group(item);
     float* const gate = sums + worker * sums_floats;
     float* const up = gate + gate_floats;
     float* const panel = gate + own_floats;
     const Rows x = x_of_all.From(group.first_row, x_groups);
-    const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
     const int64_t most = gate_up.Most(group.num_rows);
-    const auto blocks = [&](int64_t is_up) {
-      return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
-                            call.hidden, begin);
-    };
-    gate_up.Run(x, group.num_rows, first, count, blocks(0), panel, gate);
-    gate_up.Run(x, group.num_rows, first + call.inner, count, blocks(1), panel, up);
-    if (call.gate_up_scale) {
-      const float* const scale = call.gate_up_scale + first;
-      ScaleLinearSums(scale, group.num_rows, most, count, gate);
-      ScaleLinearSums(scale + call.inner, group.num_rows, most, count, up);
-    }
-    if (call.gate_up_bias.data) {
-      const MoeBias& bias = call.gate_up_bias;
-      const char* const from = bias.data + first * ByteWidth(bias.dtype);
-      AddLinearBias(from, bias.dtype, group.num_rows, most, count, gate);
-      AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
-                    count, up);
-    }
     const int64_t rows = most == 1 ? group.num_rows : PadLinearRows(group.num_rows);
-    kernels.gate(call.activation, limit, up, rows * RoundUp(count, kLinearColumns), gate);
-    kernels.store(gate, group.num_rows, most, count, call.inner, call.dtype,
-                  reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
+    gate_items.ForEachBlock(item, workers, [&](int64_t begin, int64_t count, int64_t next) {
+      const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
+      const auto blocks = [&](int64_t is_up) {
+        return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
+                              call.hidden, begin);
+      };
+      gate_up.Run(x, group.num_rows, first, count, first + call.inner, blocks(0), panel, gate);
+      gate_up.Run(x, group.num_rows, first + call.inner, count, next, blocks(1), panel, up);
+      if (call.gate_up_scale) {
+        const float* const scale = call.gate_up_scale + first;
+        ScaleLinearSums(scale, group.num_rows, most, count, gate);
+        ScaleLinearSums(scale + call.inner, group.num_rows, most, count, up);
+      }
+      if (call.gate_up_bias.data) {
+        const MoeBias& bias = call.gate_up_bias;
+        const char* const from = bias.data + first * ByteWidth(bias.dtype);
+        AddLinearBias(from, bias.dtype, group.num_rows, most, count, gate);
+        AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
+                      count, up);
+      }
+      kernels.gate(call.activation, limit, up, rows * RoundUp(count, kLinearColumns), gate);
+      kernels.store(gate, group.num_rows, most, count, call.inner, call.dtype,
+                    reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
+    });
   });
 
   const auto gated_source = [&](int64_t row) -> const char* {
@@ -298,28 +343,30 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
   LoadGroups(pool, workers, pairs, down, call.down_block_scale != nullptr, gated_source, h_of_all,
              sums, sums_floats);
 
-  const int64_t down_blocks = CeilDiv(call.hidden, down_block);
-  ParallelFor(pool, num_groups * down_blocks, workers, [&](int64_t item, int64_t worker) {
-    const Group& group = pairs.groups[static_cast<size_t>(item / down_blocks)];
-    const int64_t begin = item % down_blocks * down_block;
-    const int64_t count = Clamp(call.hidden - begin, 0, down_block);
+  const Items down_items(pairs.groups, call.hidden, call.hidden, down_block,
+                         down.ByRows(most_rows) ? workers : 0);
+  ParallelFor(pool, down_items.size(), workers, [&](int64_t item, int64_t worker) {
+    const Group& group = down_items.group(item);
     float* const mine = sums + worker * sums_floats + 2 * gate_floats;
-    const int64_t first = group.expert * call.hidden + begin;  // row of down
+    float* const panel = sums + worker * sums_floats + own_floats;
+    const Rows x = h_of_all.From(group.first_row, h_groups);
     const int64_t most = down.Most(group.num_rows);
-    const LinearBlocks blocks =
-        LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
-    down.Run(h_of_all.From(group.first_row, h_groups), group.num_rows, first, count, blocks,
-             sums + worker * sums_floats + own_floats, mine);
-    if (call.down_scale) {
-      ScaleLinearSums(call.down_scale + first, group.num_rows, most, count, mine);
-    }
-    if (call.down_bias.data) {
-      const MoeBias& bias = call.down_bias;
-      AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
-                    count, mine);
-    }
-    kernels.store(mine, group.num_rows, most, count, call.hidden, Dtype::kFloat32,
-                  y + group.first_row * call.hidden + begin);
+    down_items.ForEachBlock(item, workers, [&](int64_t begin, int64_t count, int64_t next) {
+      const int64_t first = group.expert * call.hidden + begin;  // row of down
+      const LinearBlocks blocks =
+          LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
+      down.Run(x, group.num_rows, first, count, next, blocks, panel, mine);
+      if (call.down_scale) {
+        ScaleLinearSums(call.down_scale + first, group.num_rows, most, count, mine);
+      }
+      if (call.down_bias.data) {
+        const MoeBias& bias = call.down_bias;
+        AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
+                      count, mine);
+      }
+      kernels.store(mine, group.num_rows, most, count, call.hidden, Dtype::kFloat32,
+                    y + group.first_row * call.hidden + begin);
+    });
   });
 
   ParallelFor(pool, CeilDiv(num_tokens, kRowsPerItem), workers, [&](int64_t item, int64_t worker) {
