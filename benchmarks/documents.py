@@ -230,10 +230,10 @@ def beside_llama(path: Path) -> str:
 def below_goals(results: Sequence[Mapping[str, Result]]) -> str:
     """docs/performance.md's list of the rows that miss a goal."""
     lines = ["| benchmark | row | reached | goal | |", "| --- " * 5 + "|"]
-    for miss in (miss for some in results for miss in goals.misses(some)):
+    for miss in goals.misses(*results):
         row = miss.row
         what = f"{row['kind']}, {row.get('heads', row['case'])}, {row['size']}, {row['dtype']}"
-        what += "" if miss.isa in goals.AVX512 else f", {miss.isa}"
+        what += miss.with_isa
         unit = " %" if miss.goal.measure == "limit" else "×"
         proof = f"[cannot be reached]({miss.proof})" if miss.proof else ""
         reached = f"{miss.reached:.2f}{unit}" if unit == "×" else f"{miss.reached:.1f}{unit}"
@@ -332,15 +332,15 @@ def draw(results: Mapping[str, Result], folder: Path) -> list[str]:
 
 def write(results: Path = harness.RESULTS, root: Path = ROOT) -> None:
     """Rewrites the blocks and plots of the documents under `root`."""
-    found = load(results)
+    found, of_avx2 = load_all(results)
     made = draw(found, root / "docs" / "plots")
     chosen = [f"docs/plots/{name}" for name in made if name == "peers.svg"]
     replace(root / "README.md", summary(found, chosen))
     full = sections(found, TITLES, [f"plots/{name}" for name in made])
     replace(root / "docs" / "performance.md", full)
-    avx2 = sections(load(results / "avx2"), WITH_AVX2, [])
+    avx2 = sections(of_avx2, WITH_AVX2, [])
     replace(root / "docs" / "performance.md", avx2, "avx2")
-    replace(root / "docs" / "performance.md", below_goals(load_all(results)), "goals")
+    replace(root / "docs" / "performance.md", below_goals([found, of_avx2]), "goals")
     evaluating = root / "docs" / "evaluating.md"
     replace(evaluating, beside_hf(results / "lm_eval.json"))
     replace(evaluating, beside_llama(results / "llama_perplexity.json"), "perplexity")

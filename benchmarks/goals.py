@@ -10,6 +10,7 @@ what an option may cost. `EXCEPTIONS` are rows that cannot reach their goal, eac
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -118,11 +119,15 @@ class Miss:
     proof: str | None  # where it stands that the row cannot reach it
     isa: str  # the instruction set that it was measured with
 
+    @property
+    def with_isa(self) -> str:
+        """What a row's name ends with: the instruction set, where it is not AVX-512."""
+        return "" if self.isa in AVX512 else f", {self.isa}"
+
     def __str__(self) -> str:
         row, unit = self.row, " %" if self.goal.measure == "limit" else "×"
         what = f"{self.benchmark}: {row['kind']}, {row['case']}, {row['size']}, {row['dtype']}"
-        what += "" if self.isa in AVX512 else f", {self.isa}"
-        return f"{what}: {self.reached:.2f}{unit}, the goal is {self.goal.text()}"
+        return f"{what}{self.with_isa}: {self.reached:.2f}{unit}, the goal is {self.goal.text()}"
 
 
 def goals_of(benchmark: str, isa: str, row: Row) -> Iterator[Goal]:
@@ -135,10 +140,10 @@ def goals_of(benchmark: str, isa: str, row: Row) -> Iterator[Goal]:
             yield Goal(benchmark, peer, 1)
 
 
-def misses(results: Mapping[str, Mapping[str, Any]]) -> list[Miss]:
+def misses(*results: Mapping[str, Mapping[str, Any]]) -> list[Miss]:
     """The rows of result files that are below a goal, and of which of them there is a proof."""
     found = []
-    for benchmark, result in results.items():
+    for benchmark, result in itertools.chain.from_iterable(some.items() for some in results):
         isa = result["environment"]["isa"]
         for row in result["rows"]:
             proofs = [x.proof for x in EXCEPTIONS if x.concerns(benchmark, isa, row)]

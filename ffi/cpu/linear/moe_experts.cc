@@ -89,14 +89,18 @@ Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens,
 // which item is its next one.
 class Items {
  public:
-  // matrix_rows: of the matrix of an expert, of whose first `columns` rows items are made. workers:
-  // among which blocks are shared out, 0: each is an item.
+  // matrix_rows: of the matrix of an expert, of whose first `columns` rows items are made. Unless
+  // it `joins` blocks, each is an item.
   Items(const std::vector<Group>& groups, int64_t matrix_rows, int64_t columns, int64_t block,
-        int64_t workers)
-      : groups_(groups), matrix_rows_(matrix_rows), columns_(columns), block_(block) {
+        int64_t workers, bool joins)
+      : groups_(groups),
+        matrix_rows_(matrix_rows),
+        columns_(columns),
+        block_(block),
+        workers_(workers) {
     constexpr int64_t kItemsPerWorker = 8, kMostBlocks = 16;
     const int64_t all = static_cast<int64_t>(groups.size()) * CeilDiv(columns, block);
-    if (workers > 0) blocks_ = Clamp(all / (workers * kItemsPerWorker), 1, kMostBlocks);
+    if (joins) blocks_ = Clamp(all / (workers * kItemsPerWorker), 1, kMostBlocks);
     of_group_ = CeilDiv(columns, blocks_ * block);
   }
   int64_t size() const { return static_cast<int64_t>(groups_.size()) * of_group_; }
@@ -105,11 +109,11 @@ class Items {
   // Calls call(begin, count, next) for each block of an item: its columns, and the row of all
   // matrices that begins the block after it, or -1.
   template <typename Call>
-  void ForEachBlock(int64_t item, int64_t workers, const Call& call) const {
+  void ForEachBlock(int64_t item, const Call& call) const {
     const int64_t end = Clamp((item % of_group_ + 1) * blocks_ * block_, 0, columns_);
     for (int64_t begin = Begin(item); begin < end; begin += block_) {
       const int64_t after = begin + block_;
-      const int64_t next = after < end ? FirstRow(item) + after : Next(item + workers);
+      const int64_t next = after < end ? FirstRow(item) + after : Next(item + workers_);
       call(begin, Clamp(end - begin, 0, block_), next);
     }
   }
@@ -120,7 +124,7 @@ class Items {
   int64_t Next(int64_t item) const { return item < size() ? FirstRow(item) + Begin(item) : -1; }
 
   const std::vector<Group>& groups_;
-  int64_t matrix_rows_, columns_, block_;
+  int64_t matrix_rows_, columns_, block_, workers_;
   int64_t blocks_ = 1;  // of an item
   int64_t of_group_;    // items
 };
@@ -300,8 +304,8 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
              x_of_all, sums, sums_floats);
 
   const float limit = call.limit ? *call.limit : 0.0f;
-  const Items gate_items(pairs.groups, 2 * call.inner, call.inner, gate_block,
-                         gate_up.ByRows(most_rows) ? workers : 0);
+  const Items gate_items(pairs.groups, 2 * call.inner, call.inner, gate_block, workers,
+                         gate_up.ByRows(most_rows));
   ParallelFor(pool, gate_items.size(), workers, [&](int64_t item, int64_t worker) {
     const Group& group = gate_items.group(item);
     float* const gate = sums + worker * sums_floats;
@@ -310,7 +314,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     const Rows x = x_of_all.From(group.first_row, x_groups);
     const int64_t most = gate_up.Most(group.num_rows);
     const int64_t rows = most == 1 ? group.num_rows : PadLinearRows(group.num_rows);
-    gate_items.ForEachBlock(item, workers, [&](int64_t begin, int64_t count, int64_t next) {
+    gate_items.ForEachBlock(item, [&](int64_t begin, int64_t count, int64_t next) {
       const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
       const auto blocks = [&](int64_t is_up) {
         return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
@@ -343,15 +347,15 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
   LoadGroups(pool, workers, pairs, down, call.down_block_scale != nullptr, gated_source, h_of_all,
              sums, sums_floats);
 
-  const Items down_items(pairs.groups, call.hidden, call.hidden, down_block,
-                         down.ByRows(most_rows) ? workers : 0);
+  const Items down_items(pairs.groups, call.hidden, call.hidden, down_block, workers,
+                         down.ByRows(most_rows));
   ParallelFor(pool, down_items.size(), workers, [&](int64_t item, int64_t worker) {
     const Group& group = down_items.group(item);
     float* const mine = sums + worker * sums_floats + 2 * gate_floats;
     float* const panel = sums + worker * sums_floats + own_floats;
     const Rows x = h_of_all.From(group.first_row, h_groups);
     const int64_t most = down.Most(group.num_rows);
-    down_items.ForEachBlock(item, workers, [&](int64_t begin, int64_t count, int64_t next) {
+    down_items.ForEachBlock(item, [&](int64_t begin, int64_t count, int64_t next) {
       const int64_t first = group.expert * call.hidden + begin;  // row of down
       const LinearBlocks blocks =
           LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
