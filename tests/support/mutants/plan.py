@@ -46,7 +46,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "jax_paged/cache/state.py": (1, "groups state state_machine"),
     "jax_paged/cache/transfer/__init__.py": (1, "transfer transfer_groups transfer_between"),
     # Engine and scheduler
-    "models/serving/batch.py": (1, "engine generate kv_dtype cli"),
+    "models/serving/batch.py": (1, "engine generate kv_dtype cli_generate"),
     "models/serving/engine.py": (2, "engine"),
     "models/serving/plan.py": (1, "engine"),
     "models/serving/step.py": (1, "engine_step engine speculate"),
@@ -65,7 +65,7 @@ PLAN: dict[str, tuple[int, str]] = {
     "models/decoder/parameters.py": (1, "decoder weights"),
     "models/decoder/sample.py": (2, "sample"),
     "models/decoder/stream.py": (1, "stream"),
-    "models/checkpoint/tokenizer.py": (1, "gguf cli generate"),
+    "models/checkpoint/tokenizer.py": (1, "gguf cli_generate generate"),
     "models/checkpoint/weights.py": (2, "weights"),
     # Sharding, checks and plain twins
     "jax_paged/ops/cascade.py": (1, "cascade"),
