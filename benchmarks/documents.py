@@ -123,7 +123,9 @@ def machine(environment: Mapping[str, Any]) -> str:
 def where(result: Result) -> str:
     """The sentence that says where it was measured."""
     at = result["environment"]
-    text = f"One run on {machine(at)}, commit {at['commit']}, {at['date']}; medians."
+    runs = at.get("runs", 1)
+    how = "One run" if runs == 1 else f"{runs} runs by turns"
+    text = f"{how} on {machine(at)}, commit {at['commit']}, {at['date']}; medians."
     for peer, reason in result["skipped"].items():
         text += f" {peer}: {reason}."
     return text

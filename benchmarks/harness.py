@@ -20,9 +20,10 @@ import importlib.util
 import json
 import platform
 import shutil
+import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -283,9 +284,41 @@ class Bench:
         if self.args.save is None:
             return
         record = {"environment": environment(), "rows": self.rows, "skipped": self.skipped}
-        self.args.save.parent.mkdir(parents=True, exist_ok=True)
-        self.args.save.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_result(record, self.args.save)
         print("saved", self.args.save)
+
+
+def write_result(record: Mapping[str, Any], file: Path) -> None:
+    """Writes a result file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def of_runs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several runs: the median of each figure.
+
+    Raises:
+      ValueError: the runs differ in something else than figures.
+    """
+    first, *others = records
+    rows = _medians([record["rows"] for record in records])
+    if any(other["skipped"] != first["skipped"] for other in others):
+        raise ValueError("the runs skipped different peers")
+    more = {"runs": len(records)} if others else {}
+    return first | {"environment": first["environment"] | more, "rows": rows}
+
+
+def _medians(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, int | float) and not isinstance(first, bool):
+        return statistics.median(values)
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: _medians([value[key] for value in values]) for key in first}
+    if isinstance(first, list) and all(len(value) == len(first) for value in values):
+        return [_medians(each) for each in zip(*values, strict=True)]
+    if any(value != first for value in values):
+        raise ValueError(f"the runs differ: {values}")
+    return first
 
 
 def line(row: Mapping[str, Any]) -> str:

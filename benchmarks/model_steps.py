@@ -2,6 +2,7 @@
 """Models to measure, and their compiled steps at a batch and context: for the model benchmarks."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 
 from jax_paged import KVState
 from jax_paged.models import Decoder
+from jax_paged.models.decoder.executables import compiled
 from jax_paged.models.decoder.generation import state_for
 from jax_paged.models.decoder.sample import Sampler
 from jax_paged.models.decoder.steps import Progress, decode
@@ -141,16 +143,24 @@ class Steps:
 
     def decode(self) -> None:
         """Makes `steps` tokens per row, waits, and forgets them."""
-        progress = Progress(*(jnp.zeros(self.batch, jnp.int32) for _ in range(3)))
-        limits = jnp.full(self.batch, self.steps + 1, jnp.int32)  # no row stops, none is released
-        never = jnp.full(4, -1, jnp.int32)
-        self.state, progress, _ = decode(
-            self.graph, self.params, self.state, progress, self.rows, limits, never,
-            Sampler.create(), jnp.int32(self.steps), chunk=self.steps,
-        )  # fmt: skip
+        self.state, progress, _ = self._decode(self.params, self.state, *self._unchanged)
         if (np.asarray(progress.made) != self.steps).any():
             raise AssertionError(f"{self.steps} steps made {progress.made} tokens per row")
         self._back(self.steps)
+
+    @functools.cached_property
+    def _unchanged(self) -> tuple:
+        """What `decode` takes besides weights and state."""
+        progress = Progress(*(jnp.zeros(self.batch, jnp.int32) for _ in range(3)))
+        limits = jnp.full(self.batch, self.steps + 1, jnp.int32)  # no row stops, none is released
+        never = jnp.full(4, -1, jnp.int32)
+        return progress, self.rows, limits, never, Sampler.create(), jnp.int32(self.steps)
+
+    @functools.cached_property
+    def _decode(self) -> Callable[..., Any]:
+        """Compiled ahead, as `generate` does."""
+        call = self.params, self.state, *self._unchanged
+        return compiled(decode, self.graph, *call, chunk=self.steps)
 
     def _back(self, tokens: int) -> None:
         counts = jnp.full(self.batch, tokens, jnp.int32)

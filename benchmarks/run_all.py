@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs every CPU benchmark, one after another, and makes the documents' tables and plots.
 
-    python benchmarks/run_all.py [--only NAME ...] [--quick] [--no-peers]
+    python benchmarks/run_all.py [--only NAME ...] [--runs N] [--isa avx2] [--quick] [--no-peers]
     python benchmarks/run_all.py --dry     (tiny sizes, into a temporary folder: a test)
     python benchmarks/run_all.py --check   (measures nothing: which rows miss their goals)
 
 Each is a process of its own, on a machine that should have nothing else to do, and leaves
-benchmarks/results/NAME.json; one that fails leaves its old file, and the exit status is 1. Then
-`documents.py` rewrites README.md, pages of docs and docs/plots from the files. `goals.py` has the
-goals; --check ends with 1 where a row misses one without a proof that it cannot reach it.
+benchmarks/results/NAME.json; one that fails leaves its old file, and the exit status is 1. With
+several runs the benchmarks take turns, and the file has the medians of each figure: neighbours of a
+virtual machine slow down minutes, seldom the same row twice. Then `documents.py` rewrites
+README.md, pages of docs and docs/plots from the files. `goals.py` has the goals; --check ends with
+1 where a row misses one without a proof that it cannot reach it.
+
+With --isa, ours and the peers do without newer instructions, and files go to results/avx2. vLLM's
+kernels are a build of their own then (`vllm_cpu.py`).
 """
 
 import argparse
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,18 +31,46 @@ import goals
 import harness
 
 NAMES = tuple(documents.TITLES)
+# What holds ours, XLA, PyTorch and its libraries to an instruction set.
+HELD_TO = {
+    "avx2": {
+        "JAX_PAGED_CPU_ISA": "avx2", "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    }
+}  # fmt: skip
 
 
-def run(name: str, results: Path, flags: list[str]) -> bool:
+def run(name: str, target: Path, flags: list[str], environment: dict[str, str]) -> bool:
     """Runs one benchmark; whether it went well."""
     script = Path(__file__).with_name(f"bench_{name}.py")
-    target = results / f"{name}.json"
     print(f"\n=== {name}", flush=True)
     began = time.perf_counter()
-    status = subprocess.run([sys.executable, script, *flags, "--save", target]).returncode
+    command = [sys.executable, script, *flags, "--save", target]
+    status = subprocess.run(command, env=os.environ | environment).returncode
     seconds = time.perf_counter() - began
     print(f"=== {name}: {'done' if not status else f'FAILED ({status})'}, {seconds:.0f} s")
     return status == 0
+
+
+def run_some(
+    names: list[str], results: Path, flags: list[str], isa: str | None, runs: int
+) -> list[str]:
+    """Runs benchmarks by turns and leaves their files; the names of those that failed."""
+    environment, failed = HELD_TO[isa] if isa else {}, []
+    with tempfile.TemporaryDirectory() as temporary:
+        files = {
+            name: [Path(temporary) / f"{name}.{i}.json" for i in range(runs)] for name in names
+        }
+        for i in range(runs):
+            for name in names:
+                if name not in failed and not run(name, files[name][i], flags, environment):
+                    failed.append(name)
+        for name in names:
+            if name not in failed:
+                found = [json.loads(file.read_text(encoding="utf-8")) for file in files[name]]
+                harness.write_result(harness.of_runs(found), results / f"{name}.json")
+    return failed
 
 
 def check(results: Path) -> None:
@@ -51,6 +86,8 @@ def check(results: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Every CPU benchmark, then tables and plots.")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--runs", type=int, default=1, help="whose medians count (default 1)")
+    parser.add_argument("--isa", choices=HELD_TO, help="an older instruction set")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--dry", action="store_true", help="tiny shapes, once: a test")
     parser.add_argument("--no-peers", action="store_true", help="only ours and the reference")
@@ -59,6 +96,8 @@ def main() -> None:
         "--out", type=Path, help="where a dry run writes (default: a temporary folder)"
     )
     args = parser.parse_args()
+    if args.runs < 1:
+        parser.error(f"argument --runs: expected at least 1, got {args.runs}")
     if args.check:
         return check(harness.RESULTS)
     flags = [f"--{name}" for name in ("quick", "dry") if getattr(args, name)]
@@ -71,7 +110,8 @@ def main() -> None:
             (root / "docs").mkdir(parents=True, exist_ok=True)
             for file in documents.FILES:
                 shutil.copy(documents.ROOT / file, root / file)
-        failed = [name for name in args.only if not run(name, results, flags)]
+        of_isa = results / args.isa if args.isa else results
+        failed = run_some(args.only, of_isa, flags, args.isa, args.runs)
         documents.write(results, root)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -277,3 +277,48 @@ def test_a_benchmark_that_fails_is_told(documents, monkeypatch, tmp_path, capfd)
     with pytest.raises(SystemExit, match="failed: merge"):
         module.main()
     assert "merge: FAILED (1)" in capfd.readouterr().out
+
+
+def a_run(ms, ratio, case="a", skipped=()):
+    row = {"kind": "merge", "case": case, "size": "3", "dtype": "float32", "weight_dtype": None}
+    row |= {"ms": {"native": [ms, ms - 1, ms + 1]}, "rate": 1 / ms, "ratio": {"XLA": ratio}}
+    environment = {"cpu": "X", "isa": "avx2", "jax": "1", "commit": "c", "date": "d"}
+    return {"environment": environment, "rows": [row], "skipped": dict(skipped)}
+
+
+def test_of_several_runs_the_median_of_each_figure_counts(documents):
+    runs = [a_run(4.0, 0.9), a_run(2.0, 1.5), a_run(8.0, 1.2)]
+    found = documents.harness.of_runs(runs)
+    (row,) = found["rows"]
+    assert row["ms"] == {"native": [4.0, 3.0, 5.0]}
+    assert (row["ratio"], row["rate"], row["weight_dtype"]) == ({"XLA": 1.2}, 0.25, None)
+    assert documents.where(found).startswith("3 runs by turns on X,")
+    assert documents.harness.of_runs(runs[:1]) == runs[0]
+    assert documents.where(runs[0]).startswith("One run on X,")
+
+
+@pytest.mark.parametrize("other", [{"case": "b"}, {"skipped": [("torch", "not installed")]}])
+def test_runs_of_different_rows_are_not_mixed(documents, other):
+    with pytest.raises(ValueError, match="the runs "):
+        documents.harness.of_runs([a_run(4.0, 1.0), a_run(4.0, 1.0, **other)])
+
+
+def test_several_runs_take_turns_and_one_that_fails_leaves_its_old_file(
+    documents, monkeypatch, tmp_path
+):
+    import run_all as module
+
+    seen = []
+
+    def run(name, target, flags, environment):
+        seen.append((name, environment.get("JAX_PAGED_CPU_ISA")))
+        documents.harness.write_result(a_run(float(len(seen)), 1.0), target)
+        return seen.count(seen[-1]) < 2 or name != "model"
+
+    monkeypatch.setattr(module, "run", run)
+    assert module.run_some(["merge", "model"], tmp_path, [], "avx2", 3) == ["model"]
+    turns = ["merge", "model", "merge", "model", "merge"]
+    assert seen == [(name, "avx2") for name in turns]
+    assert [path.name for path in tmp_path.iterdir()] == ["merge.json"]
+    row = json.loads((tmp_path / "merge.json").read_text())["rows"][0]
+    assert row["ms"]["native"][0] == 3.0
