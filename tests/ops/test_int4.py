@@ -44,7 +44,7 @@ def test_linear_matches_float64(sizes, dtype, of_scales, offsets, implementation
     weight, exact = random_weight(out, depth, group, offsets, of_scales)
     assert weight.scales.dtype == of_scales
     rng = np.random.default_rng(1)
-    for rows in (1, 2, 3, 4, 7, 8, 21):
+    for rows in (1, 2, 3, 4, 7, 8, 21, 45):
         x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
         expected = np.asarray(x, np.float64) @ exact.T
         # Rounded in f32 at each of `depth` additions, of terms as large as these.
@@ -59,11 +59,12 @@ def test_linear_matches_float64(sizes, dtype, of_scales, offsets, implementation
 
 @pytest.mark.parametrize("offsets", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_of_a_token_do_not_depend_on_its_batch(dtype, offsets):
-    weight, _ = random_weight(96, 352, 32, offsets)
+@pytest.mark.parametrize("outputs", [16, 64, 96, 112])  # one to three panels of a tile
+def test_bits_of_a_token_do_not_depend_on_its_batch(outputs, dtype, offsets):
+    weight, _ = random_weight(outputs, 352, 32, offsets)
     x = jnp.asarray(np.random.default_rng(2).standard_normal((512, 352)), dtype)
     whole = linear(x, weight, implementation="native")
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 100):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 23, 24, 31, 100):
         for begin in (0, 17, 512 - rows):
             part = linear(x[begin : begin + rows], weight, implementation="native")
             assert_same_bits(part, whole[begin : begin + rows])

@@ -42,19 +42,29 @@ struct Call {
   bool has_offsets;
 };
 
+// Panels that a worker takes at once; panel_floats: what each is staged in, or 0.
+int64_t BlockPanels(const Call& call, int64_t workers, int64_t panel_floats) {
+  if (panel_floats > 0) {
+    return EvenBlockColumns(call.panels, Int4Kernels::PanelsInL2(panel_floats), 1, workers);
+  }
+  const int64_t share = CeilDiv(call.panels, workers * kItemsPerWorker);
+  return Clamp(kBlockBytes / (call.depth * kPanelOutputs / 2), 1, share);
+}
+
 void Multiply(ffi::ThreadPool& pool, const Call& call) {
   const LinearKernelTable& all = ChosenLinearKernels();
   const Int4Kernels& kernels = all.int4[static_cast<int>(call.dtype)];
   const int64_t num_rows = call.num_rows, panel_bytes = call.depth * kPanelOutputs / 2;
   const bool is_small = call.panels * panel_bytes < kSerialBytes;
   const int64_t workers = is_small ? 1 : Clamp(pool.num_threads(), 1, 1024);
-  const int64_t share = CeilDiv(call.panels, workers * kItemsPerWorker);
-  const int64_t block = Clamp(kBlockBytes / panel_bytes, 1, share);
+  const int64_t panel_floats = kernels.PanelFloats(num_rows, call.depth);
+  const int64_t block = BlockPanels(call, workers, panel_floats);
   const int64_t x_stride = all.Of(call.dtype, call.dtype).stride(call.depth);
   const bool is_direct = call.out_dtype == Dtype::kFloat32;
   const int64_t columns = call.panels * kPanelOutputs;
   const int64_t of_groups = call.has_offsets ? num_rows * call.w.num_groups : 0;
-  const int64_t own = is_direct ? 0 : num_rows * block * kPanelOutputs;
+  const int64_t own_sums = is_direct ? 0 : num_rows * block * kPanelOutputs;
+  const int64_t own = own_sums + block * panel_floats;
   const int64_t rows_floats = num_rows * x_stride + RoundUp(of_groups, kPadFloats);
   const Scratch scratch(static_cast<size_t>(rows_floats + workers * own) * sizeof(float));
   float* const rows = reinterpret_cast<float*>(scratch.data());
@@ -69,9 +79,10 @@ void Multiply(ffi::ThreadPool& pool, const Call& call) {
     const int64_t begin = item * block;
     const int64_t panels = Clamp(call.panels - begin, 0, block), count = panels * kPanelOutputs;
     char* const out = call.out + begin * kPanelOutputs * ByteWidth(call.out_dtype);
-    float* const sums =
-        is_direct ? reinterpret_cast<float*>(out) : rows + rows_floats + worker * own;
-    kernels.sums(x, num_rows, call.w.Behind(begin), panels, sums, is_direct ? columns : count);
+    float* const mine = rows + rows_floats + worker * own;
+    float* const sums = is_direct ? reinterpret_cast<float*>(out) : mine;
+    kernels.sums(x, num_rows, call.w.Behind(begin), panels, mine + own_sums, sums,
+                 is_direct ? columns : count);
     if (is_direct) return;
     all.Of(call.dtype, call.dtype)
         .store(sums, num_rows, /*most=*/1, count, columns, call.out_dtype, out);

@@ -13,7 +13,8 @@
 //          offset * (sum of the group's x) + sum. The order is the same for any number of rows
 //   tile   rows of x times groups: fewer rows have more groups, so that so many sums are under way
 //          that none waits for the one before
-//   block  panels that stay in L2: rows of x pass over it, a tile at a time
+//   block  panels that stay in L2: rows of x pass over it, a tile at a time (int4_many.h has many
+//          rows)
 //
 // Bound by reading codes up to some four rows, by multiply-adds beyond; an element of w costs a
 // shift and a look-up beside its multiply-adds.
@@ -68,10 +69,54 @@ JAX_PAGED_INLINE void Int4Step(const float* x, int64_t x_stride, const uint32_t*
   }
 }
 
+// Codes of `depth` elements of a panel as floats or, with bf16 dot products, as pairs: a vector of
+// 16 outputs for each.
+template <typename T, bool CENTERED>
+void StageInt4(const uint32_t* words, int64_t depth, float* to) {
+  for (int64_t d = 0; d < depth; d += 8, words += kPanelOutputs) {
+    Prefetch(reinterpret_cast<const char*>(words) + kInt4Ahead);
+    JAX_PAGED_UNROLL
+    for (int k = 0; k < 8; k += kUsesDot<T> ? 2 : 1, to += kPanelOutputs) {
+      JAX_PAGED_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) {
+        const uint32_t* const from = words + v * kWidth;
+        if constexpr (kUsesDot<T>) {
+          Store(to, LoadInt4Pairs(from, k / 2 * 4, CENTERED, static_cast<const T*>(nullptr)));
+        } else {
+          Store(to + v * kWidth, LoadInt4(from, k % 2 * 16 + k / 2 * 4, CENTERED));
+        }
+      }
+    }
+  }
+}
+
 // The scales or offsets of a panel from number `at` on.
 JAX_PAGED_INLINE Vec LoadScales(const Int4Panel& w, int64_t at) {
   return w.has_half_scales ? Load(static_cast<const Float16*>(w.scales) + at)
                            : Load(static_cast<const float*>(w.scales) + at);
+}
+
+// Adds the sums of group number g of ROWS rows of x and VECS vectors of outputs.
+template <bool CENTERED, int ROWS, int VECS>
+JAX_PAGED_INLINE void AddInt4Group(const Vec* sum, const Int4Rows& x, int64_t row,
+                                   const Int4Panel& w, int64_t g, float* sums,
+                                   int64_t sums_stride) {
+  constexpr int64_t kOfGroup = CENTERED ? kPanelOutputs : 2 * kPanelOutputs;
+  JAX_PAGED_UNROLL
+  for (int v = 0; v < VECS; ++v) {
+    const Int4Panel panel = w.Behind(v / kPanelVecs);
+    const int64_t at = g * kOfGroup + v % kPanelVecs * kWidth;
+    const Vec scale = LoadScales(panel, at);
+    const Vec offset = CENTERED ? Zero() : LoadScales(panel, at + kPanelOutputs);
+    JAX_PAGED_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      float* const to = sums + r * sums_stride + v * kWidth;
+      const Vec of_group = sum[r * VECS + v];
+      Vec all = g == 0 ? Mul(of_group, scale) : Fma(of_group, scale, Load(to));
+      if constexpr (!CENTERED) all = Fma(Set1(x.sums[(row + r) * w.num_groups + g]), offset, all);
+      Store(to, all);
+    }
+  }
 }
 
 // ROWS rows of x times PANELS panels, over GROUPS groups from number `first` on.
@@ -101,24 +146,7 @@ JAX_PAGED_INLINE void Int4Groups(const Int4Rows& x, int64_t row, const Int4Panel
   }
   JAX_PAGED_UNROLL
   for (int g = 0; g < GROUPS; ++g) {
-    constexpr int64_t kOfGroup = CENTERED ? kPanelOutputs : 2 * kPanelOutputs;
-    JAX_PAGED_UNROLL
-    for (int v = 0; v < kVecs; ++v) {
-      const Int4Panel panel = w.Behind(v / kPanelVecs);
-      const int64_t at = (first + g) * kOfGroup + v % kPanelVecs * kWidth;
-      const Vec scale = LoadScales(panel, at);
-      const Vec offset = CENTERED ? Zero() : LoadScales(panel, at + kPanelOutputs);
-      JAX_PAGED_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        float* const to = sums + r * sums_stride + v * kWidth;
-        const Vec of_group = sum[g][r * kVecs + v];
-        Vec all = first + g == 0 ? Mul(of_group, scale) : Fma(of_group, scale, Load(to));
-        if constexpr (!CENTERED) {
-          all = Fma(Set1(x.sums[(row + r) * w.num_groups + first + g]), offset, all);
-        }
-        Store(to, all);
-      }
-    }
+    AddInt4Group<CENTERED, ROWS, kVecs>(sum[g], x, row, w, first + g, sums, sums_stride);
   }
 }
 
@@ -167,17 +195,14 @@ void Int4Block(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t 
 
 // sums[r, n] = x[r] . w[n], for all rows of x and `panels` panels, of which w is the first one.
 template <typename T>
-void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
-              int64_t sums_stride) {
+void FewInt4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels,
+                 float* sums, int64_t sums_stride) {
   if (x.sums) {
     Int4Block<T, /*CENTERED=*/false>(x, num_rows, w, panels, sums, sums_stride);
   } else {
     Int4Block<T, /*CENTERED=*/true>(x, num_rows, w, panels, sums, sums_stride);
   }
 }
-
-template <typename T>
-constexpr Int4Kernels kInt4 = {LoadInt4Rows<T>, Int4Sums<T>};
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 

@@ -13,18 +13,6 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 
 constexpr int64_t kGroupsAtOnce = 4;
 
-// Codes of `depth` elements of a panel as tiles.
-template <bool CENTERED>
-void StageInt4(const uint32_t* words, int64_t depth, float* to) {
-  for (int64_t d = 0; d < depth; d += 8, words += kPanelOutputs) {
-    Prefetch(reinterpret_cast<const char*>(words) + kInt4Ahead);
-    JAX_PAGED_UNROLL
-    for (int k = 0; k < 4; ++k, to += kWidth) {
-      Store(to, LoadInt4Pairs(words, 4 * k, CENTERED, static_cast<const BFloat16*>(nullptr)));
-    }
-  }
-}
-
 // sums[rows, 16] (+)= the products of up to 16 rows of x and `count` groups from number `first` on,
 // whose codes are in `staged`.
 template <bool CENTERED>
@@ -69,7 +57,8 @@ void Int4TileBlock(const Int4Rows& x, int64_t num_rows, const Int4Panel& first_p
     const Int4Panel w = first_panel.Behind(p);
     for (int64_t first = 0; first < w.num_groups; first += of_chunk) {
       const int64_t groups = Clamp(w.num_groups - first, 0, of_chunk);
-      StageInt4<CENTERED>(w.codes + first * w.group / 8 * kPanelOutputs, groups * w.group, staged);
+      StageInt4<BFloat16, CENTERED>(w.codes + first * w.group / 8 * kPanelOutputs, groups * w.group,
+                                    staged);
       Written(staged);
       for (int64_t r = 0; r < num_rows; r += kTileRows) {
         const int64_t rows = Clamp(num_rows - r, 0, kTileRows);
@@ -88,9 +77,9 @@ void Int4TileBlock(const Int4Rows& x, int64_t num_rows, const Int4Panel& first_p
 
 // Int4Sums by tiles, but of groups that are longer than a chunk.
 inline void Int4TileSums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels,
-                         float* sums, int64_t sums_stride) {
+                         float* /*panel*/, float* sums, int64_t sums_stride) {
   if (w.group > kTilesChunk) {
-    Int4Sums<BFloat16>(x, num_rows, w, panels, sums, sums_stride);
+    FewInt4Sums<BFloat16>(x, num_rows, w, panels, sums, sums_stride);
   } else if (x.sums) {
     Int4TileBlock</*CENTERED=*/false>(x, num_rows, w, panels, sums, sums_stride);
   } else {

@@ -238,8 +238,20 @@ struct Int4Panel {
 struct Int4Kernels {
   void (*load_rows)(const void* x, int64_t begin, int64_t end, int64_t depth, int64_t group,
                     float* rows, int64_t x_stride, float* sums);
-  void (*sums)(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels, float* sums,
-               int64_t sums_stride);
+  void (*sums)(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels,
+               float* panel, float* sums, int64_t sums_stride);
+  int64_t many;        // rows of x, from which on `sums` needs memory for its panels; 0: never
+  int64_t word_depth;  // elements of the depth in a float of x
+
+  // Floats of it for each panel.
+  int64_t PanelFloats(int64_t num_rows, int64_t depth) const {
+    return many > 0 && num_rows >= many ? depth / word_depth * kPanelOutputs : 0;
+  }
+  // Panels whose codes, of so many floats, L2 holds.
+  static int64_t PanelsInL2(int64_t panel_floats) {
+    constexpr int64_t kFloats = (512 << 10) / sizeof(float);
+    return Clamp(kFloats / panel_floats, 1, kFloats);
+  }
 };
 
 // sums *= scale[n], for `count` columns n of num_rows rows, `most` in a tile.

@@ -162,8 +162,11 @@ struct Matrix {
   int64_t num_groups() const { return int4 && codes.has_offsets ? codes.first.num_groups : 0; }
   int64_t stride() const { return kernels->stride(depth); }
 
-  bool NeedsPanel(Dtype w_dtype, int64_t most_rows) const {
-    return !int4 && kernels->NeedsPanel(is_packed, w_dtype, most_rows);
+  // Floats in which `columns` of it are staged.
+  int64_t PanelFloats(Dtype w_dtype, int64_t most_rows, int64_t columns) const {
+    if (int4) return int4->PanelFloats(most_rows, depth) * columns / kPanelOutputs;
+    if (!kernels->NeedsPanel(is_packed, w_dtype, most_rows)) return 0;
+    return LinearPanelFloats(depth, columns);
   }
 
   // Columns that one worker takes at once, of a group of `most_rows` rows at most.
@@ -171,7 +174,12 @@ struct Matrix {
   // There are `groups` of them, which take `parts` matrices of so many columns each.
   int64_t BlockColumns(Dtype w_dtype, int64_t most_rows, int64_t columns, int64_t blocks,
                        int64_t parts, int64_t groups) const {
-    if (int4) return LinearBlockColumns(parts * depth / 2);
+    if (int4) {
+      const int64_t most = LinearBlockColumns(parts * depth / 2);
+      const int64_t panel_floats = int4->PanelFloats(most_rows, depth);
+      if (panel_floats == 0) return most;
+      return Clamp(Int4Kernels::PanelsInL2(panel_floats) * kPanelOutputs, kPanelOutputs, most);
+    }
     return kernels->BlockColumns(is_packed, most_rows, columns, blocks,
                                  parts * LinearRowBytes(w_dtype, depth, most_rows),
                                  most_rows * depth * int64_t{sizeof(float)}, groups);
@@ -195,7 +203,7 @@ struct Matrix {
            const LinearBlocks& blocks, float* panel, float* sums) const {
     if (int4) {
       int4->sums({x.data, x.stride, x.sums}, num_rows, codes.first.Behind(first / kPanelOutputs),
-                 count / kPanelOutputs, sums, /*sums_stride=*/count);
+                 count / kPanelOutputs, panel, sums, /*sums_stride=*/count);
     } else {
       kernels->Sums(is_packed, x.data, x.stride, num_rows, data + first * row_bytes, depth, count,
                     next < 0 ? nullptr : data + next * row_bytes, blocks, panel, sums);
@@ -267,11 +275,8 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
                                                blocks_of_group, /*parts=*/1, num_groups);
   const int64_t gate_floats = most_rows * RoundUp(gate_block, kLinearColumns);
   const int64_t down_floats = most_rows * RoundUp(down_block, kLinearColumns);
-  const int64_t gate_panel = LinearPanelFloats(call.hidden, gate_block);
-  const int64_t down_panel = LinearPanelFloats(call.inner, down_block);
-  const bool has_panel =
-      gate_up.NeedsPanel(call.w_dtype, most_rows) || down.NeedsPanel(call.w_dtype, most_rows);
-  const int64_t panel_floats = has_panel ? std::max(gate_panel, down_panel) : 0;
+  const int64_t panel_floats = std::max(gate_up.PanelFloats(call.w_dtype, most_rows, gate_block),
+                                        down.PanelFloats(call.w_dtype, most_rows, down_block));
   // For gate, up and down; or for the sum of one token. Then the panel of the worker.
   // Or for a tile of rows on its way into order.
   const int64_t order_floats = gate_up.Orders(most_rows) || down.Orders(most_rows)

@@ -31,6 +31,7 @@ JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 #include "cpu/linear/packed.h"
 #include "cpu/linear/many.h"
 #include "cpu/linear/int4.h"
+#include "cpu/linear/int4_many.h"
 // clang-format on
 namespace jax_paged::cpu::avx2 {
 constexpr LinearKernelTable kLinear = {

@@ -35,6 +35,7 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #include "cpu/linear/packed.h"
 #include "cpu/linear/many.h"
 #include "cpu/linear/int4.h"
+#include "cpu/linear/int4_many.h"
 // clang-format on
 namespace jax_paged::cpu::avx512 {
 constexpr LinearKernelTable kLinear = {

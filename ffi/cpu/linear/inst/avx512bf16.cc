@@ -38,6 +38,7 @@ JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16
 #include "cpu/linear/packed.h"
 #include "cpu/linear/many.h"
 #include "cpu/linear/int4.h"
+#include "cpu/linear/int4_many.h"
 // clang-format on
 namespace jax_paged::cpu::avx512bf16 {
 constexpr LinearKernels kBFloat16 = kSameWeights<BFloat16>;

@@ -29,6 +29,7 @@
 #include "cpu/linear/packed.h"
 #include "cpu/linear/many.h"
 #include "cpu/linear/int4.h"
+#include "cpu/linear/int4_many.h"
 // clang-format on
 namespace jax_paged::cpu::generic {
 constexpr LinearKernelTable kLinear = {
