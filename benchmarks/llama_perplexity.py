@@ -21,7 +21,7 @@ import harness
 import llama_peer
 import numpy as np
 
-from jax_paged.models import evaluate, load_checkpoint
+from jax_paged.models import default_checkpoint, evaluate, load_checkpoint
 
 DOCS = Path(__file__).parents[1] / "docs"
 PIECE = 512
@@ -52,7 +52,7 @@ def main() -> None:
         rows.append({"what": name, "perplexity": float(np.exp(np.mean(nll))), "seconds": seconds})
         print(rows[-1], flush=True)
     began = time.perf_counter()
-    theirs = float(np.exp(llama_peer.losses(pieces).mean()))
+    theirs = float(np.exp(llama_peer.losses(default_checkpoint(), pieces).mean()))
     rows.append({
         "what": "llama.cpp", "perplexity": theirs, "seconds": time.perf_counter() - began
     })  # fmt: skip
