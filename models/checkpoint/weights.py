@@ -98,10 +98,11 @@ def load_checkpoint(
         one that the adapter names, if that is a folder or file here.
       dtype: of the weights: bfloat16 or float32; None = bfloat16 on CUDA, float32 elsewhere.
       weight_dtype: "int4" = projections and experts in 4 bits: of GGUF's Q4_0, Q4_1 and Q4_K as
-        they are stored, of others by `jax_paged.quantize_int4`; the head in 8 bits; not over a mesh
-        yet. "int8", or "fp8" or "fp8_e4m3" = projections, experts and head as int8 or
-        f8e4m3fn with a scale per output channel, a quarter of the bytes of f32, quantized one by
-        one as they are read; see `Decoder`.
+        they are stored, of others by `jax_paged.quantize_int4`; the head in 8 bits. Over a mesh
+        each device gets whole panels of 16 rows and whole groups of columns. "int8", or "fp8" or
+        "fp8_e4m3" = projections, experts and head as int8 or f8e4m3fn with a scale per output
+        channel, a quarter of the bytes of f32, quantized one by one as they are read; see
+        `Decoder`.
       context_length: most tokens of a row; None = as the checkpoint says. A LongRoPE model takes
         its original context then; see `config_from_hf`.
       mesh: the devices that share the model, or what makes them of the configuration, such as

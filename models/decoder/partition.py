@@ -36,11 +36,12 @@ from jax.typing import DTypeLike
 from jax_paged.cache.state import KVState
 from jax_paged.checks import SCALE_BLOCK, expect
 from jax_paged.native.sharding import create_over
+from jax_paged.ops.int4 import Int4Weight
 
 from .config import DecoderConfig
 from .exchange import exchanged, is_cheaper
 from .parameters import FillingSource, TensorSource
-from .placement import PLACES, as_places, first_slots, name_of
+from .placement import PLACES, as_places, first_slots, is_int4, name_of
 
 AXES = DP, TP = ("dp", "tp")
 PP = "pp"
@@ -302,11 +303,24 @@ class Partition:
             what = f"parts of multiples of {SCALE_BLOCK} rows and columns, as its fp8 blocks have"
             expect(own == whole or own % SCALE_BLOCK == 0, name, what, f"{whole} split as {own}")
 
+    def of_later_stages(self, leaf: str, names: Sequence[str]) -> list[list[str] | None]:
+        """The tensors of each stage but the first; None where its layer is one of zeros."""
+        if not self._is_of_stages(leaf):
+            return []
+        of_stages = [
+            [_of_later_layer(name, stage * self.num_layers) for name in names]
+            for stage in range(1, self.pp)
+        ]
+        return [own if _layer_of(own[0]) < self.model_layers else None for own in of_stages]
+
     def specs(self, params: Any) -> Any:
         """The splits of a pytree of arrays, by the names of their leaves."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: self.spec(name_of(path), len(x.shape)), params
-        )
+
+        def spec(path, x):
+            own: Any = self.spec(name_of(path), len(x.shape))
+            return Int4Weight(own, own) if isinstance(x, Int4Weight) else own
+
+        return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_int4)
 
     def create_state(self, create: Callable[[], KVState]) -> KVState:
         """The state of all devices, whose KV heads are those that `create` makes for one."""

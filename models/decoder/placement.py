@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_paged.ops.int4 import Int4Weight
+
 if TYPE_CHECKING:
     from .partition import Partition
 
@@ -160,7 +162,7 @@ class ExpertLayers:
 
     def __init__(self, params: Any, partition: "Partition"):
         self._partition = partition
-        paths, self._tree = jax.tree_util.tree_flatten_with_path(params)
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_int4)
         self._leaves = [x for _, x in paths]
         self._places: dict[int, int] = {}  # of a layer, the number of its leaf
         self._stacks: dict[int, list[int]] = {}  # those with an axis of slots
@@ -169,7 +171,7 @@ class ExpertLayers:
             names = [getattr(key, "key", None) for key in path]
             if PLACES in names:
                 self._places[_layer_of(names)] = leaf
-            elif "mlp" in names and partition.spec(name_of(path), x.ndim) == split:
+            elif "mlp" in names and partition.spec(name_of(path), len(x.shape)) == split:
                 self._stacks.setdefault(_layer_of(names), []).append(leaf)
 
     def slots(self, layer: int) -> np.ndarray:
@@ -205,8 +207,9 @@ class ExpertLayers:
         partition, old = self._partition, self.slots(layer)
         sources = _sources(old, slots, partition.num_expert_devices)
         leaves = self._stacks[layer]
+        mesh, axes = partition.mesh, partition.expert_axes
         new = [
-            moved(self._leaves[leaf], sources, partition.mesh, partition.expert_axes)
+            jax.tree.map(lambda x: moved(x, sources, mesh, axes), self._leaves[leaf])
             for leaf in leaves
         ]
         jax.block_until_ready(new)
@@ -233,6 +236,11 @@ def _sources(old: np.ndarray, new: np.ndarray, num_devices: int) -> np.ndarray:
 def _layer_of(names: Sequence[Any]) -> int:
     """The number behind "layers"."""
     return int(names[names.index("layers") + 1])
+
+
+def is_int4(x: Any) -> bool:
+    """Whether a node of a pytree is a weight of 4 bits, whose leaves lie as it does."""
+    return isinstance(x, Int4Weight)
 
 
 def name_of(path: Sequence[Any]) -> str:

@@ -17,13 +17,13 @@ from jax_paged import (
     kv_dtype,
     linear,
     pack_weight,
-    quantize_int4,
     quantize_weight,
 )
 from jax_paged.checks import SCALE_BLOCK, expect
 from jax_paged.native import huge_pages
 from jax_paged.ops.packing import PANEL
 
+from . import four_bits
 from .adapters import LayerAdapters
 from .parameters import TensorSource, are_scaled, block_order, scale_name
 from .partition import Partition, put
@@ -78,8 +78,15 @@ class Projections(nnx.Module):
             self._set_blocks(name, *tensors, sizes=sizes, **options)
         elif weight_dtype is None:
             self._set(name, *tensors, **options)
-        elif weight_dtype == "int4" and (stored := self._stored_int4(name, *tensors)) is not None:
-            setattr(self, name, nnx.Param(stored))
+        elif weight_dtype == "int4" and name != "head":
+            source, *names = tensors
+            found = four_bits.stored(source, names, name, self.partition, **options)
+            if found is None:
+                self._set(name, *tensors, dtype=jnp.float32, **options)
+                value = param_value(getattr(self, name))
+                made = four_bits.rounded(value, name, names[0], self.partition)
+                found = huge_pages.moved(made)
+            setattr(self, name, nnx.Param(found))
         else:
             self._set(name, *tensors, dtype=jnp.float32, **options)
             self._quantize(name, weight_dtype, getattr(self, name))
@@ -101,22 +108,10 @@ class Projections(nnx.Module):
         of_scales = name + "_block_scale"
         self._set(of_scales, source, *scales, order=blocks, dtype=jnp.float32, **options)
 
-    def _stored_int4(self, name: str, source: TensorSource, *tensors: str) -> Int4Weight | None:
-        """Weights that the source has in 4 bits."""
-        if self.partition is not None:
-            raise NotImplementedError("weight_dtype: int4 is not for several devices yet")
-        of_source = getattr(source, "int4", None)
-        return None if of_source is None or name == "head" else of_source(*tensors)
-
     def _quantize(self, name: str, weight_dtype: str, weight: nnx.Param) -> None:
         value = param_value(weight)
-        if weight_dtype == "int4" and name == "head":
-            weight_dtype = "int8"  # an error of the head is one of each token
         if weight_dtype == "int4":
-            is_shapes = isinstance(value, jax.ShapeDtypeStruct)
-            made = jax.eval_shape(quantize_int4, value) if is_shapes else quantize_int4(value)
-            setattr(self, name, nnx.Param(huge_pages.moved(made)))
-            return
+            weight_dtype = "int8"  # of the head: an error of it is one of each token
         quantize = functools.partial(quantize_weight, dtype=kv_dtype(weight_dtype))
         names, is_shapes = (name, name + "_scale"), isinstance(value, jax.ShapeDtypeStruct)
         if self.partition is not None and not is_shapes:

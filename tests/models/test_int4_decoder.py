@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from gguf_files import make, write
 
 from jax_paged import Int4Weight
-from jax_paged.models import Decoder, load_checkpoint, make_mesh, token_logits
+from jax_paged.models import Decoder, load_checkpoint, token_logits
 from jax_paged.models.checkpoint.gguf_file import GGUFFile
 from jax_paged.models.checkpoint.weights import open_checkpoint
 from jax_paged.models.decoder.adapters import with_adapter
@@ -183,9 +183,3 @@ def test_a_file_s_experts_stay_as_they_are(tmp_path, kind):
         np.testing.assert_allclose(mine.dequantize(), its, rtol=1e-6, atol=1e-6)
     with open_checkpoint(path, weight_dtype="int4") as checkpoint:  # which compiles for them
         assert kinds_of(checkpoint.shapes()) == kinds_of(model)
-
-
-def test_several_devices_are_refused_by_name():
-    mesh = make_mesh(CONFIG, devices=jax.devices()[:1])
-    with pytest.raises(NotImplementedError, match=r"^weight_dtype: int4 is not for several"):
-        Decoder(CONFIG, random_source(CONFIG, seed=1), weight_dtype="int4", mesh=mesh)
