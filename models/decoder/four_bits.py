@@ -36,7 +36,9 @@ def stored(
       ValueError: a device would get a part of a panel or of a group.
     """
     of_source: Any = getattr(source, "int4", None)
-    first = None if of_source is None else of_source(*names)
+    if of_source is None:
+        return None
+    first = of_source(*names)
     if first is None or partition is None:
         return first
     parts = [_arranged(names[0], first, order, slots)]
@@ -92,11 +94,10 @@ def _arranged(
     """With the rows of a matrix in another order, or experts in their slots."""
     which = slots
     if order is not None:
-        rows = np.asarray(order).reshape(-1, PANEL) if len(order) % PANEL == 0 else None
-        ok = rows is not None and (rows % PANEL == np.arange(PANEL)).all()
-        ok = ok and (np.diff(rows // PANEL) == 0).all()
+        which = order[::PANEL] // PANEL
+        rows = (PANEL * which[:, None] + np.arange(PANEL)).ravel()
+        ok = np.array_equal(rows, order)
         expect(ok, name, f"heads and parts of multiples of {PANEL} rows, for 4 bits", "others")
-        which = rows[:, 0] // PANEL
     if which is None:
         return weight
     return _evaluated(lambda x: jax.tree.map(lambda leaf: leaf[which], x), weight)
