@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from jax_paged.models import config_from_hf
 from jax_paged.models.checkpoint.gguf_file import gguf_name
 from jax_paged.models.decoder.parameters import expected_tensors, random_source
+from jax_paged.testing.stress.hostile import gguf_sizes
 
 ARCHITECTURE = "qwen3moe"
 
@@ -24,23 +25,16 @@ def write_random(raw: dict[str, Any], path: Path) -> Path:
     config = config_from_hf(raw)
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     writer.add_string("tokenizer.ggml.model", "no_vocab")
-    for key, value in {
+    sizes = gguf_sizes(config) | {
         "vocab_size": config.vocab_size,
-        "block_count": config.num_layers,
-        "context_length": config.context_length,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_q_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
         "expert_count": config.num_experts,
         "expert_used_count": config.experts_per_token,
         "expert_feed_forward_length": config.moe_intermediate_size,
-    }.items():
-        writer.add_uint32(f"{ARCHITECTURE}.{key}", int(value))
-    writer.add_float32(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    writer.add_float32(f"{ARCHITECTURE}.rope.freq_base", float(raw["rope_theta"]))
+        "rope.freq_base": float(raw["rope_theta"]),
+    }
+    for key, value in sizes.items():
+        add: Any = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{ARCHITECTURE}.{key}", value)
     source = random_source(config, dtype=jnp.dtype("float32"))
     for name in expected_tensors(config):
         value, stored = np.asarray(source(name)), gguf_name(name)

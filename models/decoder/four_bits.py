@@ -50,7 +50,8 @@ def stored(
         if part is None:
             part = rounded(source(*own, axis=axis, dtype=jnp.float32))
         parts.append(_arranged(own[0], part, order, slots))
-    return _placed(leaf, names[0], _joined(parts), partition)
+    whole = _joined(parts)
+    return jax.tree.map(put, whole, _places(leaf, names[0], whole, partition))
 
 
 def rounded(
@@ -72,10 +73,6 @@ def rounded(
     if is_shapes:
         return jax.tree.map(put, shapes, places)
     return jax.jit(quantize_int4, out_shardings=places)(value)
-
-
-def _placed(leaf: str, name: str, weight: Int4Weight, partition: Partition) -> Int4Weight:
-    return jax.tree.map(put, weight, _places(leaf, name, weight, partition))
 
 
 def _places(leaf: str, name: str, weight: Int4Weight, partition: Partition) -> Int4Weight:
