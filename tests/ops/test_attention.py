@@ -330,7 +330,7 @@ def test_heads_have_the_bits_that_each_has_alone(dtype, layout):
         scale = None
         if dtype == "int8":
             k, v = ((jnp.nan_to_num(x.astype(jnp.float32)) * 30).astype(jnp.int8) for x in (k, v))
-            scale = jnp.linspace(0.02, 0.04, 4)
+            scale = jnp.linspace(0.02, 0.04, 4, dtype=jnp.float32)
         k, v = convert_pages(k, v, "HND", layout)
         options = {"sliding_window": 500, "num_kv_splits": 1, "layout": layout, "return_lse": True}
         out, lse = paged_attention(q, k, v, table, lens, k_scale=scale, v_scale=scale, **options)
