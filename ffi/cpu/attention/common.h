@@ -38,6 +38,12 @@ inline void PrefetchRow(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) Prefetch(p + i);
 }
 
+// The same into L1, of what is in L2.
+inline void PrefetchRowIntoL1(const void* row, int64_t bytes) {
+  const char* p = static_cast<const char*>(row);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, /*rw=*/0, /*locality=*/3);
+}
+
 // Copies `run` tokens, the first of which is at `from`, from atoms to whole rows of elements E.
 template <typename E, int ATOM_DIMS>
 void CopyRows(const char* from, int64_t run, int64_t head_dim, const PageStrides& strides, E* to) {

@@ -264,12 +264,17 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
   const int count = visible[ROWS - 1];
   const int padded = static_cast<int>(RoundUp(count, kTokens));
   const int64_t k_bytes = state->head_dim * int64_t{sizeof(T)};
+  [[maybe_unused]] const int64_t v_bytes = state->v_head_dim * int64_t{sizeof(T)};
 
   for (int t = start; t < padded; t += kTokens) {
     const Vec s = ScoreTile<T, ROWS>(q, state->q_stride, block.k + t, state->head_dim);
     Store(scores + t * ROWS, s);
     JAX_PAGED_UNROLL
-    for (int i = 0; i < kTokens; ++i) PrefetchRow(next.k[t + i], k_bytes);
+    for (int i = 0; i < kTokens; ++i) {
+      PrefetchRow(next.k[t + i], k_bytes);
+      // Dot products of words are fast enough to wait for V (docs/performance.md, Prefetch).
+      if constexpr (kUsesDot<T> && ROWS == 8) PrefetchRowIntoL1(block.v[t + i], v_bytes);
+    }
   }
   if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
   // Tokens [all, end) are seen by all rows of the tile.
