@@ -14,9 +14,10 @@
 //            pairs of tokens as words where that is enough (decode_words.h)
 //
 // While K is used the next block's K is prefetched, and its V while V is used: without that it is
-// three times slower (no hardware prefetcher follows a page table). Bound by reading K and V.
-// Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q. AVX2 has half of them:
-// values take two passes of 4 rows there.
+// three times slower (no hardware prefetcher follows a page table). That is into L2; where it
+// gains, V goes on into L1 while K is used (docs/performance.md, Prefetch). Bound by reading K and
+// V. Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q. AVX2 has half of
+// them: values take two passes of 4 rows there.
 
 #ifndef JAX_PAGED_CPU_ATTENTION_DECODE_H_
 #define JAX_PAGED_CPU_ATTENTION_DECODE_H_
@@ -272,8 +273,7 @@ void DecodeTile(const KeyBlock<T>& block, const KeyBlock<T>& next, const int* hi
     JAX_PAGED_UNROLL
     for (int i = 0; i < kTokens; ++i) {
       PrefetchRow(next.k[t + i], k_bytes);
-      // Dot products of words are fast enough to wait for V (docs/performance.md, Prefetch).
-      if constexpr (kUsesDot<T> && ROWS == 8) PrefetchRowIntoL1(block.v[t + i], v_bytes);
+      if constexpr (kWidth == 16 && ROWS == 8) PrefetchRowIntoL1(block.v[t + i], v_bytes);
     }
   }
   if (state->scale->edited) EditTile<ROWS>(*state, row0, start, padded, scores);
