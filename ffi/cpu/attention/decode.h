@@ -15,9 +15,10 @@
 //
 // While K is used the next block's K is prefetched, and its V while V is used: without that it is
 // three times slower (no hardware prefetcher follows a page table). That is into L2; where it
-// gains, V goes on into L1 while K is used (docs/performance.md, Prefetch). Bound by reading K and
-// V. Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q. AVX2 has half of
-// them: values take two passes of 4 rows there.
+// gains, V goes on into L1 while K is used (docs/performance.md, Prefetch). Bound by reading K, V.
+//
+// Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q. AVX2 has half of them:
+// values take two passes of 4 rows there.
 
 #ifndef JAX_PAGED_CPU_ATTENTION_DECODE_H_
 #define JAX_PAGED_CPU_ATTENTION_DECODE_H_
