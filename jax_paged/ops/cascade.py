@@ -296,19 +296,29 @@ def _row_lengths(level: CascadeLevel, page_size):
     return jnp.take(lengths, group, mode="fill", fill_value=0)
 
 
-def _distance_to_end(to_end, row, last: CascadeLevel):
-    """How far each token stands before the end of its row: a node of a tree goes by its depth."""
-    if last.tree is None:
-        return to_end
-    size = jnp.clip(last.tree_sizes, 0, last.tree.shape[1])
-    first, end = last.tree[..., 0], last.tree[..., 1]
-    node = jnp.arange(last.tree.shape[1], dtype=jnp.int32)
-    is_above = (first[:, None] <= first[..., None]) & (first[..., None] < end[:, None])
-    depth = jnp.sum(is_above & (node[None] < node[:, None])[None], axis=2, dtype=jnp.int32)
-    size = jnp.take(size, row, mode="clip")
-    own = jnp.take(depth, row, axis=0, mode="clip")
-    own = jnp.take_along_axis(own, jnp.clip(size - to_end, 0, node.size - 1)[:, None], axis=1)
-    return jnp.where(to_end <= size, size - own[:, 0], to_end)
+def _distance_to_end(to_end, row, level: CascadeLevel, page_size):
+    """How far a call over the level puts each token before the end of its row.
+
+    A node of a tree goes by its depth, and a query that is itself pinned has not slid.
+    """
+    distance = to_end
+    if level.tree is not None:
+        size = jnp.clip(level.tree_sizes, 0, level.tree.shape[1])
+        first, end = level.tree[..., 0], level.tree[..., 1]
+        node = jnp.arange(level.tree.shape[1], dtype=jnp.int32)
+        is_above = (first[:, None] <= first[..., None]) & (first[..., None] < end[:, None])
+        depth = jnp.sum(is_above & (node[None] < node[:, None])[None], axis=2, dtype=jnp.int32)
+        size = jnp.take(size, row, mode="clip")
+        own = jnp.take(depth, row, axis=0, mode="clip")
+        own = jnp.take_along_axis(own, jnp.clip(size - to_end, 0, node.size - 1)[:, None], axis=1)
+        distance = jnp.where(to_end <= size, size - own[:, 0], to_end)
+    if level.slot_offset is not None and level.num_pinned is not None:
+        lengths = _row_lengths(level, page_size)
+        slid = jnp.broadcast_to(jnp.maximum(level.slot_offset, 0), lengths.shape)
+        unpinned = lengths - slid - level.num_pinned
+        pinned = to_end > jnp.take(unpinned, row, mode="clip")
+        distance += jnp.where(pinned, jnp.take(slid, row, mode="clip"), 0)
+    return distance
 
 
 def _attend_rows(q, pools, level: CascadeLevel, cu_q_lens, num_seqs, **options):
@@ -336,7 +346,6 @@ def _cascade(
     row, to_end = rows_of_tokens(q.shape[0], cu_q_lens)
     merged = None
     for i, level in enumerate(levels):
-        to_end_of_call = to_end
         if level.row_groups is not None:
             order, bounds = group_queries(q.shape[0], level, cu_q_lens, num_seqs)
             part = _attend_rows(q[order], pools, level, bounds, None, causal=False, **options)
@@ -349,12 +358,13 @@ def _cascade(
             part = _attend_rows(
                 q, pools, level, cu_q_lens, num_seqs, causal=causal, sinks=given, **options
             )
+            to_end_of_call = _distance_to_end(to_end, row, level, page_size)
         slopes, later = options["alibi_slopes"], levels[i + 1 :]
         if slopes is not None and later:
             # The call counts a query's distances from another place, by as much for all its keys:
             # its weights are right, and its lse is off by that place times the slope.
             after = functools.reduce(jnp.add, (_row_lengths(x, page_size) for x in later))
-            before_end = _distance_to_end(to_end, row, levels[-1])
+            before_end = _distance_to_end(to_end, row, levels[-1], page_size)
             off = before_end - to_end_of_call - jnp.take(after, row, mode="clip")
             shift = slopes.astype(jnp.float32)[None, :] * off.astype(jnp.float32)[:, None]
             part = (part[0], part[1] + shift)

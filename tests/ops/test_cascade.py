@@ -284,6 +284,20 @@ def test_windows_pins_and_trees(kind, alibi, seed, implementation):
     assert_attention_close(*result, *dense_oracle(batch, **of_rows, **options), roundings=3)
 
 
+def test_alibi_of_queries_that_are_pinned_themselves(implementation):
+    """Such a query stands where its slot says, whatever slid after it."""
+    batch = share(["ab", "ac", "ad"], q_lens=[2, 3, 4])
+    offset, slopes = np.int32([PAGE, 0, 2 * PAGE]), np.linspace(0.01, 0.2, 6, dtype="f4")
+    batch = dataclasses.replace(batch, seq_lens=batch.seq_lens + offset)
+    pinned = np.int32([21, 21, 9])  # of 11 tokens; the queries of the last row begin at 7
+    of_rows = {"sliding_window": np.int32(30), "num_pinned": pinned, "slot_offset": offset}
+    levels = derive(batch, **of_rows)
+    np.testing.assert_array_equal(levels[0].row_groups, [0, 0, -1])
+    slopes = jnp.asarray(slopes)
+    result = attend(batch, levels, alibi_slopes=slopes, implementation=implementation)
+    assert_attention_close(*result, *dense_oracle(batch, alibi_slopes=slopes, **of_rows))
+
+
 @pytest.mark.parametrize("kind", ["tree", "window, pins"])
 def test_some_rows_of_these_share(kind):
     found = [derive(hostile(seed, kind)[0], **hostile(seed, kind)[1])[0] for seed in range(6)]
