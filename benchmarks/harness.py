@@ -146,15 +146,21 @@ def cpu_model() -> str:
     return f"{known['model name']}, family {known['cpu family']}, model {known['model']}"
 
 
+def git(*command: str) -> str:
+    """What git says of this checkout."""
+    where = Path(__file__).parent
+    done = subprocess.run(["git", *command], cwd=where, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
 def environment() -> dict[str, object]:
     """Where a figure was measured: device, versions, commit."""
     import jax_paged
 
     commit = ""  # in a copy, or without a git
     if shutil.which("git") is not None:
-        command = ["git", "describe", "--always", "--dirty"]
-        where = Path(__file__).parent
-        commit = subprocess.run(command, cwd=where, capture_output=True, text=True).stdout.strip()
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
+        commit = git("describe", "--always") + ("-dirty" if changed else "")
     return {
         "device": jax.devices()[0].device_kind,
         "cpu": cpu_model(),

@@ -6,9 +6,9 @@
     python benchmarks/run_all.py --check   (measures nothing: which rows miss their goals)
 
 Each is a process of its own, on a machine that should have nothing else to do, and leaves
-benchmarks/results/NAME.json; one that fails leaves its old file, and the exit status is 1. With
-several runs the benchmarks take turns, and the file has the medians of each figure: neighbours of a
-virtual machine slow down minutes, seldom the same row twice. Then `documents.py` rewrites
+benchmarks/results/NAME.json; one that fails leaves the file as it was, and the exit status is 1.
+With several runs the benchmarks take turns, and the file has the medians of each figure: neighbours
+of a virtual machine slow down minutes, seldom the same row twice. Then `documents.py` rewrites
 README.md, pages of docs and docs/plots from the files. `goals.py` has the goals; --check ends with
 1 where a row misses one without a proof that it cannot reach it.
 
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import documents
 import goals
@@ -56,20 +57,24 @@ def run(name: str, target: Path, flags: list[str], environment: dict[str, str]) 
 def run_some(
     names: list[str], results: Path, flags: list[str], isa: str | None, runs: int
 ) -> list[str]:
-    """Runs benchmarks by turns and leaves their files; the names of those that failed."""
+    """Runs benchmarks by turns; the names of those that failed.
+
+    A file has the medians of the runs that there were yet, should the next one be cut off.
+    """
     environment, failed = HELD_TO[isa] if isa else {}, []
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as temporary:
-        files = {
-            name: [Path(temporary) / f"{name}.{i}.json" for i in range(runs)] for name in names
-        }
-        for i in range(runs):
+        target = Path(temporary) / "run.json"
+        for _ in range(runs):
             for name in names:
-                if name not in failed and not run(name, files[name][i], flags, environment):
+                if name in failed:
+                    continue
+                if run(name, target, flags, environment):
+                    found[name].append(json.loads(target.read_text(encoding="utf-8")))
+                    result = harness.of_runs(found[name])
+                    harness.write_result(result, results / f"{name}.json")
+                else:
                     failed.append(name)
-        for name in names:
-            if name not in failed:
-                found = [json.loads(file.read_text(encoding="utf-8")) for file in files[name]]
-                harness.write_result(harness.of_runs(found), results / f"{name}.json")
     return failed
 
 
