@@ -9,24 +9,20 @@ from jax_paged.checks import expect
 from jax_paged.ops.batch import pages_for
 
 from ..decoder.generation import as_tokens
-from .counts import EngineCounts
+from .changes import Changes
 from .handover import PrefillTicket, digest_of, facts_of, row_of
 from .request import Request
-from .scheduler import Scheduler
 from .swap import Swapper
 
 
-class BetweenEngines(EngineCounts):
+class BetweenEngines(Changes):
     """For the `Engine` that is made of it."""
 
     submit: Callable[..., Request]
-    _scheduler: Callable[[Request], Scheduler]
-    _keep: Callable[[], None]
     config: Any
     page_size: int
     swap_pages: int
     _window: tuple[int, int] | None
-    weight_version: int
     _facts_of_weights: tuple[int, dict[str, str]] = -1, {}
 
     def hand_out(self, request: Request) -> PrefillTicket:

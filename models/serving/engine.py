@@ -14,22 +14,18 @@ the device works. docs/serving.md tells what is guaranteed.
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jax_paged._start.interrupt import uninterrupted
 from jax_paged.checks import check_choice, expect
 from jax_paged.layout import LAYOUTS, Layout
 from jax_paged.ops.batch import pages_for
 
 from ..checkpoint.tokenizer import Tokenizer
-from ..decoder.adapters import Adapter
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, check_window
-from ..decoder.placement import Balance
 from ..decoder.protocol import Model, check_model, row_limit
 from ..decoder.sample import Sampler
 from ..decoder.stream import Decode, as_searches
@@ -40,13 +36,12 @@ from .groups import check_groups
 from .logit_edits import EditOptions
 from .plan import step_sizes
 from .prefix_cache import PrefixCache
-from .renew import checked_weights
 from .request import LogProbability, OnTokens, Request, Sampling
 from .runner import ModelRunner, check_processes
 from .scheduler import Feed, Scheduler, window_pages
 from .snapshot import SNAPSHOT_VERSION, as_json, resubmitted
-from .speculate import RULES, draft_tree, look_up, look_up_tree
-from .step import FAILED, Drawn, LogProbabilities
+from .speculate import RULES, draft_tree
+from .step import Drawn
 from .structured import Constraint
 from .swap import chunk_pages
 
@@ -375,10 +370,6 @@ class Engine(BetweenEngines):
 
         return min(range(self.num_replicas), key=rank) if self.num_replicas > 1 else 0
 
-    def _scheduler(self, request: Request) -> Scheduler:
-        """That of the request's replica."""
-        return self._schedulers[request.replica]
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -445,51 +436,6 @@ class Engine(BetweenEngines):
         request.reason, request.detail = reason, detail
         request.tell()
 
-    # Serving
-
-    @property
-    def is_idle(self) -> bool:
-        """No request waits or runs."""
-        return not any(one.waiting or one.running for one in self._schedulers)
-
-    def step(self) -> bool:
-        """Dispatches one step and reads back what is due; False if there was nothing to do."""
-        with uninterrupted():  # or host and device would no longer agree
-            draft = self._draft if self.max_drafts else None
-            feeds = [one.plan(draft, self.max_drafts) for one in self._schedulers]
-            self._keep()
-            if any(feeds):
-                self._dispatch(feeds)
-            due = len(self._flying) - (self._ahead if any(feeds) else 0)
-            for _ in range(due):
-                self._read_back()
-        while self._untold:
-            self._untold.popleft().tell()
-        return any(feeds) or due > 0 or not self.is_idle
-
-    @property
-    def _ahead(self) -> int:
-        """Steps that may be on their way: none where what may come depends on what has come."""
-        running = chain.from_iterable(one.running for one in self._schedulers)
-        waits = any(request.matcher is not None for request in running)
-        return 0 if waits else self.ahead
-
-    def run(self) -> None:
-        """Steps until every request is done."""
-        while self.step():
-            pass
-
-    def stream(self, request: Request) -> Iterator[int]:
-        """The new tokens of a request as they come; steps the engine, so the others go on too."""
-        told = 0
-        while True:
-            while told < len(request.tokens):  # others may step the engine between two tokens
-                yield request.tokens[told]
-                told += 1
-            if request.is_done:
-                return
-            self.step()
-
     # Snapshots
 
     def snapshot(self, requests: Sequence[Request] | None = None) -> dict[str, Any]:
@@ -545,191 +491,3 @@ class Engine(BetweenEngines):
             )
             for i, known in enumerate(snapshot_of["requests"])
         ]  # fmt: skip
-
-    def clear_cache(self) -> None:
-        """Forgets all cached pages that no request uses."""
-        with uninterrupted():
-            for one in self._schedulers:
-                one.clear_cache()
-            self._keep()
-
-    def update_weights(
-        self,
-        weights: Any,
-        *,
-        mapping: Callable[[Any], Any] | None = None,
-        running: str = "recompute",
-        copy: bool = True,
-    ) -> None:
-        """Takes new weights between two steps; nothing is compiled again.
-
-        For rollouts inside a training process: the trainer's weights, each time they have changed.
-        Cached pages are those of the old weights and are found no more. Where an engine has several
-        processes, each of the others takes what its `follow` is given.
-
-        Args:
-          weights: a model like the engine's own, or a pytree like that of its arrays
-            (`split_model`): of the same structure, shapes and dtypes.
-          mapping: makes such a pytree of `weights`, where a trainer has other names, shapes or
-            dtypes. It is called once, on the device if it is made of jax functions.
-          running: what becomes of requests that have begun. "recompute": they compute K and V anew
-            with the new weights, so that every token from now on has the distribution that the new
-            model gives it. "keep": they go on with what they have, which is cheaper, and no
-            model's distribution.
-          copy: whether arrays are copied, from the second time on into the memory of the copies
-            before, so that a trainer may donate its own. False takes them as they are.
-
-        Raises:
-          ValueError: a leaf is missing, too much, or of another shape or dtype; it is named.
-        """
-        check_choice("running", running, ("recompute", "keep"))
-        given = weights if mapping is None else mapping(weights)
-        params = checked_weights(given, self._runner.graph, self.params)
-        with uninterrupted():
-            while self._flying:  # what they draw is of the old weights
-                self._read_back()
-            self._runner.update(params, copy=copy)
-            self.weight_version += 1
-            salt = f"{self._salt} weights {self.weight_version}"
-            for one in self._schedulers:
-                one.renew(salt, recompute=running == "recompute")
-            self._keep()
-        while self._untold:
-            self._untold.popleft().tell()
-
-    def rebalance(self) -> Balance:
-        """Moves experts between devices by what they had to do since the last call.
-
-        In each layer the busiest ones get the redundant slots, and the devices get like loads. The
-        next steps run as before, and nothing is compiled; K and V and the prefix cache stay. While
-        a layer moves, its experts are in memory twice; the model that the engine was made of keeps
-        them where they were, as long as there is one.
-
-        Returns:
-          How even the loads were, and would have been; see `Balance`.
-
-        Raises:
-          ValueError: the model's experts cannot move (`Decoder`, redundant_experts).
-        """
-        can = self._runner.moves_experts
-        expect(can, "model", "one with redundant_experts, 0 or more", "one whose experts stay")
-        with uninterrupted():
-            return self._runner.rebalance()
-
-    # Adapters
-
-    def add_adapter(self, name: str, adapter: str | Path | Adapter) -> None:
-        """Puts an adapter into a free slot, for requests from now on; nothing is compiled.
-
-        Where the name is there already, it stands for the new adapter from now on. Requests that
-        have the old one keep it to their end, so that no text is one of two adapters; that takes
-        a slot as long as they run.
-
-        Args:
-          name: what `submit` calls it.
-          adapter: an `Adapter`, or a folder that PEFT saved (`load_adapter`).
-
-        Raises:
-          ValueError: the adapter is not for this model, its rank is above max_rank, or no slot is
-            free.
-        """
-        slots = self._slots()
-        packed = slots.packed(adapter)
-        with uninterrupted():
-            lists = ((*one.waiting, *one.running) for one in self._schedulers)
-            requests = chain.from_iterable(lists)
-            slots.add(name, packed, [r.adapter for r in requests if r.adapter is not None])
-
-    def remove_adapter(self, name: str) -> None:
-        """Forgets a name; requests that have the adapter keep it to their end.
-
-        Raises:
-          ValueError: there is no such name.
-        """
-        self._slots().remove(name)
-
-    @property
-    def adapters(self) -> list[str]:
-        """The names that `submit` takes."""
-        return [] if self._adapters is None else self._adapters.names
-
-    def _slots(self) -> AdapterSlots:
-        got = "an engine without adapters (max_adapters)"
-        expect(self._adapters is not None, "adapter", "an engine that was made for some", got)
-        assert self._adapters is not None
-        return self._adapters
-
-    # What comes back
-
-    def _draft(self, request: Request, most: int) -> tuple[list[int], list[int]]:
-        if self._has_drafter:
-            return [0] * most, self._draft_parents[:most]  # the device will tell which tokens
-        text = request.known(0, request.num_known)
-        if self._branches > 1:
-            return look_up_tree(text, most, self._branches)
-        return look_up(text, most), []
-
-    def _keep(self) -> None:
-        """Sends the schedulers' orders to the device."""
-        self._runner.keep([one.take_orders() for one in self._schedulers])
-
-    def _dispatch(self, feeds: list[list[Feed]]) -> None:
-        for own in feeds:
-            own.sort(key=lambda feed: feed.row)
-        drawn = self._runner.run(feeds)
-        for scheduler, own in zip(self._schedulers, feeds, strict=True):
-            scheduler.dispatched(own)
-        self._flying.append((drawn, feeds))
-        self.num_steps += 1
-        self.num_fed += sum(feed.num_tokens for own in feeds for feed in own)
-
-    def _read_back(self) -> None:
-        """Takes the tokens of the oldest step on its way; waits for it."""
-        flying, feeds = self._flying.popleft()
-        each = self._runner.read(flying)
-        if any((drawn.tokens == FAILED).any() for drawn in each):
-            raise RuntimeError("engine: a page operation failed that the host had planned")
-        for drawn, own in zip(each, feeds, strict=True):
-            if drawn.prompt is not None:
-                self._take_prompts(own, drawn.prompt)
-            for feed in own:
-                if feed.draws:
-                    self._take(feed, drawn)
-
-    def _take_prompts(self, feeds: list[Feed], told: LogProbabilities) -> None:
-        """Takes the log-probabilities of prompts that a step has fed."""
-        end = 0
-        for feed in feeds:
-            request, start, end = feed.request, end, end + feed.num_tokens
-            if request.tells_prompt:
-                count = min(feed.count, len(request.prompt) - 1 - feed.begin)
-                for i in range(max(count, 0)):
-                    known = _log_probability(told, start + i)
-                    request.prompt_logprobs[feed.begin + i + 1] = known
-
-    def _take(self, feed: Feed, drawn: Drawn) -> None:
-        request = feed.request
-        request.in_flight -= 1
-        if request.is_done:
-            return
-        new = [int(token) for token in drawn.tokens[feed.row] if token >= 0]
-        if feed.drafts:
-            wrong = len(feed.drafts) + 1 - len(new)
-            self.num_drafted += len(feed.drafts)
-            self.num_accepted += len(new) - 1
-            if wrong:
-                self._scheduler(request).cut(request, wrong)
-        told = []
-        if drawn.logprobs is not None:
-            told = [_log_probability(drawn.logprobs, (feed.row, i)) for i in range(len(new))]
-        request.take(new, told)
-        self._untold.append(request)
-        self._scheduler(request).offer(request)
-        if request.is_done:
-            self._scheduler(request).remove(request)
-
-
-def _log_probability(told: LogProbabilities, at: Any) -> LogProbability:
-    """What was told of the token in one place."""
-    model, drawn, ids, values = (np.asarray(x)[at].tolist() for x in told)
-    return LogProbability(model, drawn, tuple(zip(ids, values, strict=True)))
