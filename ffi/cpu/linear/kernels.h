@@ -32,14 +32,31 @@ inline int64_t LinearBlockColumns(int64_t row_bytes, int64_t all_bytes = 0) {
   return Clamp(bytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 512);
 }
 
+// The chunks of a depth: equal parts of at most `most`.
+inline int64_t LinearChunkDepth(int64_t depth, int64_t most) {
+  return RoundUp(CeilDiv(depth, CeilDiv(depth, most)), kPadFloats);
+}
+
 // Packed weights: outputs of a panel, and of the panels of a tile.
 inline constexpr int64_t kPanelOutputs = 16;
 inline constexpr int64_t kPanelGroup = 3 * kPanelOutputs;
 
-// Blocks of at most `most` columns, each of whole `unit`s, of which all workers have as many.
+// Blocks of at most `most` columns, each of whole `unit`s: as many as leave the worker that has
+// most of them least to do.
 inline int64_t EvenBlockColumns(int64_t num_columns, int64_t most, int64_t unit, int64_t workers) {
-  const int64_t blocks = RoundUp(CeilDiv(num_columns, most), workers);
-  return RoundUp(CeilDiv(num_columns, blocks), unit);
+  const int64_t fewest = CeilDiv(num_columns, most);
+  int64_t best = unit, least = num_columns + unit;
+  for (int64_t blocks = fewest; blocks <= 2 * fewest + workers; ++blocks) {
+    const int64_t block = RoundUp(CeilDiv(num_columns, blocks), unit);
+    const int64_t made = CeilDiv(num_columns, block), each = CeilDiv(made, workers);
+    const int64_t last = num_columns - (made - 1) * block;  // may be a smaller one
+    const int64_t load = (each - 1) * block + ((made - 1) % workers == 0 ? last : block);
+    if (load >= least) continue;
+    best = block;
+    least = load;
+    if (load <= CeilDiv(num_columns, workers)) break;
+  }
+  return best;
 }
 
 // Columns of packed w that one worker takes at once, while those of the next block come in. All of
@@ -53,9 +70,13 @@ inline int64_t PackedBlockColumns(int64_t num_columns, int64_t row_bytes, int64_
   return EvenBlockColumns(num_columns, most, unit, workers);
 }
 
-// The same of any w that is put in order for many rows of x (linear/many.h): a chunk of the depth
-// of it fills a part of L2.
-inline constexpr int64_t kManyColumns = 5 * kPanelGroup;
+// The same of any w that is put in order for many rows of x (linear/many.h), where a chunk of its
+// depth has so many floats: that fills a part of L2.
+inline int64_t ManyBlockColumns(int64_t num_columns, int64_t chunk_floats, int64_t workers) {
+  constexpr int64_t kFloats = (576 << 10) / sizeof(float);
+  const int64_t most = Clamp(kFloats / chunk_floats / kPanelOutputs, 3, 16) * kPanelOutputs;
+  return EvenBlockColumns(num_columns, most, kPanelOutputs, workers);
+}
 inline constexpr int64_t kRowsOfOrder = 8;  // whose memory a tile of x in order takes
 
 // The same of plain w that tiles read as it lies for few rows of x (linear/few_tiles.h).
@@ -64,11 +85,6 @@ inline constexpr int64_t kFewTileColumns = 256;
 // Floats that `count` columns of a chunk of the depth are staged in.
 inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
   return RoundUp(Clamp(depth, 0, kLinearDepth), kPadFloats) * count;
-}
-
-// The chunks of a depth: equal parts of at most `most`.
-inline int64_t LinearChunkDepth(int64_t depth, int64_t most) {
-  return RoundUp(CeilDiv(depth, CeilDiv(depth, most)), kPadFloats);
 }
 
 // Floats from a row of x to the next: so many that, modulo the 4 KiB after which L1's sets come
@@ -143,6 +159,7 @@ struct LinearKernels {
   void (*order_rows)(const float* rows, int64_t x_stride, int64_t num_rows, int64_t depth,
                      bool has_blocks, float* tile);
   int64_t tile_rows;
+  int64_t word_depth;  // elements of the depth in a float of x
   // Of few rows of x and plain w: sums by tiles of at most 8 rows.
   void (*few_plain)(const float* x, int64_t x_stride, int64_t num_rows, const void* w,
                     int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
@@ -190,10 +207,11 @@ struct LinearKernels {
   }
   // Columns of w, of `num_columns`, that one of so many workers takes at once; there are so many
   // `matrices` as large as w.
-  int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t workers,
-                       int64_t row_bytes, int64_t x_bytes, int64_t matrices) const {
+  int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t depth,
+                       int64_t workers, int64_t row_bytes, int64_t matrices) const {
     if (Orders(is_packed, num_rows)) {
-      return EvenBlockColumns(num_columns, kManyColumns, kPanelOutputs, workers);
+      const int64_t words = CeilDiv(depth, word_depth);
+      return ManyBlockColumns(num_columns, LinearChunkDepth(words, kLinearDepth / 2), workers);
     }
     if (!ByRows(is_packed, num_rows)) {
       const int64_t most = LinearBlockColumns(row_bytes, matrices * num_columns * row_bytes);
@@ -203,6 +221,7 @@ struct LinearKernels {
       return EvenBlockColumns(num_columns, kFewTileColumns, kPanelOutputs, workers);
     }
     const int64_t unit = many > 0 ? kPanelGroup : kPanelOutputs;
+    const int64_t x_bytes = num_rows * depth * int64_t{sizeof(float)};
     return PackedBlockColumns(num_columns, row_bytes, x_bytes, unit, workers);
   }
   void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);

@@ -4,13 +4,15 @@
 // packed.h, whose leaves it sums, and whose bits it gives.
 //
 // There a leaf finds what it needs in every 16th line of w, and of each row of x. Here both sides
-// are put in the order in which the leaves are summed, so the inner loop reads one line after the
-// other:
+// are put in the order in which a tile reads them, so its inner loop goes from one line to the
+// next:
 //
-//   w   a chunk of the depth of some columns: [panels][leaves][steps][16 outputs]. It stays in L2
-//       while all rows of x pass
+//   w   a chunk of the depth of some columns: [tiles][leaves][steps][panels of the tile][16
+//       outputs]. It stays in L2 while all rows of x pass
 //   x   all of a tile of rows, chunk by chunk: [leaves][steps][kPitch]. Its chunk stays in L1 while
 //       the panels pass. The caller puts it in order, once for all columns (OrderRows)
+//
+// Leaves come in SumOrder, which is its own inverse.
 //
 // Putting w in order takes as long as some five rows of x.
 
@@ -24,75 +26,98 @@ constexpr int64_t kManyPackedRows = 256;  // where packed w is only put in anoth
 constexpr int kPitch = kRowsOfOrder;  // floats from a step of x to the next; a tile has fewer rows
 static_assert(kPackedRows <= kPitch && kWidth % kPitch == 0, "a vector has whole steps");
 
-// Vectors of kWidth rows of w, to one step of all leaves of their panel.
-JAX_PAGED_INLINE void StoreStep(Vec* x, int64_t steps, float* to) {
-  Transpose(x);
-  JAX_PAGED_UNROLL
-  for (int leaf = 0; leaf < kWidth; ++leaf) Store(to + leaf * steps * kPanelOutputs, x[leaf]);
+// Panels of the tile that begins where `left` are left.
+constexpr int ManyPanels(int64_t left) {
+  if (kPackedPanels < 3) return 1;
+  return left == 3 || left > 4 ? 3 : (left >= 2 ? 2 : 1);
 }
 
-// A chunk of `depth` of `count` rows of plain w. The last row stands for those that the last panel
-// lacks.
+// Vectors of kWidth rows of w, to one step of all leaves, of_leaf floats apart.
+JAX_PAGED_INLINE void StoreStep(Vec* x, int64_t of_leaf, float* to) {
+  Transpose(x);
+  JAX_PAGED_UNROLL
+  for (int leaf = 0; leaf < kWidth; ++leaf) Store(to + SumOrder(leaf) * of_leaf, x[leaf]);
+}
+
+// A chunk of `depth` of kWidth rows of plain w from row n on, of which there are `count`; the last
+// one stands for those that the last panel lacks. A step of their tile has of_step floats.
 template <typename T>
-void OrderWeights(const T* w, int64_t w_stride, int64_t depth, int64_t count, int64_t steps,
-                  float* panels) {
+void OrderColumns(const T* w, int64_t w_stride, int64_t depth, int64_t n, int64_t count,
+                  int64_t steps, int64_t of_step, float* to) {
   constexpr int64_t kAhead = 512 / int64_t{sizeof(T)};  // each row lies in a memory page of its own
-  for (int64_t n = 0; n < RoundUp(count, kPanelOutputs); n += kWidth) {
-    const T* rows[kWidth];
+  const T* rows[kWidth];
+  JAX_PAGED_UNROLL
+  for (int r = 0; r < kWidth; ++r) rows[r] = w + (n + r < count ? n + r : count - 1) * w_stride;
+  for (int64_t d = 0; d < depth; to += of_step) {
+    Vec x[kWidth];
+    [[maybe_unused]] Vec odd[kWidth];
+    const bool is_pair = kPaired<T> && !kUsesDot<T> && depth - d >= 2 * kWidth;
     JAX_PAGED_UNROLL
-    for (int r = 0; r < kWidth; ++r) rows[r] = w + (n + r < count ? n + r : count - 1) * w_stride;
-    float* to = panels + n / kPanelOutputs * kWidth * steps * kPanelOutputs + n % kPanelOutputs;
-    for (int64_t d = 0; d < depth; to += kPanelOutputs) {
-      Vec x[kWidth];
-      [[maybe_unused]] Vec odd[kWidth];
-      const bool is_pair = kPaired<T> && !kUsesDot<T> && depth - d >= 2 * kWidth;
-      JAX_PAGED_UNROLL
-      for (int r = 0; r < kWidth; ++r) {
-        Prefetch(reinterpret_cast<const char*>(rows[r] + d + kAhead));
-        if constexpr (kUsesDot<T>) {
-          x[r] = LoadWords(rows[r] + d, depth - d);
-        } else if (is_pair) {
-          const Pair pair = LoadPair(rows[r] + d);
-          x[r] = pair.a;
-          odd[r] = pair.b;
-        } else {
-          x[r] = LoadTail(rows[r] + d, depth - d);
-        }
+    for (int r = 0; r < kWidth; ++r) {
+      Prefetch(reinterpret_cast<const char*>(rows[r] + d + kAhead));
+      if constexpr (kUsesDot<T>) {
+        x[r] = LoadWords(rows[r] + d, depth - d);
+      } else if (is_pair) {
+        const Pair pair = LoadPair(rows[r] + d);
+        x[r] = pair.a;
+        odd[r] = pair.b;
+      } else {
+        x[r] = LoadTail(rows[r] + d, depth - d);
       }
-      StoreStep(x, steps, to);
-      if (is_pair) StoreStep(odd, steps, to += kPanelOutputs);
-      d += is_pair || kUsesDot<T> ? 2 * kWidth : kWidth;
     }
+    StoreStep(x, steps * of_step, to);
+    if (is_pair) StoreStep(odd, steps * of_step, to += of_step);
+    d += is_pair || kUsesDot<T> ? 2 * kWidth : kWidth;
   }
 }
 
-// The same of packed w, from whose panel to the next are w_stride elements.
+// The same of a panel of packed w.
 template <typename T>
-void OrderPanels(const T* w, int64_t w_stride, int64_t depth, int64_t count, int64_t steps,
-                 float* panels) {
+void OrderPanel(const T* w, int64_t depth, int64_t steps, int64_t of_step, float* panel) {
   constexpr int kSide = kPaired<T> ? 2 : 1;  // elements that lie side by side
   constexpr bool kSplits = kPaired<T> && !kUsesDot<T>;
-  const int64_t of_leaf = steps * kPanelOutputs;
-  for (int64_t n = 0; n < count; n += kPanelOutputs, w += w_stride, panels += kWidth * of_leaf) {
-    for (int64_t d = 0; d < depth; d += kSide) {
-      Vec x[kStepVecs<T> * kPanelVecs];
-      LoadPanel(w + d * kPanelOutputs, kPanelVecs, x);
-      const int64_t word = kUsesDot<T> ? d / 2 : d;
-      const bool is_pair = kSplits && depth - d / (2 * kWidth) * (2 * kWidth) >= 2 * kWidth;
-      for (int side = 0; side < kStepVecs<T>; ++side) {
-        // Of whole pairs of vectors one has the even elements, as x has it.
-        const int64_t step = is_pair ? d / (2 * kWidth) * 2 + side : (word + side) / kWidth;
-        const int64_t leaf = is_pair ? d % (2 * kWidth) / 2 : (word + side) % kWidth;
-        float* const to = panels + leaf * of_leaf + step * kPanelOutputs;
-        JAX_PAGED_UNROLL
-        for (int v = 0; v < kPanelVecs; ++v) Store(to + v * kWidth, x[side * kPanelVecs + v]);
+  const auto step_of = [&](int64_t step, int64_t leaf) {
+    return panel + (SumOrder(static_cast<int>(leaf)) * steps + step) * of_step;
+  };
+  for (int64_t d = 0; d < depth; d += kSide) {
+    Vec x[kStepVecs<T> * kPanelVecs];
+    LoadPanel(w + d * kPanelOutputs, kPanelVecs, x);
+    const int64_t word = kUsesDot<T> ? d / 2 : d;
+    const bool is_pair = kSplits && depth - d / (2 * kWidth) * (2 * kWidth) >= 2 * kWidth;
+    for (int side = 0; side < kStepVecs<T>; ++side) {
+      // Of whole pairs of vectors one has the even elements, as x has it.
+      const int64_t step = is_pair ? d / (2 * kWidth) * 2 + side : (word + side) / kWidth;
+      const int64_t leaf = is_pair ? d % (2 * kWidth) / 2 : (word + side) % kWidth;
+      float* const to = step_of(step, leaf);
+      JAX_PAGED_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) Store(to + v * kWidth, x[side * kPanelVecs + v]);
+    }
+  }
+  for (int64_t word = depth / (kUsesDot<T> ? 2 : 1); word < steps * kWidth; ++word) {
+    float* const to = step_of(steps - 1, word % kWidth);
+    JAX_PAGED_UNROLL
+    for (int v = 0; v < kPanelVecs; ++v) Store(to + v * kWidth, Zero());
+  }
+}
+
+// The same of all columns: plain w, or PACKED, from whose panel to the next are w_stride elements.
+template <typename T, bool PACKED>
+void OrderWeights(const T* w, int64_t w_stride, int64_t depth, int64_t count, int64_t steps,
+                  float* to) {
+  const int64_t num_panels = CeilDiv(count, kPanelOutputs);
+  for (int64_t p = 0; p < num_panels;) {
+    const int panels = ManyPanels(num_panels - p);
+    const int64_t of_step = panels * kPanelOutputs;
+    for (int64_t n = 0; n < of_step; n += PACKED ? kPanelOutputs : kWidth) {
+      if constexpr (PACKED) {
+        const T* const from = w + (p + n / kPanelOutputs) * w_stride;
+        OrderPanel(from, depth, steps, of_step, to + n);
+      } else {
+        OrderColumns(w, w_stride, depth, p * kPanelOutputs + n, count, steps, of_step, to + n);
       }
     }
-    for (int64_t word = depth / (kUsesDot<T> ? 2 : 1); word < steps * kWidth; ++word) {
-      float* const to = panels + word % kWidth * of_leaf + (steps - 1) * kPanelOutputs;
-      JAX_PAGED_UNROLL
-      for (int v = 0; v < kPanelVecs; ++v) Store(to + v * kWidth, Zero());
-    }
+    to += kWidth * steps * of_step;
+    p += panels;
   }
 }
 
@@ -110,7 +135,7 @@ inline void OrderChunk(const float* x, int64_t x_stride, int64_t rows, int64_t s
     Transpose(of_rows);
     JAX_PAGED_UNROLL
     for (int leaf = 0; leaf < kWidth; ++leaf) {
-      float* const step = to + (leaf * steps + s) * kPitch;
+      float* const step = to + (SumOrder(leaf) * steps + s) * kPitch;
       if (steps - s >= kSteps) {
         Store(step, of_rows[leaf]);
       } else {
@@ -146,26 +171,20 @@ void ManyTile(const float* x, const float* w, int64_t steps, int64_t rows, int64
               const LinearBlocks& blocks, int64_t n, Fetch* fetch, float* sums,
               int64_t sums_stride) {
   constexpr int kVecs = PANELS * kPanelVecs;  // of a row
-  const int64_t of_leaf = steps * kPanelOutputs, of_panel = kWidth * of_leaf;
-  const int64_t x_of_leaf = steps * kPitch;
   Vec sum[kPackedRows * kVecs];
   LeafTree<kPackedRows, kVecs, kWidth> tree;
   for (int pass = 0; pass < kWidth; ++pass) {
-    const float* from_x = x + SumOrder(pass) * x_of_leaf;
-    const float* from = w + SumOrder(pass) * of_leaf;
     fetch->BringIn();
     JAX_PAGED_UNROLL
     for (int r = 0; r < kPackedRows; ++r) {
       JAX_PAGED_UNROLL
       for (int c = 0; c < kVecs; ++c) sum[r * kVecs + c] = Zero();
     }
-    for (int64_t s = 0; s < steps; ++s, from += kPanelOutputs, from_x += kPitch) {
+    for (int64_t s = 0; s < steps; ++s, w += kVecs * kWidth, x += kPitch) {
       Vec loaded[kVecs];
       JAX_PAGED_UNROLL
-      for (int c = 0; c < kVecs; ++c) {
-        loaded[c] = Load(from + c / kPanelVecs * of_panel + c % kPanelVecs * kWidth);
-      }
-      AddProducts<T, kPackedRows, kVecs>(from_x, /*x_stride=*/1, loaded, sum);
+      for (int c = 0; c < kVecs; ++c) loaded[c] = Load(w + c * kWidth);
+      AddProducts<T, kPackedRows, kVecs>(x, /*x_stride=*/1, loaded, sum);
     }
     tree.Add(pass, sum);
   }
@@ -178,7 +197,8 @@ template <typename T>
 void ManyChunk(const float* x, int64_t x_of_tile, int64_t num_rows, const float* w, int64_t steps,
                int64_t d, int64_t count, const LinearBlocks& blocks, bool ends, Fetch* fetch,
                float* sums, int64_t sums_stride, const SumsDone& done) {
-  const int64_t of_panel = kWidth * steps * kPanelOutputs;
+  constexpr int kThree = kPackedPanels, kTwo = kPackedPanels == 3 ? 2 : 1;
+  const int64_t of_column = kWidth * steps;
   fetch->passes =
       CeilDiv(num_rows, kPackedRows) * CeilDiv(count, kPackedPanels * kPanelOutputs) * kWidth;
   for (int64_t r = 0; r < num_rows; r += kPackedRows) {
@@ -186,20 +206,12 @@ void ManyChunk(const float* x, int64_t x_of_tile, int64_t num_rows, const float*
     const float* const tile = x + r / kPackedRows * x_of_tile;
     float* const to = sums + (ends ? 0 : r * sums_stride);
     for (int64_t n = 0; n < count;) {
-      const float* const from = w + n / kPanelOutputs * of_panel;
-      const int64_t left = (count - n) / kPanelOutputs;
-      if (kPackedPanels == 3 && (left == 3 || left > 4)) {
-        ManyTile<T, kPackedPanels>(tile, from, steps, rows, d, blocks, n, fetch, to + n,
-                                   sums_stride);
-        n += kPackedPanels * kPanelOutputs;
-      } else if (kPackedPanels == 3 && left >= 2) {
-        ManyTile<T, kPackedPanels == 3 ? 2 : 1>(tile, from, steps, rows, d, blocks, n, fetch,
-                                                to + n, sums_stride);
-        n += 2 * kPanelOutputs;
-      } else {
-        ManyTile<T, 1>(tile, from, steps, rows, d, blocks, n, fetch, to + n, sums_stride);
-        n += kPanelOutputs;
-      }
+      const int panels = ManyPanels((count - n) / kPanelOutputs);
+      const auto multiply = panels == 3   ? ManyTile<T, kThree>
+                            : panels == 2 ? ManyTile<T, kTwo>
+                                          : ManyTile<T, 1>;
+      multiply(tile, w + n * of_column, steps, rows, d, blocks, n, fetch, to + n, sums_stride);
+      n += panels * kPanelOutputs;
     }
     done(r, rows, to);
   }
@@ -218,11 +230,7 @@ void ManySums(const float* x, int64_t x_stride, int64_t num_rows, const void* we
     const int64_t here = Clamp(depth - d, 0, chunk), after = Clamp(depth - d - here, 0, chunk);
     const int64_t steps = CeilDiv(here / kWordDepth<T>, kWidth);
     const T* const from = w + d * kRows;
-    if constexpr (PACKED) {
-      OrderPanels(from, w_stride, here, count, steps, panel);
-    } else {
-      OrderWeights(from, w_stride, here, count, steps, panel);
-    }
+    OrderWeights<T, PACKED>(from, w_stride, here, count, steps, panel);
     const T* const then = after > 0 ? from + here * kRows : static_cast<const T*>(next);
     const int64_t bytes = (after > 0 ? after : Clamp(depth, 0, chunk)) * kRows * int64_t{sizeof(T)};
     Fetch fetch = {reinterpret_cast<const char*>(then), then ? CeilDiv(count, kRows) : 0,
@@ -241,6 +249,7 @@ constexpr LinearKernels KernelsOf(decltype(LinearKernels::load_rows) load_rows) 
           load_rows,
           OrderRows<W>,
           kPackedRows,
+          kWordDepth<W>,
           LinearSums<W, P>,
           PackedSums<W, P>,
           ManySums<W, /*PACKED=*/false>,

@@ -180,9 +180,8 @@ struct Matrix {
       if (panel_floats == 0) return most;
       return Clamp(Int4Kernels::PanelsInL2(panel_floats) * kPanelOutputs, kPanelOutputs, most);
     }
-    return kernels->BlockColumns(is_packed, most_rows, columns, blocks,
-                                 parts * LinearRowBytes(w_dtype, depth, most_rows),
-                                 most_rows * depth * int64_t{sizeof(float)}, groups);
+    const int64_t row_bytes = parts * LinearRowBytes(w_dtype, depth, most_rows);
+    return kernels->BlockColumns(is_packed, most_rows, columns, depth, blocks, row_bytes, groups);
   }
 
   // Loads one row; null: zeros.
