@@ -39,6 +39,13 @@ bool MayUseAmx() {
   return false;
 #endif
 }
+
+// Whether the processor is AMD's, of this family or a later one.
+bool IsAmdSince(unsigned family) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx) return false;
+  return __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 0xf) + (a >> 20 & 0xff) >= family;
+}
 #endif
 
 // Worst first.
@@ -96,6 +103,15 @@ const LinearKernelTable& ChosenLinearKernels() {
     return GenericLinearKernels();
   }();
   return chosen;
+}
+
+int64_t WordsAhead() {
+#ifndef JAX_PAGED_GENERIC_ONLY
+  static const int64_t bytes = IsAmdSince(0x1a) ? 4 << 10 : 1 << 10;  // Zen 5; measured on Zen 4
+  return bytes;
+#else
+  return 1 << 10;
+#endif
 }
 
 }  // namespace jax_paged::cpu

@@ -113,11 +113,11 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
 template <typename T>
 inline constexpr int kStreams = sizeof(T) == 1 ? 4 : JAX_PAGED_STREAMS;
 
-// How many bytes ahead w is fetched then. Of bf16 words 1 KiB measures best, of one stream of f32
-// 16 KiB, else 8 KiB (docs/performance.md, Projections and experts).
+// How many bytes ahead w is fetched then: of one stream of f32 16 KiB measures best, else 8 KiB,
+// and for bf16 words it depends on the processor (docs/performance.md, Projections and experts).
 template <typename T>
-constexpr int64_t StreamAhead() {
-  if (kUsesDot<T> && sizeof(T) == 2) return 1 << 10;
+int64_t StreamAhead() {
+  if constexpr (kUsesDot<T> && sizeof(T) == 2) return WordsAhead();
   return sizeof(T) == 4 && kStreams<T> == 1 ? 16 << 10 : 8 << 10;
 }
 
@@ -128,6 +128,7 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
                   int64_t chunk, int64_t count, const LinearBlocks& blocks, float* sums) {
   constexpr int kRows = kStreams<T>;
   constexpr int kChunks = 8;  // at a time, so that their sums stay in L1
+  const int64_t ahead = StreamAhead<T>();
   for (int64_t n = 0; n < count; n += kWidth) {
     for (int64_t from = begin; from < end; from += kChunks * chunk) {
       const int64_t limit = end - from < kChunks * chunk ? end : from + kChunks * chunk;
@@ -142,7 +143,7 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
           }
           ScoreSums<T, 1, kRows, /*PREFETCHES=*/true>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0,
                                                       rows, limit - d < chunk ? limit - d : chunk,
-                                                      StreamAhead<T>(), to);
+                                                      ahead, to);
         }
       }
       const Vec* of_chunk = sum[0];

@@ -333,6 +333,9 @@ struct LinearKernelTable {
   }
 };
 
+// How many bytes ahead this processor fetches a row of bf16 that it multiplies as words.
+int64_t WordsAhead();
+
 const LinearKernelTable& GenericLinearKernels();
 #ifndef JAX_PAGED_GENERIC_ONLY
 const LinearKernelTable& Avx2LinearKernels();
