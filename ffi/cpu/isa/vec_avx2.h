@@ -74,14 +74,16 @@ JAX_PAGED_INLINE Vec LoadBytes(const Int8* p) {
 JAX_PAGED_INLINE Vec Load(const Int8* p) { return LoadBytes(p); }
 JAX_PAGED_INLINE Vec Load(const Float8E4M3* p) { return LoadBytes(p); }
 
-// The 4-bit codes at bit `shift` of 8 words, less 8 where they are centered.
-JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift, bool centered) {
-  __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-  if (centered) {  // as signed numbers of 4 bits
-    all = _mm256_xor_si256(all, _mm256_set1_epi32(static_cast<int>(0x88888888u)));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(all, 28 - shift), 28));
-  }
-  return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_slli_epi32(all, 28 - shift), 28));
+// A code is not brought down to the lowest bits, which is a shift less; x is divided by the factor.
+// Where it is in the highest bits, which are the sign, it is.
+constexpr bool kCentersInt4 = false;
+constexpr float Int4Factor(int shift) {
+  return shift == 28 ? 1.0f : static_cast<float>(1 << shift);
+}
+JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift, bool /*centered*/) {
+  const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
+  if (shift == 28) return _mm256_cvtepi32_ps(_mm256_srli_epi32(all, 28));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(all, _mm256_set1_epi32(15 << shift)));
 }
 
 template <typename T>

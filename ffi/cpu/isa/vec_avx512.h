@@ -198,7 +198,8 @@ JAX_PAGED_INLINE void Transpose(Vec* x) {
   }
 }
 
-// The 4-bit codes at bit `shift` of 16 words, less 8 where they are centered.
+constexpr bool kCentersInt4 = true;
+constexpr float Int4Factor(int) { return 1.0f; }
 JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift, bool centered) {
   const Vec values = centered
                          ? _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)

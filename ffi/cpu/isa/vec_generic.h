@@ -102,7 +102,10 @@ JAX_PAGED_INLINE Vec LoadBytes(const T* p) {
   return Load(p);
 }
 
-// The 4-bit codes at bit `shift` of kWidth words, less 8 where they are centered.
+// The 4-bit codes at bit `shift` of kWidth words times Int4Factor(shift), a power of two; less 8
+// where they are centered, which costs nothing where it kCentersInt4.
+constexpr bool kCentersInt4 = true;
+constexpr float Int4Factor(int) { return 1.0f; }
 JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift, bool centered) {
   Lanes r;
   for (int i = 0; i < kWidth; ++i) {

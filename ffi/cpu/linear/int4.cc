@@ -39,7 +39,6 @@ struct Call {
   int64_t num_rows;
   int64_t depth;
   int64_t panels;
-  bool has_offsets;
 };
 
 // Panels that a worker takes at once; panel_floats: what each is staged in, or 0.
@@ -62,13 +61,13 @@ void Multiply(ffi::ThreadPool& pool, const Call& call) {
   const int64_t x_stride = all.Of(call.dtype, call.dtype).stride(call.depth);
   const bool is_direct = call.out_dtype == Dtype::kFloat32;
   const int64_t columns = call.panels * kPanelOutputs;
-  const int64_t of_groups = call.has_offsets ? num_rows * call.w.num_groups : 0;
+  const int64_t of_groups = num_rows * kernels.GroupSums(call.w);
   const int64_t own_sums = is_direct ? 0 : num_rows * block * kPanelOutputs;
   const int64_t own = own_sums + block * panel_floats;
   const int64_t rows_floats = num_rows * x_stride + RoundUp(of_groups, kPadFloats);
   const Scratch scratch(static_cast<size_t>(rows_floats + workers * own) * sizeof(float));
   float* const rows = reinterpret_cast<float*>(scratch.data());
-  float* const group_sums = call.has_offsets ? rows + num_rows * x_stride : nullptr;
+  float* const group_sums = of_groups > 0 ? rows + num_rows * x_stride : nullptr;
   ParallelFor(pool, CeilDiv(num_rows, kRowsAtOnce), workers, [&](int64_t item, int64_t) {
     const int64_t begin = item * kRowsAtOnce;
     kernels.load_rows(call.x, begin, Clamp(begin + kRowsAtOnce, 0, num_rows), call.depth,
@@ -97,12 +96,11 @@ ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U
     return !error.empty();
   };
   Call call;
-  Int4Weights weights;
   if (failed(ReadDtype(kOp, "x", TypeOf(x), &call.dtype)) ||
       failed(ReadDtype(kOp, "out", TypeOf(*out), &call.out_dtype)) ||
       failed(CheckRank(kOp, "x", Shape(x), 2)) ||
       failed(ReadInt4(kOp, "codes", ArrayOf(codes), "scales", ArrayOf(scales), /*leading=*/0,
-                      &weights))) {
+                      &call.w))) {
     return ffi::Error::InvalidArgument(error);
   }
   call.num_rows = Shape(x)[0];
@@ -115,8 +113,6 @@ ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U
   }
   if (call.num_rows == 0 || call.panels == 0) return ffi::Error::Success();
   call.x = static_cast<const char*>(x.untyped_data());
-  call.w = weights.first;
-  call.has_offsets = weights.has_offsets;
   call.out = static_cast<char*>(out->untyped_data());
   try {
     Multiply(pool, call);

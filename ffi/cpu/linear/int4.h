@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // out = x w^T of 4-bit w. With d in group g of the depth, and codes of 0 to 15, w[n, d] = scale[n,
-// g] code[n, d] + offset[n, g]; or without offsets w[n, d] = scale[n, g] (code[n, d] - 8). Included
-// by inst/<isa>.cc inside its target region (isa.h), after packed.h.
+// g] code[n, d] + offset[n, g]; or without offsets w[n, d] = scale[n, g] (code[n, d] - 8), whose -8
+// is an offset, too, where LoadInt4 does not take it off. Included by inst/<isa>.cc inside its
+// target region (isa.h), after packed.h.
 //
 // Panels of 16 outputs, [outputs / 16][depth / 8][16] words. A word has 8 elements of the depth of
 // one output: bits 4 k of its low half the elements 2 k, of its high half the elements 2 k + 1. So
@@ -29,6 +30,14 @@ constexpr int kInt4Rows = kWidth == 16 ? 8 : 4;
 // Bytes of codes that come in ahead of those that are multiplied.
 constexpr int64_t kInt4Ahead = 4096;
 
+// The bits of a word from which on it has the element d of the depth.
+constexpr int Int4Shift(int d) { return d % 2 * 16 + d / 2 * 4; }
+
+// Divides 8 elements of x by what their codes are multiplied with.
+inline void DivideByFactors(float* x) {
+  for (int d = 0; d < 8; ++d) x[d] *= 1.0f / Int4Factor(Int4Shift(d));
+}
+
 // Rows of x, and where `sums` is not null the sums of their groups: [rows, depth / group].
 template <typename T>
 void LoadInt4Rows(const void* x, int64_t begin, int64_t end, int64_t depth, int64_t group,
@@ -37,6 +46,9 @@ void LoadInt4Rows(const void* x, int64_t begin, int64_t end, int64_t depth, int6
     LoadLinearRows<T>(x, begin, end, end, depth, rows, x_stride);
   } else {
     LoadPlainRows<T>(x, begin, end, end, depth, rows, x_stride);
+    for (int64_t r = begin; Int4Factor(Int4Shift(2)) != 1 && r < end; ++r) {
+      for (int64_t d = 0; d < depth; d += 8) DivideByFactors(rows + r * x_stride + d);
+    }
   }
   for (int64_t r = begin; sums && r < end; ++r) {
     const T* from = static_cast<const T*>(x) + r * depth;
@@ -62,7 +74,7 @@ JAX_PAGED_INLINE void Int4Step(const float* x, int64_t x_stride, const uint32_t*
       if constexpr (kUsesDot<T>) {
         w[v] = LoadInt4Pairs(from, d / 2 * 4, CENTERED, static_cast<const T*>(nullptr));
       } else {
-        w[v] = LoadInt4(from, d % 2 * 16 + d / 2 * 4, CENTERED);
+        w[v] = LoadInt4(from, Int4Shift(d), CENTERED);
       }
     }
     AddProducts<T, ROWS, kVecs>(x + (kUsesDot<T> ? d / 2 : d), x_stride, w, sum);
@@ -83,7 +95,7 @@ void StageInt4(const uint32_t* words, int64_t depth, float* to) {
         if constexpr (kUsesDot<T>) {
           Store(to, LoadInt4Pairs(from, k / 2 * 4, CENTERED, static_cast<const T*>(nullptr)));
         } else {
-          Store(to + v * kWidth, LoadInt4(from, k % 2 * 16 + k / 2 * 4, CENTERED));
+          Store(to + v * kWidth, LoadInt4(from, Int4Shift(k), CENTERED));
         }
       }
     }
@@ -107,13 +119,20 @@ JAX_PAGED_INLINE void AddInt4Group(const Vec* sum, const Int4Rows& x, int64_t ro
     const Int4Panel panel = w.Behind(v / kPanelVecs);
     const int64_t at = g * kOfGroup + v % kPanelVecs * kWidth;
     const Vec scale = LoadScales(panel, at);
-    const Vec offset = CENTERED ? Zero() : LoadScales(panel, at + kPanelOutputs);
+    Vec offset = Zero();
+    if constexpr (!CENTERED) {
+      offset = LoadScales(panel, at + kPanelOutputs);
+    } else if constexpr (!kCentersInt4) {
+      offset = Mul(scale, Set1(-8.0f));
+    }
     JAX_PAGED_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       float* const to = sums + r * sums_stride + v * kWidth;
       const Vec of_group = sum[r * VECS + v];
       Vec all = g == 0 ? Mul(of_group, scale) : Fma(of_group, scale, Load(to));
-      if constexpr (!CENTERED) all = Fma(Set1(x.sums[(row + r) * w.num_groups + g]), offset, all);
+      if constexpr (!CENTERED || !kCentersInt4) {
+        all = Fma(Set1(x.sums[(row + r) * w.num_groups + g]), offset, all);
+      }
       Store(to, all);
     }
   }
@@ -197,7 +216,7 @@ void Int4Block(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t 
 template <typename T>
 void FewInt4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t panels,
                  float* sums, int64_t sums_stride) {
-  if (x.sums) {
+  if (w.has_offsets) {
     Int4Block<T, /*CENTERED=*/false>(x, num_rows, w, panels, sums, sums_stride);
   } else {
     Int4Block<T, /*CENTERED=*/true>(x, num_rows, w, panels, sums, sums_stride);

@@ -14,17 +14,12 @@
 
 namespace jax_paged::cpu {
 
-// 4-bit weights of one matrix, or of some, one behind the other.
-struct Int4Weights {
-  Int4Panel first;
-  bool has_offsets;
-};
-
-// Reads codes u32[matrices, out / 16, depth / 8, 16] and scales [matrices, out / 16, groups, 16],
-// or with offsets [..., groups, 2, 16]; `leading` axes come before the panels, 0 or 1.
+// Reads 4-bit weights of one matrix, or of some, one behind the other: their first panel. Codes are
+// u32[matrices, out / 16, depth / 8, 16], scales [matrices, out / 16, groups, 16], or with offsets
+// [..., groups, 2, 16]; `leading` axes come before the panels, 0 or 1.
 inline std::string ReadInt4(const char* op, const char* codes_name, const Array& codes,
                             const char* scales_name, const Array& scales, size_t leading,
-                            Int4Weights* weights) {
+                            Int4Panel* first) {
   const size_t rank = leading + 3;
   std::string error = CheckRank(op, codes_name, codes.shape, rank);
   if (!error.empty()) return error;
@@ -52,13 +47,13 @@ inline std::string ReadInt4(const char* op, const char* codes_name, const Array&
     return Mismatch(op, codes_name, "panels of 16 outputs",
                     ShapeText(codes.shape.dims, codes.shape.rank));
   }
-  weights->has_offsets = has_offsets;
-  weights->first = {static_cast<const uint32_t*>(codes.data),
-                    scales.data,
-                    groups * (has_offsets ? 2 : 1) * kPanelOutputs * ByteWidth(dtype),
-                    depth / groups,
-                    groups,
-                    dtype == Dtype::kFloat16};
+  *first = {static_cast<const uint32_t*>(codes.data),
+            scales.data,
+            groups * (has_offsets ? 2 : 1) * kPanelOutputs * ByteWidth(dtype),
+            depth / groups,
+            groups,
+            dtype == Dtype::kFloat16,
+            has_offsets};
   return "";
 }
 

@@ -82,7 +82,7 @@ void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t p
               float* sums, int64_t sums_stride) {
   if (num_rows < kInt4ManyRows) {
     FewInt4Sums<T>(x, num_rows, w, panels, sums, sums_stride);
-  } else if (x.sums) {
+  } else if (w.has_offsets) {
     Int4ManyBlock<T, /*CENTERED=*/false>(x, num_rows, w, panels, panel, sums, sums_stride);
   } else {
     Int4ManyBlock<T, /*CENTERED=*/true>(x, num_rows, w, panels, panel, sums, sums_stride);
@@ -90,7 +90,8 @@ void Int4Sums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int64_t p
 }
 
 template <typename T>
-constexpr Int4Kernels kInt4 = {LoadInt4Rows<T>, Int4Sums<T>, kInt4ManyRows, kWordDepth<T>};
+constexpr Int4Kernels kInt4 = {LoadInt4Rows<T>, Int4Sums<T>, kInt4ManyRows, kWordDepth<T>,
+                               /*always_sums=*/!kCentersInt4};
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA
 

@@ -80,7 +80,7 @@ inline void Int4TileSums(const Int4Rows& x, int64_t num_rows, const Int4Panel& w
                          float* /*panel*/, float* sums, int64_t sums_stride) {
   if (w.group > kTilesChunk) {
     FewInt4Sums<BFloat16>(x, num_rows, w, panels, sums, sums_stride);
-  } else if (x.sums) {
+  } else if (w.has_offsets) {
     Int4TileBlock</*CENTERED=*/false>(x, num_rows, w, panels, sums, sums_stride);
   } else {
     Int4TileBlock</*CENTERED=*/true>(x, num_rows, w, panels, sums, sums_stride);

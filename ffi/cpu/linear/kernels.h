@@ -233,7 +233,7 @@ struct LinearKernels {
 struct Int4Rows {
   const float* data;
   int64_t stride;
-  const float* sums;  // of their groups, [rows, groups]; null: w has no offsets
+  const float* sums;  // of their groups, [rows, groups]; null: the kernels need none (GroupSums)
 };
 
 // A panel of 4-bit weights (linear/int4.h), of which others follow.
@@ -244,6 +244,7 @@ struct Int4Panel {
   int64_t group;          // elements of the depth that have a scale
   int64_t num_groups;
   bool has_half_scales;  // f16, else f32
+  bool has_offsets;
 
   Int4Panel Behind(int64_t panels) const {
     Int4Panel panel = *this;
@@ -261,7 +262,12 @@ struct Int4Kernels {
                float* panel, float* sums, int64_t sums_stride);
   int64_t many;        // rows of x, from which on `sums` needs memory for its panels; 0: never
   int64_t word_depth;  // elements of the depth in a float of x
+  bool always_sums;    // needs the sums of groups of x where w has no offsets, too
 
+  // Sums of a row of x that are needed.
+  int64_t GroupSums(const Int4Panel& w) const {
+    return always_sums || w.has_offsets ? w.num_groups : 0;
+  }
   // Floats of it for each panel.
   int64_t PanelFloats(int64_t num_rows, int64_t depth) const {
     return many > 0 && num_rows >= many ? depth / word_depth * kPanelOutputs : 0;

@@ -148,7 +148,7 @@ struct Matrix {
   bool is_packed;           // or in 4 bits
   const char* data;         // but of 4 bits
   int64_t row_bytes;
-  Int4Weights codes;
+  Int4Panel codes;
   int64_t depth;
 
   // Rows in a tile of sums, at most.
@@ -159,7 +159,7 @@ struct Matrix {
   int64_t PaddedRows(int64_t num_rows) const {
     return int4 ? PadLinearRows(num_rows) : kernels->PaddedRows(is_packed, num_rows);
   }
-  int64_t num_groups() const { return int4 && codes.has_offsets ? codes.first.num_groups : 0; }
+  int64_t num_groups() const { return int4 ? int4->GroupSums(codes) : 0; }
   int64_t stride() const { return kernels->stride(depth); }
 
   // Floats in which `columns` of it are staged.
@@ -189,7 +189,7 @@ struct Matrix {
     if (!int4) {
       kernels->load_rows(source, 0, 1, source ? 1 : 0, depth, to.data, to.stride);
     } else if (source) {
-      int4->load_rows(source, 0, 1, depth, codes.first.group, to.data, to.stride, to.sums);
+      int4->load_rows(source, 0, 1, depth, codes.group, to.data, to.stride, to.sums);
     } else {
       std::memset(to.data, 0, static_cast<size_t>(to.stride) * sizeof(float));
       if (to.sums) std::memset(to.sums, 0, static_cast<size_t>(num_groups()) * sizeof(float));
@@ -201,7 +201,7 @@ struct Matrix {
   void Run(const Rows& x, int64_t num_rows, int64_t first, int64_t count, int64_t next,
            const LinearBlocks& blocks, float* panel, float* sums) const {
     if (int4) {
-      int4->sums({x.data, x.stride, x.sums}, num_rows, codes.first.Behind(first / kPanelOutputs),
+      int4->sums({x.data, x.stride, x.sums}, num_rows, codes.Behind(first / kPanelOutputs),
                  count / kPanelOutputs, panel, sums, /*sums_stride=*/count);
     } else {
       kernels->Sums(is_packed, x.data, x.stride, num_rows, data + first * row_bytes, depth, count,
@@ -482,7 +482,7 @@ ffi::Error MoeExpertsInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   const UnpackedShape gate_up_shape(ArrayOf(gate_up), kOfWord), down_shape(ArrayOf(down), kOfWord);
   constexpr int64_t kNone[] = {0};
   const Array no_scale = {nullptr, TypeOf<float>(), {kNone, 1}, /*is_given=*/true};
-  Int4Weights gate_up_codes, down_codes;
+  Int4Panel gate_up_codes, down_codes;
   std::string error = ReadInt4(kMoeOp, "gate_up", ArrayOf(gate_up), "gate_up_scale",
                                ArrayOf(gate_up_scale), /*leading=*/1, &gate_up_codes);
   if (error.empty()) {

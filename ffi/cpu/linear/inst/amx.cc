@@ -76,7 +76,7 @@ constexpr LinearKernels kTiles = {TileStride,
 constexpr LinearKernels kBFloat16 = kTiles<BFloat16>;
 constexpr LinearKernels kFloat32 = kSameWeights<float>;
 constexpr Int4Kernels kInt4BFloat16 = {LoadInt4Rows<BFloat16>, Int4TileSums, /*many=*/0,
-                                       /*word_depth=*/2};
+                                       /*word_depth=*/2, /*always_sums=*/false};
 constexpr LinearKernels kInt8 = kTiles<CodeWord<Int8>>;
 constexpr LinearKernels kFp8 = kTiles<CodeWord<Float8E4M3>>;
 }  // namespace jax_paged::cpu::amx
