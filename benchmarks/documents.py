@@ -40,7 +40,7 @@ LABELS = {
     "reference": "XLA", "torch_sdpa": "torch SDPA", "write_kv": "XLA, then write_kv",
     "vllm_cpu": "vLLM CPU", "one by one": "one request at a time", "no drafts": "without drafts",
 }  # fmt: skip
-CORES = {"AMD EPYC, family 25, model 17": "Zen 4"}
+CORES = {"AMD EPYC, family 25, model 17": "Zen 4", "AMD EPYC, family 26, model 2": "Zen 5"}
 Result = dict[str, Any]
 
 
