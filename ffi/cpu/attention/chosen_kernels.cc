@@ -107,7 +107,7 @@ const LinearKernelTable& ChosenLinearKernels() {
 
 int64_t WordsAhead() {
 #ifndef JAX_PAGED_GENERIC_ONLY
-  static const int64_t bytes = IsAmdSince(0x1a) ? 4 << 10 : 1 << 10;  // Zen 5; measured on Zen 4
+  static const int64_t bytes = IsAmdSince(/*Zen 5: */ 0x1a) ? 4 << 10 : 1 << 10;
   return bytes;
 #else
   return 1 << 10;

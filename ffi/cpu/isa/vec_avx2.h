@@ -74,8 +74,8 @@ JAX_PAGED_INLINE Vec LoadBytes(const Int8* p) {
 JAX_PAGED_INLINE Vec Load(const Int8* p) { return LoadBytes(p); }
 JAX_PAGED_INLINE Vec Load(const Float8E4M3* p) { return LoadBytes(p); }
 
-// A code is not brought down to the lowest bits, which is a shift less; x is divided by the factor.
-// Where it is in the highest bits, which are the sign, it is.
+// A code stays at its bits, which saves shifts, and is so many times as large. Only from the
+// highest bits, one of which is the sign, it is shifted down.
 constexpr bool kCentersInt4 = false;
 constexpr float Int4Factor(int shift) {
   return shift == 28 ? 1.0f : static_cast<float>(1 << shift);

@@ -33,11 +33,6 @@ constexpr int64_t kInt4Ahead = 4096;
 // The bits of a word from which on it has the element d of the depth.
 constexpr int Int4Shift(int d) { return d % 2 * 16 + d / 2 * 4; }
 
-// Divides 8 elements of x by what their codes are multiplied with.
-inline void DivideByFactors(float* x) {
-  for (int d = 0; d < 8; ++d) x[d] *= 1.0f / Int4Factor(Int4Shift(d));
-}
-
 // Rows of x, and where `sums` is not null the sums of their groups: [rows, depth / group].
 template <typename T>
 void LoadInt4Rows(const void* x, int64_t begin, int64_t end, int64_t depth, int64_t group,
@@ -46,8 +41,12 @@ void LoadInt4Rows(const void* x, int64_t begin, int64_t end, int64_t depth, int6
     LoadLinearRows<T>(x, begin, end, end, depth, rows, x_stride);
   } else {
     LoadPlainRows<T>(x, begin, end, end, depth, rows, x_stride);
-    for (int64_t r = begin; Int4Factor(Int4Shift(2)) != 1 && r < end; ++r) {
-      for (int64_t d = 0; d < depth; d += 8) DivideByFactors(rows + r * x_stride + d);
+    for (int64_t r = begin; r < end; ++r) {
+      float* const row = rows + r * x_stride;
+      for (int64_t d = 0; d < depth; d += 8) {  // less by what LoadInt4 makes of codes more
+        JAX_PAGED_UNROLL
+        for (int i = 0; i < 8; ++i) row[d + i] *= 1.0f / Int4Factor(Int4Shift(i));
+      }
     }
   }
   for (int64_t r = begin; sums && r < end; ++r) {

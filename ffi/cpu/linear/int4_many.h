@@ -52,21 +52,13 @@ void Int4ManyBlock(const Int4Rows& x, int64_t num_rows, const Int4Panel& w, int6
   const int64_t whole = num_rows / kPackedRows * kPackedRows;
   for (int64_t r = 0; r < whole; r += kPackedRows) {
     for (int64_t p = 0; p < panels;) {
-      const Int4Panel panel = w.Behind(p);
-      const float* const codes = staged + p * of_panel;
-      float* const to = sums + r * sums_stride + p * kPanelOutputs;
-      const int64_t left = panels - p;
-      if (kPackedPanels == 3 && (left == 3 || left > 4)) {
-        Int4ManyTile<T, CENTERED, kPackedRows, kPackedPanels>(x, r, panel, codes, to, sums_stride);
-        p += kPackedPanels;
-      } else if (kPackedPanels == 3 && left >= 2) {
-        constexpr int kTwo = kPackedPanels == 3 ? 2 : 1;
-        Int4ManyTile<T, CENTERED, kPackedRows, kTwo>(x, r, panel, codes, to, sums_stride);
-        p += 2;
-      } else {
-        Int4ManyTile<T, CENTERED, kPackedRows, 1>(x, r, panel, codes, to, sums_stride);
-        ++p;
-      }
+      const int count = ManyPanels(panels - p);
+      const auto multiply = count == 3   ? Int4ManyTile<T, CENTERED, kPackedRows, kThreePanels>
+                            : count == 2 ? Int4ManyTile<T, CENTERED, kPackedRows, kTwoPanels>
+                                         : Int4ManyTile<T, CENTERED, kPackedRows, 1>;
+      multiply(x, r, w.Behind(p), staged + p * of_panel, sums + r * sums_stride + p * kPanelOutputs,
+               sums_stride);
+      p += count;
     }
   }
   if (whole == num_rows) return;

@@ -26,7 +26,8 @@ constexpr int64_t kManyPackedRows = 256;  // where packed w is only put in anoth
 constexpr int kPitch = kRowsOfOrder;  // floats from a step of x to the next; a tile has fewer rows
 static_assert(kPackedRows <= kPitch && kWidth % kPitch == 0, "a vector has whole steps");
 
-// Panels of the tile that begins where `left` are left.
+// Panels of the tile that begins where `left` are left: one of these, or 1.
+constexpr int kThreePanels = kPackedPanels, kTwoPanels = kPackedPanels == 3 ? 2 : 1;
 constexpr int ManyPanels(int64_t left) {
   if (kPackedPanels < 3) return 1;
   return left == 3 || left > 4 ? 3 : (left >= 2 ? 2 : 1);
@@ -197,7 +198,6 @@ template <typename T>
 void ManyChunk(const float* x, int64_t x_of_tile, int64_t num_rows, const float* w, int64_t steps,
                int64_t d, int64_t count, const LinearBlocks& blocks, bool ends, Fetch* fetch,
                float* sums, int64_t sums_stride, const SumsDone& done) {
-  constexpr int kThree = kPackedPanels, kTwo = kPackedPanels == 3 ? 2 : 1;
   const int64_t of_column = kWidth * steps;
   fetch->passes =
       CeilDiv(num_rows, kPackedRows) * CeilDiv(count, kPackedPanels * kPanelOutputs) * kWidth;
@@ -207,8 +207,8 @@ void ManyChunk(const float* x, int64_t x_of_tile, int64_t num_rows, const float*
     float* const to = sums + (ends ? 0 : r * sums_stride);
     for (int64_t n = 0; n < count;) {
       const int panels = ManyPanels((count - n) / kPanelOutputs);
-      const auto multiply = panels == 3   ? ManyTile<T, kThree>
-                            : panels == 2 ? ManyTile<T, kTwo>
+      const auto multiply = panels == 3   ? ManyTile<T, kThreePanels>
+                            : panels == 2 ? ManyTile<T, kTwoPanels>
                                           : ManyTile<T, 1>;
       multiply(tile, w + n * of_column, steps, rows, d, blocks, n, fetch, to + n, sums_stride);
       n += panels * kPanelOutputs;
