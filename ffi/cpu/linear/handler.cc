@@ -117,9 +117,7 @@ Cut CutColumns(const Projection& call, const LinearKernels& kernels, int64_t wor
   const int64_t block = kernels.BlockColumns(call.is_packed, call.num_rows, call.num_columns,
                                              call.depth, workers, row_bytes, /*matrices=*/1);
   return {block, PadLinearRows(call.num_rows) * RoundUp(block, kLinearColumns),
-          kernels.NeedsPanel(call.is_packed, call.w_dtype, call.num_rows)
-              ? LinearPanelFloats(call.depth, block)
-              : 0};
+          kernels.PanelFloats(call.is_packed, call.w_dtype, call.num_rows, call.depth, block)};
 }
 
 void MultiplyByTiles(ffi::ThreadPool& pool, const Projection& call, const LinearKernels& kernels) {

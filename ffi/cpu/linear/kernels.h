@@ -70,12 +70,17 @@ inline int64_t PackedBlockColumns(int64_t num_columns, int64_t row_bytes, int64_
   return EvenBlockColumns(num_columns, most, unit, workers);
 }
 
-// The same of any w that is put in order for many rows of x (linear/many.h), where a chunk of its
-// depth has so many floats: that fills a part of L2.
-inline int64_t ManyBlockColumns(int64_t num_columns, int64_t chunk_floats, int64_t workers) {
-  constexpr int64_t kFloats = (576 << 10) / sizeof(float);
-  const int64_t most = Clamp(kFloats / chunk_floats / kPanelOutputs, 3, 16) * kPanelOutputs;
+// The same of any w that is put in order for many rows of x (linear/many.h), whose depth has so
+// many words: all of it is to fit a part of L2. The next block comes in beside it.
+inline constexpr int64_t kManyFloats = (384 << 10) / sizeof(float);
+inline int64_t ManyBlockColumns(int64_t num_columns, int64_t words, int64_t workers) {
+  const int64_t most = Clamp(kManyFloats / words / kPanelOutputs, 3, 16) * kPanelOutputs;
   return EvenBlockColumns(num_columns, most, kPanelOutputs, workers);
+}
+// Where it does not: chunks of the depth, of so many words each, that are in order at once.
+inline int64_t ManyRunChunks(int64_t chunks, int64_t words, int64_t columns) {
+  const int64_t most = Clamp(kManyFloats / (words * columns), 1, chunks);
+  return CeilDiv(chunks, CeilDiv(chunks, most));
 }
 inline constexpr int64_t kRowsOfOrder = 8;  // whose memory a tile of x in order takes
 
@@ -190,9 +195,14 @@ struct LinearKernels {
   int64_t Most(bool is_packed, int64_t num_rows) const {
     return ByRows(is_packed, num_rows) ? 1 : 8;
   }
-  // Whether what is summed needs LinearPanelFloats.
-  bool NeedsPanel(bool is_packed, Dtype w_dtype, int64_t num_rows) const {
-    return IsEightBit(w_dtype) || Orders(is_packed, num_rows);
+  // Floats in which so many columns of w are staged or put in order.
+  int64_t PanelFloats(bool is_packed, Dtype w_dtype, int64_t num_rows, int64_t depth,
+                      int64_t columns) const {
+    const bool orders = Orders(is_packed, num_rows);
+    if (!orders && !IsEightBit(w_dtype)) return 0;
+    const int64_t of_chunk = LinearPanelFloats(depth, columns);
+    const int64_t of_run = RoundUp(CeilDiv(depth, word_depth), kPadFloats) * columns;
+    return orders && of_chunk < kManyFloats ? Clamp(of_run, of_chunk, kManyFloats) : of_chunk;
   }
   // As Most says; rows of sums have whole panels. `next` as RowSums has it.
   void Sums(bool is_packed, const float* x, int64_t x_stride, int64_t num_rows, const void* w,
@@ -210,8 +220,7 @@ struct LinearKernels {
   int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t depth,
                        int64_t workers, int64_t row_bytes, int64_t matrices) const {
     if (Orders(is_packed, num_rows)) {
-      const int64_t words = CeilDiv(depth, word_depth);
-      return ManyBlockColumns(num_columns, LinearChunkDepth(words, kLinearDepth / 2), workers);
+      return ManyBlockColumns(num_columns, CeilDiv(depth, word_depth), workers);
     }
     if (!ByRows(is_packed, num_rows)) {
       const int64_t most = LinearBlockColumns(row_bytes, matrices * num_columns * row_bytes);

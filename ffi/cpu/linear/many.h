@@ -7,10 +7,13 @@
 // are put in the order in which a tile reads them, so its inner loop goes from one line to the
 // next:
 //
-//   w   a chunk of the depth of some columns: [tiles][leaves][steps][panels of the tile][16
-//       outputs]. It stays in L2 while all rows of x pass
+//   w   some columns: [chunks][tiles][leaves][steps][panels of the tile][16 outputs]. All chunks of
+//       the depth, or a run of them, stay in L2 while the rows of x pass
 //   x   all of a tile of rows, chunk by chunk: [leaves][steps][kPitch]. Its chunk stays in L1 while
 //       the panels pass. The caller puts it in order, once for all columns (OrderRows)
+//
+// A tile of rows meets all chunks of a run before the next tile comes, so that what they add to is
+// still in L1: sums that go to memory and back cost most where neighbours use L3 too.
 //
 // Leaves come in SumOrder, which is its own inverse.
 //
@@ -192,30 +195,42 @@ void ManyTile(const float* x, const float* w, int64_t steps, int64_t rows, int64
   StoreTile<kPackedRows, kVecs>(sum, rows, d, blocks, n, sums, sums_stride);
 }
 
-// A chunk, that begins at depth d, of all rows of x and `count` columns in order; from a tile of x
-// to the next are x_of_tile floats. Rows of sums lie at those of x, or where `ends` at the first.
+// A run of chunks of w in order, times all rows of x.
 template <typename T>
-void ManyChunk(const float* x, int64_t x_of_tile, int64_t num_rows, const float* w, int64_t steps,
-               int64_t d, int64_t count, const LinearBlocks& blocks, bool ends, Fetch* fetch,
-               float* sums, int64_t sums_stride, const SumsDone& done) {
-  const int64_t of_column = kWidth * steps;
-  fetch->passes =
-      CeilDiv(num_rows, kPackedRows) * CeilDiv(count, kPackedPanels * kPanelOutputs) * kWidth;
-  for (int64_t r = 0; r < num_rows; r += kPackedRows) {
-    const int64_t rows = Clamp(num_rows - r, 0, kPackedRows);
-    const float* const tile = x + r / kPackedRows * x_of_tile;
-    float* const to = sums + (ends ? 0 : r * sums_stride);
-    for (int64_t n = 0; n < count;) {
-      const int panels = ManyPanels((count - n) / kPanelOutputs);
-      const auto multiply = panels == 3   ? ManyTile<T, kThreePanels>
-                            : panels == 2 ? ManyTile<T, kTwoPanels>
-                                          : ManyTile<T, 1>;
-      multiply(tile, w + n * of_column, steps, rows, d, blocks, n, fetch, to + n, sums_stride);
-      n += panels * kPanelOutputs;
-    }
-    done(r, rows, to);
+struct ManyRun {
+  const float* w;
+  int64_t begin, end;  // of the depth
+  int64_t chunk;
+  int64_t columns;  // whole panels
+
+  int64_t Depth(int64_t d) const { return Clamp(end - d, 0, chunk); }
+  int64_t Steps(int64_t d) const { return CeilDiv(Depth(d) / kWordDepth<T>, kWidth); }
+  int64_t Begins(int64_t d) const { return (d - begin) / kWordDepth<T> * columns; }
+  // Of ManyTile, for each tile of rows.
+  int64_t Passes() const {
+    return CeilDiv(columns, kPackedPanels * kPanelOutputs) * CeilDiv(end - begin, chunk) * kWidth;
   }
-}
+
+  // Adds up the sums of a tile of `rows` rows of x.
+  void Multiply(const float* x, int64_t rows, const LinearBlocks& blocks, Fetch* fetch, float* sums,
+                int64_t sums_stride) const {
+    for (int64_t d = begin; d < end; d += chunk) {
+      const int64_t steps = Steps(d), left = columns / kPanelOutputs;
+      const float* of_chunk = w + Begins(d);
+      for (int64_t p = 0; p < left;) {
+        const int panels = ManyPanels(left - p);
+        const auto multiply = panels == 3   ? ManyTile<T, kThreePanels>
+                              : panels == 2 ? ManyTile<T, kTwoPanels>
+                                            : ManyTile<T, 1>;
+        const int64_t n = p * kPanelOutputs;
+        multiply(x + d / kWordDepth<T> * kPitch, of_chunk, steps, rows, d, blocks, n, fetch,
+                 sums + n, sums_stride);
+        of_chunk += panels * kPanelOutputs * kWidth * steps;
+        p += panels;
+      }
+    }
+  }
+};
 
 // As LinearKernels wants it, for w that is PACKED or plain.
 template <typename T, bool PACKED>
@@ -224,21 +239,28 @@ void ManySums(const float* x, int64_t x_stride, int64_t num_rows, const void* we
               float* panel, float* sums, int64_t sums_stride, const SumsDone& done) {
   constexpr int64_t kRows = PACKED ? kPanelOutputs : 1;  // of w that lie in one piece
   const T* const w = static_cast<const T*>(weights);
-  const int64_t w_stride = kRows * depth;
+  const int64_t w_stride = kRows * depth, columns = RoundUp(count, kPanelOutputs);
   const int64_t chunk = ManyChunkDepth<T>(depth, blocks.scale);
-  for (int64_t d = 0; d < depth; d += chunk) {
-    const int64_t here = Clamp(depth - d, 0, chunk), after = Clamp(depth - d - here, 0, chunk);
-    const int64_t steps = CeilDiv(here / kWordDepth<T>, kWidth);
-    const T* const from = w + d * kRows;
-    OrderWeights<T, PACKED>(from, w_stride, here, count, steps, panel);
-    const T* const then = after > 0 ? from + here * kRows : static_cast<const T*>(next);
-    const int64_t bytes = (after > 0 ? after : Clamp(depth, 0, chunk)) * kRows * int64_t{sizeof(T)};
+  const int64_t at_once =
+      chunk * ManyRunChunks(CeilDiv(depth, chunk), chunk / kWordDepth<T>, columns);
+  for (int64_t d = 0; d < depth; d += at_once) {
+    const ManyRun<T> run = {panel, d, Clamp(d + at_once, 0, depth), chunk, columns};
+    for (int64_t c = d; c < run.end; c += chunk) {
+      OrderWeights<T, PACKED>(w + c * kRows, w_stride, run.Depth(c), count, run.Steps(c),
+                              panel + run.Begins(c));
+    }
+    const bool is_last = run.end == depth;
+    const T* const then = is_last ? static_cast<const T*>(next) : w + run.end * kRows;
+    const int64_t of_then = Clamp(is_last ? depth : depth - run.end, 0, at_once);
     Fetch fetch = {reinterpret_cast<const char*>(then), then ? CeilDiv(count, kRows) : 0,
-                   CeilDiv(bytes, 64), w_stride * int64_t{sizeof(T)}};
-    const SumsDone nothing = {};
-    ManyChunk<T>(x + d / kWordDepth<T> * kPitch, kPitch * x_stride, num_rows, panel, steps, d,
-                 RoundUp(count, kPanelOutputs), blocks, done.ends && here == depth, &fetch, sums,
-                 sums_stride, after > 0 ? nothing : done);
+                   CeilDiv(of_then * kRows * int64_t{sizeof(T)}, 64), w_stride * int64_t{sizeof(T)},
+                   CeilDiv(num_rows, kPackedRows) * run.Passes()};
+    for (int64_t r = 0; r < num_rows; r += kPackedRows) {
+      const int64_t rows = Clamp(num_rows - r, 0, kPackedRows);
+      float* const to = sums + (done.ends && at_once >= depth ? 0 : r * sums_stride);
+      run.Multiply(x + r / kPackedRows * kPitch * x_stride, rows, blocks, &fetch, to, sums_stride);
+      if (is_last) done(r, rows, to);
+    }
   }
 }
 

@@ -165,8 +165,7 @@ struct Matrix {
   // Floats in which `columns` of it are staged.
   int64_t PanelFloats(Dtype w_dtype, int64_t most_rows, int64_t columns) const {
     if (int4) return int4->PanelFloats(most_rows, depth) * columns / kPanelOutputs;
-    if (!kernels->NeedsPanel(is_packed, w_dtype, most_rows)) return 0;
-    return LinearPanelFloats(depth, columns);
+    return kernels->PanelFloats(is_packed, w_dtype, most_rows, depth, columns);
   }
 
   // Columns that one worker takes at once, of a group of `most_rows` rows at most.
