@@ -26,7 +26,7 @@ def gated_product(
     | `"gelu_tanh"` | ½ · g · (1 + tanh(√(2/π) · (g + 0.044715 · g³))) · u |
     | `"swiglu_oai"` | g' · sigmoid(1.702 · g') · (u' + 1), g' = min(g, limit), u' = u in ±limit |
 
-    silu is in the dtype of gate. The others are in f32, and the product is rounded once.
+    All is in f32, and the product is rounded once.
 
     Args:
       gate, up: [..., inner], bf16, f16 or f32.
@@ -35,12 +35,12 @@ def gated_product(
     Returns:
       [..., inner] in gate's dtype.
     """
-    if activation == "silu":
-        return jax.nn.silu(gate) * up
     g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
     if activation == "swiglu_oai":
         g = jnp.minimum(g, limit)
         out = g * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * g) * (jnp.clip(u, -limit, limit) + 1)
+    elif activation == "silu":
+        out = jax.nn.silu(g) * u
     else:
         out = jax.nn.gelu(g, approximate=activation == "gelu_tanh") * u
     return out.astype(gate.dtype)

@@ -40,10 +40,16 @@ bool MayUseAmx() {
 #endif
 }
 
+// Whether the processor's maker is the one whose name begins so (a signature of cpuid.h).
+bool IsOf(unsigned maker) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == maker;
+}
+
 // Whether the processor is AMD's, of this family or a later one.
 bool IsAmdSince(unsigned family) {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx) return false;
+  if (!IsOf(signature_AMD_ebx)) return false;
   return __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 0xf) + (a >> 20 & 0xff) >= family;
 }
 #endif
@@ -103,6 +109,15 @@ const LinearKernelTable& ChosenLinearKernels() {
     return GenericLinearKernels();
   }();
   return chosen;
+}
+
+bool ReadsManyStreams() {
+#ifndef JAX_PAGED_GENERIC_ONLY
+  static const bool is_intel = IsOf(signature_INTEL_ebx);
+  return is_intel;
+#else
+  return false;
+#endif
 }
 
 int64_t WordsAhead() {

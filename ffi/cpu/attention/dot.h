@@ -83,31 +83,45 @@ struct KeyWords {
   JAX_PAGED_INLINE void LoadKey(int t, Vec* key) const { key[0] = LoadWords(k[t] + d, n); }
 };
 
-// sum[token * ROWS + row] of ROWS x TOKENS products, one vector each. If it PREFETCHES, then what
-// lies `ahead` bytes behind the keys. (Not in a function of its own: gcc takes one that only
-// prefetches for one that does nothing.)
-template <typename T, int ROWS, int TOKENS, bool PREFETCHES>
+// What is fetched while keys are multiplied: nothing; of each key what lies `ahead` bytes behind;
+// or of keys that lie one behind the other a single stream, which is so far ahead of what was read.
+enum class Fetches { kNothing, kOfEach, kOneStream };
+
+// Where token t of a step at dimension d, which takes so many bytes of each key, fetches from.
+template <typename T, int TOKENS, Fetches FETCHES>
+JAX_PAGED_INLINE const char* FetchedBy(const T* const* k, int t, int64_t d, int64_t step_bytes) {
+  if (FETCHES == Fetches::kOfEach) return reinterpret_cast<const char*>(k[t] + d);
+  return reinterpret_cast<const char*>(k[0] + TOKENS * d) + t * step_bytes;
+}
+
+// sum[token * ROWS + row] of ROWS x TOKENS products, one vector each. (Prefetches are not in a
+// function of their own: gcc takes one that only prefetches for one that does nothing.)
+template <typename T, int ROWS, int TOKENS, Fetches FETCHES>
 JAX_PAGED_INLINE void ScoreSums(const float* q, int64_t q_stride, const T* const* k,
                                 int64_t head_dim, int64_t ahead, Vec* sum) {
+  constexpr bool kFetches = FETCHES != Fetches::kNothing;
   JAX_PAGED_UNROLL
   for (int i = 0; i < ROWS * TOKENS; ++i) sum[i] = Zero();
   int64_t d = 0;
   if constexpr (kUsesDot<T> && sizeof(T) == 1) {  // codes become words twice as many at a time
     for (; d + 4 * kWidth <= head_dim; d += 4 * kWidth) {
-      if constexpr (PREFETCHES) {
+      if constexpr (kFetches) {
         JAX_PAGED_UNROLL
-        for (int t = 0; t < TOKENS; ++t) Prefetch(reinterpret_cast<const char*>(k[t] + d) + ahead);
+        for (int t = 0; t < TOKENS; ++t) {
+          Prefetch(FetchedBy<T, TOKENS, FETCHES>(k, t, d, 4 * kWidth) + ahead);
+        }
       }
       ScoreStep<T, ROWS, TOKENS, 2>(q + d / 2, q_stride, KeyPairs<T>{k, d}, sum);
     }
   }
   for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-    if constexpr (PREFETCHES) {
+    if constexpr (kFetches) {
+      constexpr int64_t kBytes = 2 * kWidth * int64_t{sizeof(T)};
       JAX_PAGED_UNROLL
       for (int t = 0; t < TOKENS; ++t) {
-        const char* const from = reinterpret_cast<const char*>(k[t] + d) + ahead;
+        const char* const from = FetchedBy<T, TOKENS, FETCHES>(k, t, d, kBytes) + ahead;
         JAX_PAGED_UNROLL
-        for (int64_t i = 0; i < 2 * kWidth * int64_t{sizeof(T)}; i += 64) Prefetch(from + i);
+        for (int64_t i = 0; i < kBytes; i += 64) Prefetch(from + i);
       }
     }
     if constexpr (kUsesDot<T>) {
@@ -136,8 +150,7 @@ template <typename T, int ROWS>
 JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
                                int64_t head_dim) {
   Vec sum[kWidth];
-  ScoreSums<T, ROWS, kWidth / ROWS, /*PREFETCHES=*/false>(q, q_stride, k, head_dim, /*ahead=*/0,
-                                                          sum);
+  ScoreSums<T, ROWS, kWidth / ROWS, Fetches::kNothing>(q, q_stride, k, head_dim, /*ahead=*/0, sum);
   return SumEach(sum);
 }
 
@@ -147,8 +160,8 @@ template <typename T, int ROWS>
 JAX_PAGED_INLINE Vec StreamTile(const float* q, int64_t q_stride, const T* const* k,
                                 int64_t head_dim, int64_t key_bytes) {
   Vec sum[kWidth];
-  ScoreSums<T, ROWS, kWidth / ROWS, /*PREFETCHES=*/true>(q, q_stride, k, head_dim, 16 * key_bytes,
-                                                         sum);
+  ScoreSums<T, ROWS, kWidth / ROWS, Fetches::kOfEach>(q, q_stride, k, head_dim, 16 * key_bytes,
+                                                      sum);
   return SumEach(sum);
 }
 

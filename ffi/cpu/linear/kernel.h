@@ -107,43 +107,39 @@ void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
   }
 }
 
-// Rows of w that one row of x is multiplied with at a time. Intel's processors read four streams
-// faster than one, Zen 4 does not. Codes of 8 bits are so short that the additions of one row, each
-// of which waits for the one before, take longer than reading it.
-template <typename T>
-inline constexpr int kStreams = sizeof(T) == 1 ? 4 : JAX_PAGED_STREAMS;
-
-// How many bytes ahead w is fetched then: of one stream of f32 16 KiB measures best, else 8 KiB,
-// and for bf16 words it depends on the processor (docs/performance.md, Projections and experts).
-template <typename T>
+// How many bytes ahead w is fetched for one row of x: of one row of f32 at a time 16 KiB measures
+// best, else 8 KiB, and for bf16 words it depends on the processor (docs/performance.md,
+// Projections and experts).
+template <typename T, int ROWS>
 int64_t StreamAhead() {
   if constexpr (kUsesDot<T> && sizeof(T) == 2) return WordsAhead();
-  return sizeof(T) == 4 && kStreams<T> == 1 ? 16 << 10 : 8 << 10;
+  return sizeof(T) == 4 && ROWS == 1 ? 16 << 10 : 8 << 10;
 }
 
-// The same bits for one row of x, of w that is in no cache: kStreams rows of w at a time, each over
-// the whole depth, so that memory is read in as many streams.
-template <typename T>
+// The same bits for one row of x, of w that is in no cache: ROWS rows of w at a time, each over the
+// whole depth.
+template <typename T, int ROWS, Fetches FETCHES>
 void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
                   int64_t chunk, int64_t count, const LinearBlocks& blocks, float* sums) {
-  constexpr int kRows = kStreams<T>;
   constexpr int kChunks = 8;  // at a time, so that their sums stay in L1
-  const int64_t ahead = StreamAhead<T>();
+  const int64_t ahead = StreamAhead<T, ROWS>();
   for (int64_t n = 0; n < count; n += kWidth) {
     for (int64_t from = begin; from < end; from += kChunks * chunk) {
       const int64_t limit = end - from < kChunks * chunk ? end : from + kChunks * chunk;
       Vec sum[kChunks][kWidth];
-      for (int t = 0; t < kWidth; t += kRows) {
+      for (int t = 0; t < kWidth; t += ROWS) {
         Vec* to = &sum[0][t];
         for (int64_t d = from; d < limit; d += chunk, to += kWidth) {
-          const T* rows[kRows];
-          for (int i = 0; i < kRows; ++i) {
+          const T* rows[ROWS];
+          for (int i = 0; i < ROWS; ++i) {
             const int64_t row = n + t + i < count ? n + t + i : count - 1;
             rows[i] = w + row * w_stride + (d - begin);
           }
-          ScoreSums<T, 1, kRows, /*PREFETCHES=*/true>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0,
-                                                      rows, limit - d < chunk ? limit - d : chunk,
-                                                      ahead, to);
+          // A single stream is as far as the chunks before this one have read.
+          const int64_t read = FETCHES == Fetches::kOneStream ? (ROWS - 1) * (d - begin) : 0;
+          ScoreSums<T, 1, ROWS, FETCHES>(x + (kUsesDot<T> ? d / 2 : d), /*q_stride=*/0, rows,
+                                         limit - d < chunk ? limit - d : chunk,
+                                         ahead + read * int64_t{sizeof(T)}, to);
         }
       }
       const Vec* of_chunk = sum[0];
@@ -152,6 +148,17 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
       }
     }
   }
+}
+
+// The same as this processor reads memory best. Codes of 8 bits are so short that the additions of
+// one row, each of which waits for the one before, take longer than reading it.
+template <typename T>
+void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
+                  int64_t chunk, int64_t count, const LinearBlocks& blocks, float* sums) {
+  constexpr int kRows = sizeof(T) == 1 ? 4 : 1;
+  (ReadsManyStreams() ? LinearStream<T, 4, Fetches::kOfEach>
+                      : LinearStream<T, kRows, Fetches::kOneStream>)(x, w, w_stride, begin, end,
+                                                                     chunk, count, blocks, sums);
 }
 
 // The products of the rows of a tile of x with a chunk of rows of w.

@@ -348,7 +348,9 @@ struct LinearKernelTable {
   }
 };
 
-// How many bytes ahead this processor fetches a row of bf16 that it multiplies as words.
+// Whether this processor reads four rows of w at a time faster than one after the other.
+bool ReadsManyStreams();
+// How many bytes ahead it fetches a row of bf16 that it multiplies as words.
 int64_t WordsAhead();
 
 const LinearKernelTable& GenericLinearKernels();

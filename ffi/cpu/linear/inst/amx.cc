@@ -25,7 +25,6 @@
 #include "cpu/linear/kernels.h"
 
 #define JAX_PAGED_ISA amx
-#define JAX_PAGED_STREAMS 4
 #define JAX_PAGED_DOT_BFLOAT16
 
 JAX_PAGED_BEGIN_TARGET(

@@ -20,7 +20,6 @@
 #include "cpu/linear/kernels.h"
 
 #define JAX_PAGED_ISA avx2
-#define JAX_PAGED_STREAMS 1
 
 JAX_PAGED_BEGIN_TARGET("avx2,fma,f16c")
 // clang-format off: in this order

@@ -24,7 +24,6 @@
 #include "cpu/linear/kernels.h"
 
 #define JAX_PAGED_ISA avx512
-#define JAX_PAGED_STREAMS 4
 
 JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 // clang-format off: in this order

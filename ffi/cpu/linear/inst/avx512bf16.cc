@@ -25,7 +25,6 @@
 #include "cpu/linear/kernels.h"
 
 #define JAX_PAGED_ISA avx512bf16
-#define JAX_PAGED_STREAMS 1
 #define JAX_PAGED_DOT_BFLOAT16
 
 JAX_PAGED_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")

@@ -19,7 +19,6 @@
 #include "cpu/linear/kernels.h"
 
 #define JAX_PAGED_ISA generic
-#define JAX_PAGED_STREAMS 1
 
 // clang-format off: in this order
 #include "cpu/isa/vec_generic.h"
