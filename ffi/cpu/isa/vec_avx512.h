@@ -198,6 +198,9 @@ JAX_PAGED_INLINE void Transpose(Vec* x) {
   }
 }
 
+// Whether codes of 8 bits are to become floats once for some tiles, and not in each of them.
+constexpr bool kWidensSlowly = false;
+
 constexpr bool kCentersInt4 = true;
 constexpr float Int4Factor(int) { return 1.0f; }
 JAX_PAGED_INLINE Vec LoadInt4(const uint32_t* words, int shift, bool centered) {

@@ -102,6 +102,9 @@ JAX_PAGED_INLINE Vec LoadBytes(const T* p) {
   return Load(p);
 }
 
+// Whether codes of 8 bits are to become floats once for some tiles, and not in each of them.
+constexpr bool kWidensSlowly = true;
+
 // The 4-bit codes at bit `shift` of kWidth words times Int4Factor(shift), a power of two; less 8
 // where they are centered, which costs nothing where it kCentersInt4.
 constexpr bool kCentersInt4 = true;

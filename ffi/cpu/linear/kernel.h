@@ -9,10 +9,10 @@
 //            so w is read from memory once
 //   chunk    of the depth, so much that a tile's rows of x stay in L1; tiles of 8 rows take one
 //            chunk after the other
-//   panel    8-bit weights become floats (or bf16 words) in registers where one tile uses them;
-//            with more tiles once for all of them, a block and chunk at a time in a panel that L2
-//            holds. The caller multiplies the sums by the scales of outputs; where blocks of the
-//            depth have scales, a chunk is a block, and is multiplied when it is added
+//   codes    8-bit weights become floats (or bf16 words) in registers, in each tile anew. Where that
+//            is slow (kWidensSlowly), it happens once for all tiles, a block and chunk at a time in a
+//            panel that L2 holds. The caller multiplies the sums by the scales of outputs; where
+//            blocks of the depth have scales, a chunk is a block, and is multiplied when it is added
 //
 // Bound by reading w up to some eight rows, by multiply-adds beyond: per 16 of them 10 vector
 // loads.
@@ -201,15 +201,16 @@ void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w,
 
 // The products of all rows of x with rows of w, into sums: for each tile of x that begins at row r,
 // [count rounded up to kLinearColumns, rows of the tile] at r * that count. The order of additions
-// is the same for any number of rows. `panel` (LinearPanelFloats) is for w of another type than P,
-// which panels of it have.
+// is the same for any number of rows. `panel` (LinearPanelFloats) is for w of 8 bits where that
+// becomes panels of P, once for all rows.
 template <typename T, typename P = T>
 void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
                 int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
                 float* sums) {
   const T* w = static_cast<const T*>(weights);
   static_assert(kUsesDot<T> == kUsesDot<P>, "the order of additions is that of the chunks");
-  const bool stages = !kSameType<T, P> && num_rows > 8;
+  constexpr bool kStages = kWidensSlowly && !kSameType<T, P>;
+  const bool stages = kStages && num_rows > kUnstagedRows;
   // Of the depth: what is added at once, and what is staged at once.
   const int64_t span = ChunkDepth<T>(depth);
   const int64_t chunk = blocks.scale ? kScaleBlock : span;
@@ -219,7 +220,7 @@ void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
     if (!stages) {
       LinearChunk<T, true>(x, x_stride, num_rows, w + begin, depth, begin, end, chunk, count,
                            blocks, sums);
-    } else if constexpr (!kSameType<T, P>) {
+    } else if constexpr (kStages) {
       const int64_t panel_stride = Clamp(step, 0, RoundUp(depth, kPadFloats));
       StagePanel<T>(w + begin, depth, end - begin, count, panel, panel_stride);
       const P* staged = reinterpret_cast<const P*>(panel);

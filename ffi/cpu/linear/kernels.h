@@ -17,13 +17,7 @@ namespace jax_paged::cpu {
 
 inline constexpr int64_t kLinearDepth = 1280;  // of a chunk, at most
 inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
-
-// Bytes of a row of w as the tiles of x find it: where there are several, 8-bit weights are staged
-// as floats.
-inline int64_t LinearRowBytes(Dtype w_dtype, int64_t depth, int64_t num_rows) {
-  const bool staged = IsEightBit(w_dtype) && num_rows > 8;
-  return depth * (staged ? int64_t{sizeof(float)} : ByteWidth(w_dtype));
-}
+inline constexpr int64_t kUnstagedRows = 8;    // of x, for which 8-bit w is multiplied as it lies
 
 // Columns of w, rows of row_bytes, that one worker takes at once. The first lines of a block are
 // waited for, so blocks are as large as L2 holds, where there are bytes enough for all workers.
@@ -195,11 +189,20 @@ struct LinearKernels {
   int64_t Most(bool is_packed, int64_t num_rows) const {
     return ByRows(is_packed, num_rows) ? 1 : 8;
   }
+  // Whether 8-bit w becomes floats, or words, before it is multiplied.
+  bool Stages(bool is_packed, Dtype w_dtype, int64_t num_rows) const {
+    return IsEightBit(w_dtype) && (is_packed || (stages_plain && num_rows > kUnstagedRows));
+  }
+  // Bytes of a row of w as the tiles of x find it.
+  int64_t RowBytes(bool is_packed, Dtype w_dtype, int64_t num_rows, int64_t depth) const {
+    const bool are_floats = num_rows > kUnstagedRows && Stages(is_packed, w_dtype, num_rows);
+    return depth * (are_floats ? int64_t{sizeof(float)} : ByteWidth(w_dtype));
+  }
   // Floats in which so many columns of w are staged or put in order.
   int64_t PanelFloats(bool is_packed, Dtype w_dtype, int64_t num_rows, int64_t depth,
                       int64_t columns) const {
     const bool orders = Orders(is_packed, num_rows);
-    if (!orders && !IsEightBit(w_dtype)) return 0;
+    if (!orders && !Stages(is_packed, w_dtype, num_rows)) return 0;
     const int64_t of_chunk = LinearPanelFloats(depth, columns);
     const int64_t of_run = RoundUp(CeilDiv(depth, word_depth), kPadFloats) * columns;
     return orders && of_chunk < kManyFloats ? Clamp(of_run, of_chunk, kManyFloats) : of_chunk;
@@ -236,6 +239,7 @@ struct LinearKernels {
   void (*gate)(Activation activation, float limit, const float* up, int64_t count, float* gate);
   void (*store)(const float* sums, int64_t num_rows, int64_t most, int64_t count,
                 int64_t out_stride, Dtype dtype, void* out);
+  bool stages_plain = false;  // few_plain makes floats of 8-bit w once for all rows of x
 };
 
 // Rows of x, times 4-bit weights.

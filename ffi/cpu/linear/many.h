@@ -24,7 +24,14 @@
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
-constexpr int64_t kManyRows = 64;         // from which on it is worth it
+// From so many rows on it is worth it. Of 8 bits, each tile of few rows makes floats anew: with
+// AVX2 they come in half vectors, and fp8 takes longest.
+template <typename T>
+constexpr int64_t kManyRows = 64;
+template <>
+inline constexpr int64_t kManyRows<Int8> = kWidth == 16 || kWidensSlowly ? 64 : 32;
+template <>
+inline constexpr int64_t kManyRows<Float8E4M3> = kWidth == 16 ? 48 : (kWidensSlowly ? 64 : 32);
 constexpr int64_t kManyPackedRows = 256;  // where packed w is only put in another order
 constexpr int kPitch = kRowsOfOrder;  // floats from a step of x to the next; a tile has fewer rows
 static_assert(kPackedRows <= kPitch && kWidth % kPitch == 0, "a vector has whole steps");
@@ -276,11 +283,12 @@ constexpr LinearKernels KernelsOf(decltype(LinearKernels::load_rows) load_rows) 
           PackedSums<W, P>,
           ManySums<W, /*PACKED=*/false>,
           ManySums<W, /*PACKED=*/true>,
-          kManyRows,
+          kManyRows<W>,
           kManyPackedRows,
           /*read_as_it_lies=*/0,
           GateSums,
-          StoreLinearSums};
+          StoreLinearSums,
+          kWidensSlowly};
 }
 
 // Where w has x's dtype T, and where it is 8-bit, for each dtype of x.
