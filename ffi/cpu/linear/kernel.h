@@ -9,10 +9,11 @@
 //            so w is read from memory once
 //   chunk    of the depth, so much that a tile's rows of x stay in L1; tiles of 8 rows take one
 //            chunk after the other
-//   codes    8-bit weights become floats (or bf16 words) in registers, in each tile anew. Where that
-//            is slow (kWidensSlowly), it happens once for all tiles, a block and chunk at a time in a
-//            panel that L2 holds. The caller multiplies the sums by the scales of outputs; where
-//            blocks of the depth have scales, a chunk is a block, and is multiplied when it is added
+//   codes    8-bit weights become floats (or bf16 words) in registers, in each tile anew. Where
+//            that is slow (kWidensSlowly), it happens once for all tiles, a block and chunk at a
+//            time in a panel that L2 holds. The caller multiplies the sums by the scales of
+//            outputs; where blocks of the depth have scales, a chunk is a block, and is multiplied
+//            when it is added
 //
 // Bound by reading w up to some eight rows, by multiply-adds beyond: per 16 of them 10 vector
 // loads.
