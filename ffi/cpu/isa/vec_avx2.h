@@ -74,7 +74,6 @@ JAX_PAGED_INLINE Vec LoadBytes(const Int8* p) {
 JAX_PAGED_INLINE Vec Load(const Int8* p) { return LoadBytes(p); }
 JAX_PAGED_INLINE Vec Load(const Float8E4M3* p) { return LoadBytes(p); }
 
-// Whether codes of 8 bits are to become floats once for some tiles, and not in each of them.
 constexpr bool kWidensSlowly = false;
 
 // A code stays at its bits, which saves shifts, and is so many times as large. Only from the

@@ -198,7 +198,6 @@ JAX_PAGED_INLINE void Transpose(Vec* x) {
   }
 }
 
-// Whether codes of 8 bits are to become floats once for some tiles, and not in each of them.
 constexpr bool kWidensSlowly = false;
 
 constexpr bool kCentersInt4 = true;

@@ -59,13 +59,7 @@ void StagePanel(const T* w, int64_t w_stride, int64_t depth, int64_t count, floa
   for (int64_t n = 0; n < count; ++n) {
     const T* from = w + n * w_stride;
     float* to = panel + n * panel_stride;
-    if constexpr (kUsesDot<T>) {
-      for (int64_t d = 0; d < depth; d += 2 * kWidth, to += kWidth) {
-        Store(to, LoadWords(from + d, depth - d));
-      }
-    } else {
-      for (int64_t d = 0; d < depth; d += kWidth) Store(to + d, LoadTail(from + d, depth - d));
-    }
+    for (int64_t d = 0; d < depth; d += kWidth) Store(to + d, LoadTail(from + d, depth - d));
   }
 }
 
@@ -203,14 +197,13 @@ void LinearChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w,
 // The products of all rows of x with rows of w, into sums: for each tile of x that begins at row r,
 // [count rounded up to kLinearColumns, rows of the tile] at r * that count. The order of additions
 // is the same for any number of rows. `panel` (LinearPanelFloats) is for w of 8 bits where that
-// becomes panels of P, once for all rows.
-template <typename T, typename P = T>
+// becomes floats once for all rows.
+template <typename T>
 void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* weights,
                 int64_t depth, int64_t count, const LinearBlocks& blocks, float* panel,
                 float* sums) {
   const T* w = static_cast<const T*>(weights);
-  static_assert(kUsesDot<T> == kUsesDot<P>, "the order of additions is that of the chunks");
-  constexpr bool kStages = kWidensSlowly && !kSameType<T, P>;
+  constexpr bool kStages = kWidensSlowly && sizeof(T) == 1;
   const bool stages = kStages && num_rows > kUnstagedRows;
   // Of the depth: what is added at once, and what is staged at once.
   const int64_t span = ChunkDepth<T>(depth);
@@ -224,10 +217,8 @@ void LinearSums(const float* x, int64_t x_stride, int64_t num_rows, const void* 
     } else if constexpr (kStages) {
       const int64_t panel_stride = Clamp(step, 0, RoundUp(depth, kPadFloats));
       StagePanel<T>(w + begin, depth, end - begin, count, panel, panel_stride);
-      const P* staged = reinterpret_cast<const P*>(panel);
-      const int64_t stride = panel_stride * int64_t{sizeof(float) / sizeof(P)};
-      LinearChunk<P, false>(x, x_stride, num_rows, staged, stride, begin, end, chunk, count, blocks,
-                            sums);
+      LinearChunk<float, false>(x, x_stride, num_rows, panel, panel_stride, begin, end, chunk,
+                                count, blocks, sums);
     }
   }
 }

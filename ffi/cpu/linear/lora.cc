@@ -148,16 +148,14 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
   const int64_t a_block = LinearBlockColumns(call.depth * bytes);
   const int64_t b_block = LinearBlockColumns(call.rank * bytes);
   const int64_t sums_floats = most_rows * RoundUp(std::max(a_block, b_block), kLinearColumns);
-  const int64_t own_floats = sums_floats + std::max(LinearPanelFloats(call.depth, a_block),
-                                                    LinearPanelFloats(call.rank, b_block));
   const int64_t h_floats = RoundUp(num_rows * inner, kPadFloats);
   const int64_t floats =
-      num_rows * (x_stride + num_parts * h_stride) + h_floats + workers * own_floats;
+      num_rows * (x_stride + num_parts * h_stride) + h_floats + workers * sums_floats;
   const Scratch scratch(static_cast<size_t>(floats) * sizeof(float));
   float* const x_rows = reinterpret_cast<float*>(scratch.data());  // [num_rows, x_stride]
   float* const h_rows = x_rows + num_rows * x_stride;  // [num_parts, num_rows, h_stride]
   float* const sums = h_rows + num_parts * num_rows * h_stride;
-  char* const h = reinterpret_cast<char*>(sums + workers * own_floats);  // [num_rows, inner]
+  char* const h = reinterpret_cast<char*>(sums + workers * sums_floats);  // [num_rows, inner]
 
   const auto most = [&](const Group& group) {
     return kernels.Most(/*is_packed=*/false, group.num_rows);
@@ -181,11 +179,11 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
     const Group& group = tokens.groups[static_cast<size_t>(item / a_blocks)];
     const int64_t begin = item % a_blocks * a_block;
     const int64_t count = Clamp(inner - begin, 0, a_block);
-    float* const mine = sums + worker * own_floats;
+    float* const mine = sums + worker * sums_floats;
     const char* const w = call.a + (group.adapter * inner + begin) * call.depth * bytes;
     kernels.Sums(/*is_packed=*/false, x_rows + group.first_row * x_stride, x_stride, group.num_rows,
                  w, call.depth, count, /*next=*/nullptr, /*blocks=*/{},
-                 /*panel=*/mine + sums_floats, mine);
+                 /*panel=*/nullptr, mine);
     kernels.store(mine, group.num_rows, most(group), count, inner, call.dtype,
                   h + (group.first_row * inner + begin) * bytes);
   });
@@ -211,11 +209,11 @@ void RunTurn(ffi::ThreadPool& pool, const Lora& call, int64_t first_token, int64
   ParallelFor(pool, num_groups * num_blocks, workers, [&](int64_t item, int64_t worker) {
     const Group& group = tokens.groups[static_cast<size_t>(item / num_blocks)];
     const Block& block = blocks[static_cast<size_t>(item % num_blocks)];
-    float* const mine = sums + worker * own_floats;
+    float* const mine = sums + worker * sums_floats;
     const int64_t row_of_b = group.adapter * call.num_columns + block.begin;
     kernels.Sums(/*is_packed=*/false, h_rows + (block.part * num_rows + group.first_row) * h_stride,
                  h_stride, group.num_rows, call.b + row_of_b * call.rank * bytes, call.rank,
-                 block.count, /*next=*/nullptr, /*blocks=*/{}, /*panel=*/mine + sums_floats, mine);
+                 block.count, /*next=*/nullptr, /*blocks=*/{}, /*panel=*/nullptr, mine);
     AddSums(mine, tokens.token_of.data() + group.first_row, group.num_rows, most(group),
             block.count, block.begin, call.num_columns, call.dtype, call.out);
   });

@@ -29,9 +29,9 @@ namespace jax_paged::cpu::JAX_PAGED_ISA {
 template <typename T>
 constexpr int64_t kManyRows = 64;
 template <>
-inline constexpr int64_t kManyRows<Int8> = kWidth == 16 || kWidensSlowly ? 64 : 32;
+inline constexpr int64_t kManyRows<Int8> = kWidensSlowly || kWidth == 16 ? 64 : 32;
 template <>
-inline constexpr int64_t kManyRows<Float8E4M3> = kWidth == 16 ? 48 : (kWidensSlowly ? 64 : 32);
+inline constexpr int64_t kManyRows<Float8E4M3> = kWidensSlowly ? 64 : (kWidth == 16 ? 48 : 32);
 constexpr int64_t kManyPackedRows = 256;  // where packed w is only put in another order
 constexpr int kPitch = kRowsOfOrder;  // floats from a step of x to the next; a tile has fewer rows
 static_assert(kPackedRows <= kPitch && kWidth % kPitch == 0, "a vector has whole steps");
@@ -279,7 +279,7 @@ constexpr LinearKernels KernelsOf(decltype(LinearKernels::load_rows) load_rows) 
           OrderRows<W>,
           kPackedRows,
           kWordDepth<W>,
-          LinearSums<W, P>,
+          LinearSums<W>,
           PackedSums<W, P>,
           ManySums<W, /*PACKED=*/false>,
           ManySums<W, /*PACKED=*/true>,
