@@ -2,8 +2,8 @@
 
 // A parallel loop on a borrowed thread pool (XLA's own), built so that it cannot deadlock.
 //
-// Items are claimed from an atomic counter by the caller and by helpers put into the pool's queue.
-// The caller drains the counter itself and then waits only for items that a helper has claimed,
+// Items are claimed from atomic counters by the caller and by helpers put into the pool's queue.
+// The caller drains the counters itself and then waits only for items that a helper has claimed,
 // which is one that runs already; helpers that start late find nothing and touch nothing but the
 // shared state. So it works when the pool is busy, has one thread, or runs the caller itself.
 
@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace jax_paged::cpu {
 
@@ -28,28 +29,47 @@ inline void CpuRelax() {
 #endif
 }
 
+// Items [next, end) are not claimed yet. A cache line of its own, for most claims are one worker's.
+struct alignas(64) ItemRange {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
+
 // Calls fn(item, worker) for each item in [0, num_items), worker in [0, num_workers); a worker
 // number belongs to one thread at a time. `fn` must not throw. `pool` needs Schedule(callable).
+// Each worker takes what is left of one of num_ranges parts after the other.
 template <typename Pool, typename Fn>
-void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& fn) {
+void ParallelForRanges(Pool& pool, int64_t num_items, int64_t num_workers, int64_t num_ranges,
+                       const Fn& fn) {
   if (num_workers > num_items) num_workers = num_items;
+  if (num_ranges > num_workers) num_ranges = num_workers;
   if (num_workers <= 1) {
     for (int64_t i = 0; i < num_items; ++i) fn(i, 0);
     return;
   }
 
   struct State {
-    State(const Fn* fn, int64_t num_items) : fn(fn), num_items(num_items) {}
-
-    void Run() {
-      int64_t item = next.fetch_add(1, std::memory_order_relaxed);
-      if (item >= num_items) return;
-      const int64_t worker = workers.fetch_add(1, std::memory_order_relaxed);
-      int64_t finished = 0;
-      for (; item < num_items; item = next.fetch_add(1, std::memory_order_relaxed)) {
-        (*fn)(item, worker);
-        ++finished;
+    State(const Fn* fn, int64_t num_items, int64_t num_ranges)
+        : fn(fn), num_items(num_items), ranges(num_ranges) {
+      for (int64_t i = 0; i < num_ranges; ++i) {
+        ranges[i].next = num_items * i / num_ranges;
+        ranges[i].end = num_items * (i + 1) / num_ranges;
       }
+    }
+
+    void Run(int64_t worker) {
+      const int64_t num_ranges = static_cast<int64_t>(ranges.size());
+      int64_t finished = 0;
+      for (int64_t i = 0; i < num_ranges; ++i) {
+        ItemRange& range = ranges[(worker + i) % num_ranges];
+        while (range.next.load(std::memory_order_relaxed) < range.end) {
+          const int64_t item = range.next.fetch_add(1, std::memory_order_relaxed);
+          if (item >= range.end) break;
+          (*fn)(item, worker);
+          ++finished;
+        }
+      }
+      if (finished == 0) return;
       if (done.fetch_add(finished, std::memory_order_acq_rel) + finished == num_items) {
         std::lock_guard<std::mutex> lock(mutex);
         all_done.notify_all();
@@ -59,24 +79,36 @@ void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& f
 
     const Fn* fn;  // lives in the caller's frame: used only between a claim and `done`
     const int64_t num_items;
-    std::atomic<int64_t> next{0};
-    std::atomic<int64_t> workers{0};
+    std::vector<ItemRange> ranges;
     std::atomic<int64_t> done{0};
     std::mutex mutex;
     std::condition_variable all_done;
   };
-  auto state = std::make_shared<State>(&fn, num_items);
+  auto state = std::make_shared<State>(&fn, num_items, num_ranges);
   try {
-    for (int64_t i = 1; i < num_workers; ++i) pool.Schedule([state] { state->Run(); });
+    for (int64_t i = 1; i < num_workers; ++i) pool.Schedule([state, i] { state->Run(i); });
   } catch (...) {
     // No memory for another helper: those that exist and the caller do the work.
   }
-  state->Run();
+  state->Run(/*worker=*/0);
   for (int i = 0; i < kSpins && !state->Done(); ++i) CpuRelax();
   if (!state->Done()) {
     std::unique_lock<std::mutex> lock(state->mutex);
     state->all_done.wait(lock, [&] { return state->Done(); });
   }
+}
+
+// Each worker has a part of its own first, whose items lie one behind the other in memory: what is
+// fetched ahead of one is the next, and of what a call repeats a core finds its part in its caches.
+template <typename Pool, typename Fn>
+void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& fn) {
+  ParallelForRanges(pool, num_items, num_workers, /*num_ranges=*/num_workers, fn);
+}
+
+// Items begin in their order, as they must where the longest are to be first.
+template <typename Pool, typename Fn>
+void ParallelForInOrder(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& fn) {
+  ParallelForRanges(pool, num_items, num_workers, /*num_ranges=*/1, fn);
 }
 
 }  // namespace jax_paged::cpu

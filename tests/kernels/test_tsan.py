@@ -134,6 +134,8 @@ RACES = {
         "std::atomic<int64_t> next{0};",
         """struct {
       int64_t value = 0;
+      void operator=(int64_t n) { value = n; }
+      int64_t load(std::memory_order) const { return value; }
       int64_t fetch_add(int64_t n, std::memory_order) { value += n; return value - n; }
     } next;""",
         "write/scatter_rows.cc",

@@ -258,7 +258,7 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
       kernels.fold_unit[dtype](params, row, item, scratch[0], work.partials);
     }
   };
-  ParallelFor(pool, totals.items / heads, options.num_workers, run);
+  ParallelForInOrder(pool, totals.items / heads, options.num_workers, run);
 }
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::Dictionary attributes,

@@ -33,8 +33,6 @@ namespace {
 constexpr char kOp[] = "jax_paged.linear";
 constexpr int64_t kSerialBytes = 64 << 10;  // of w: less is not worth a second thread
 constexpr int64_t kParallelRows = 16;       // of x: fewer are loaded by the caller alone
-constexpr int64_t kItemsPerWorker = 4;      // where sums come by rows, at least
-constexpr int64_t kMostBlocks = 16;         // of such an item
 
 struct Projection {
   const char* x;
@@ -129,7 +127,7 @@ void MultiplyByTiles(ffi::ThreadPool& pool, const Projection& call, const Linear
   const Cut cut = CutColumns(call, kernels, workers);
   const int64_t own_floats = cut.sums_floats + cut.panel_floats;
   LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
-    ParallelFor(pool, CeilDiv(num_columns, cut.block), workers, [&](int64_t item, int64_t worker) {
+    const auto multiply = [&](int64_t item, int64_t worker) {
       const int64_t begin = item * cut.block;
       const int64_t count = Clamp(num_columns - begin, 0, cut.block);
       float* const mine = own + worker * own_floats;
@@ -140,21 +138,18 @@ void MultiplyByTiles(ffi::ThreadPool& pool, const Projection& call, const Linear
       if (call.scale) ScaleLinearSums(call.scale + begin, num_rows, most, count, mine);
       kernels.store(mine, num_rows, most, count, num_columns, call.out_dtype,
                     call.out + begin * ByteWidth(call.out_dtype));
-    });
+    };
+    ParallelFor(pool, CeilDiv(num_columns, cut.block), workers, multiply);
   });
 }
 
-// Where sums come by rows. A worker claims some blocks that lie one behind the other; packed w of
-// each comes in while the one before is multiplied; behind the last one it guesses its next item.
+// Where sums come by rows. w of the block behind one comes in while that is multiplied.
 void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearKernels& kernels) {
   RowSums* const row_sums = kernels.ByRows(call.is_packed, call.num_rows);
   const int64_t num_rows = call.num_rows, depth = call.depth, num_columns = call.num_columns;
   const int64_t row_bytes = depth * ByteWidth(call.w_dtype);
   const int64_t workers = Workers(pool, call);
   const Cut cut = CutColumns(call, kernels, workers);
-  const int64_t block = cut.block;
-  const int64_t of_item =
-      Clamp(num_columns / (block * workers * kItemsPerWorker), 1, kMostBlocks) * block;
   // Sums are outputs already: f32, and no panel reaches beyond a row.
   const bool is_direct = call.out_dtype == Dtype::kFloat32 && num_columns % kPanelOutputs == 0;
   const int64_t sums_floats = is_direct ? 0 : cut.sums_floats;
@@ -162,31 +157,29 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
   const int64_t own_floats =
       std::max(sums_floats + cut.panel_floats, orders ? kRowsOfOrder * kernels.stride(depth) : 0);
   LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
-    ParallelFor(pool, CeilDiv(num_columns, of_item), workers, [&](int64_t item, int64_t worker) {
+    const auto multiply = [&](int64_t item, int64_t worker) {
       float* const mine = own + worker * own_floats;
-      const int64_t end = Clamp((item + 1) * of_item, 0, num_columns);
-      for (int64_t begin = item * of_item; begin < end; begin += block) {
-        const int64_t count = Clamp(end - begin, 0, block);
-        const int64_t next = begin + block < end ? begin + block : (item + workers) * of_item;
-        const LinearBlocks blocks =
-            LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
-        char* const out = call.out + begin * ByteWidth(call.out_dtype);
-        float* const sums = is_direct ? reinterpret_cast<float*>(out) : mine;
-        const int64_t sums_stride = is_direct ? num_columns : RoundUp(count, kLinearColumns);
-        const auto done = [&](int64_t row, int64_t rows, float* of_rows) {
-          for (int64_t r = 0; call.scale && r < rows; ++r) {
-            ScaleLinearSums(call.scale + begin, /*num_rows=*/1, /*most=*/1, count,
-                            of_rows + r * sums_stride);
-          }
-          if (is_direct) return;
-          kernels.store(of_rows, rows, /*most=*/1, count, num_columns, call.out_dtype,
-                        out + row * num_columns * ByteWidth(call.out_dtype));
-        };
-        row_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
-                 next < num_columns ? call.w + next * row_bytes : nullptr, blocks,
-                 mine + sums_floats, sums, sums_stride, SumsDoneBy(done, /*ends=*/!is_direct));
-      }
-    });
+      const int64_t begin = item * cut.block, next = begin + cut.block;
+      const int64_t count = Clamp(num_columns - begin, 0, cut.block);
+      const LinearBlocks blocks =
+          LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
+      char* const out = call.out + begin * ByteWidth(call.out_dtype);
+      float* const sums = is_direct ? reinterpret_cast<float*>(out) : mine;
+      const int64_t sums_stride = is_direct ? num_columns : RoundUp(count, kLinearColumns);
+      const auto done = [&](int64_t row, int64_t rows, float* of_rows) {
+        for (int64_t r = 0; call.scale && r < rows; ++r) {
+          ScaleLinearSums(call.scale + begin, /*num_rows=*/1, /*most=*/1, count,
+                          of_rows + r * sums_stride);
+        }
+        if (is_direct) return;
+        kernels.store(of_rows, rows, /*most=*/1, count, num_columns, call.out_dtype,
+                      out + row * num_columns * ByteWidth(call.out_dtype));
+      };
+      row_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
+               next < num_columns ? call.w + next * row_bytes : nullptr, blocks, mine + sums_floats,
+               sums, sums_stride, SumsDoneBy(done, /*ends=*/!is_direct));
+    };
+    ParallelFor(pool, CeilDiv(num_columns, cut.block), workers, multiply);
   });
 }
 

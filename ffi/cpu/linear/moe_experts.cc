@@ -84,49 +84,32 @@ Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens,
   return pairs;
 }
 
-// What the columns of all groups are cut into: blocks, some of which that lie one behind the other
-// are an item, which one worker takes. A worker knows what is next within its item, and guesses
-// which item is its next one.
+// What the columns of all groups are cut into: a block of one of them is an item. The next item is
+// most likely the next one of the same worker, too.
 class Items {
  public:
-  // matrix_rows: of the matrix of an expert, of whose first `columns` rows items are made. Unless
-  // it `joins` blocks, each is an item.
-  Items(const std::vector<Group>& groups, int64_t matrix_rows, int64_t columns, int64_t block,
-        int64_t workers, bool joins)
+  // matrix_rows: of the matrix of an expert, of whose first `columns` rows items are made.
+  Items(const std::vector<Group>& groups, int64_t matrix_rows, int64_t columns, int64_t block)
       : groups_(groups),
         matrix_rows_(matrix_rows),
         columns_(columns),
         block_(block),
-        workers_(workers) {
-    constexpr int64_t kItemsPerWorker = 8, kMostBlocks = 16;
-    const int64_t all = static_cast<int64_t>(groups.size()) * CeilDiv(columns, block);
-    if (joins) blocks_ = Clamp(all / (workers * kItemsPerWorker), 1, kMostBlocks);
-    of_group_ = CeilDiv(columns, blocks_ * block);
-  }
+        of_group_(CeilDiv(columns, block)) {}
   int64_t size() const { return static_cast<int64_t>(groups_.size()) * of_group_; }
   const Group& group(int64_t item) const { return groups_[static_cast<size_t>(item / of_group_)]; }
 
-  // Calls call(begin, count, next) for each block of an item: its columns, and the row of all
-  // matrices that begins the block after it, or -1.
-  template <typename Call>
-  void ForEachBlock(int64_t item, const Call& call) const {
-    const int64_t end = Clamp((item % of_group_ + 1) * blocks_ * block_, 0, columns_);
-    for (int64_t begin = Begin(item); begin < end; begin += block_) {
-      const int64_t after = begin + block_;
-      const int64_t next = after < end ? FirstRow(item) + after : Next(item + workers_);
-      call(begin, Clamp(end - begin, 0, block_), next);
-    }
+  // The columns of an item.
+  int64_t Begin(int64_t item) const { return item % of_group_ * block_; }
+  int64_t Count(int64_t item) const { return Clamp(columns_ - Begin(item), 0, block_); }
+  // The row of all matrices that it begins with; -1: there is no such item.
+  int64_t FirstRow(int64_t item) const {
+    return item < size() ? group(item).expert * matrix_rows_ + Begin(item) : -1;
   }
 
  private:
-  int64_t Begin(int64_t item) const { return item % of_group_ * blocks_ * block_; }
-  int64_t FirstRow(int64_t item) const { return group(item).expert * matrix_rows_; }
-  int64_t Next(int64_t item) const { return item < size() ? FirstRow(item) + Begin(item) : -1; }
-
   const std::vector<Group>& groups_;
-  int64_t matrix_rows_, columns_, block_, workers_;
-  int64_t blocks_ = 1;  // of an item
-  int64_t of_group_;    // items
+  int64_t matrix_rows_, columns_, block_;
+  int64_t of_group_;  // items
 };
 
 // Rows of x, or of what gate and up made of them, as the kernels want them.
@@ -307,8 +290,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
              x_of_all, sums, sums_floats);
 
   const float limit = call.limit ? *call.limit : 0.0f;
-  const Items gate_items(pairs.groups, 2 * call.inner, call.inner, gate_block, workers,
-                         gate_up.ByRows(most_rows));
+  const Items gate_items(pairs.groups, 2 * call.inner, call.inner, gate_block);
   ParallelFor(pool, gate_items.size(), workers, [&](int64_t item, int64_t worker) {
     const Group& group = gate_items.group(item);
     float* const gate = sums + worker * sums_floats;
@@ -317,30 +299,30 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     const Rows x = x_of_all.From(group.first_row, x_groups);
     const int64_t most = gate_up.Most(group.num_rows);
     const int64_t rows = most == 1 ? group.num_rows : PadLinearRows(group.num_rows);
-    gate_items.ForEachBlock(item, [&](int64_t begin, int64_t count, int64_t next) {
-      const int64_t first = group.expert * 2 * call.inner + begin;  // row of gate_up
-      const auto blocks = [&](int64_t is_up) {
-        return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
-                              call.hidden, begin);
-      };
-      gate_up.Run(x, group.num_rows, first, count, first + call.inner, blocks(0), panel, gate);
-      gate_up.Run(x, group.num_rows, first + call.inner, count, next, blocks(1), panel, up);
-      if (call.gate_up_scale) {
-        const float* const scale = call.gate_up_scale + first;
-        ScaleLinearSums(scale, group.num_rows, most, count, gate);
-        ScaleLinearSums(scale + call.inner, group.num_rows, most, count, up);
-      }
-      if (call.gate_up_bias.data) {
-        const MoeBias& bias = call.gate_up_bias;
-        const char* const from = bias.data + first * ByteWidth(bias.dtype);
-        AddLinearBias(from, bias.dtype, group.num_rows, most, count, gate);
-        AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
-                      count, up);
-      }
-      kernels.gate(call.activation, limit, up, rows * RoundUp(count, kLinearColumns), gate);
-      kernels.store(gate, group.num_rows, most, count, call.inner, call.dtype,
-                    reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
-    });
+    const int64_t begin = gate_items.Begin(item), count = gate_items.Count(item);
+    const int64_t first = gate_items.FirstRow(item);  // of gate; that of up is `inner` behind
+    const int64_t next = gate_items.FirstRow(item + 1);
+    const auto blocks = [&](int64_t is_up) {
+      return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
+                            call.hidden, begin);
+    };
+    gate_up.Run(x, group.num_rows, first, count, first + call.inner, blocks(0), panel, gate);
+    gate_up.Run(x, group.num_rows, first + call.inner, count, next, blocks(1), panel, up);
+    if (call.gate_up_scale) {
+      const float* const scale = call.gate_up_scale + first;
+      ScaleLinearSums(scale, group.num_rows, most, count, gate);
+      ScaleLinearSums(scale + call.inner, group.num_rows, most, count, up);
+    }
+    if (call.gate_up_bias.data) {
+      const MoeBias& bias = call.gate_up_bias;
+      const char* const from = bias.data + first * ByteWidth(bias.dtype);
+      AddLinearBias(from, bias.dtype, group.num_rows, most, count, gate);
+      AddLinearBias(from + call.inner * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
+                    count, up);
+    }
+    kernels.gate(call.activation, limit, up, rows * RoundUp(count, kLinearColumns), gate);
+    kernels.store(gate, group.num_rows, most, count, call.inner, call.dtype,
+                  reinterpret_cast<char*>(h) + (group.first_row * call.inner + begin) * bytes);
   });
 
   const auto gated_source = [&](int64_t row) -> const char* {
@@ -350,30 +332,28 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
   LoadGroups(pool, workers, pairs, down, call.down_block_scale != nullptr, gated_source, h_of_all,
              sums, sums_floats);
 
-  const Items down_items(pairs.groups, call.hidden, call.hidden, down_block, workers,
-                         down.ByRows(most_rows));
+  const Items down_items(pairs.groups, call.hidden, call.hidden, down_block);
   ParallelFor(pool, down_items.size(), workers, [&](int64_t item, int64_t worker) {
     const Group& group = down_items.group(item);
     float* const mine = sums + worker * sums_floats + 2 * gate_floats;
     float* const panel = sums + worker * sums_floats + own_floats;
     const Rows x = h_of_all.From(group.first_row, h_groups);
     const int64_t most = down.Most(group.num_rows);
-    down_items.ForEachBlock(item, [&](int64_t begin, int64_t count, int64_t next) {
-      const int64_t first = group.expert * call.hidden + begin;  // row of down
-      const LinearBlocks blocks =
-          LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
-      down.Run(x, group.num_rows, first, count, next, blocks, panel, mine);
-      if (call.down_scale) {
-        ScaleLinearSums(call.down_scale + first, group.num_rows, most, count, mine);
-      }
-      if (call.down_bias.data) {
-        const MoeBias& bias = call.down_bias;
-        AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
-                      count, mine);
-      }
-      kernels.store(mine, group.num_rows, most, count, call.hidden, Dtype::kFloat32,
-                    y + group.first_row * call.hidden + begin);
-    });
+    const int64_t begin = down_items.Begin(item), count = down_items.Count(item);
+    const int64_t first = down_items.FirstRow(item);
+    const LinearBlocks blocks =
+        LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
+    down.Run(x, group.num_rows, first, count, down_items.FirstRow(item + 1), blocks, panel, mine);
+    if (call.down_scale) {
+      ScaleLinearSums(call.down_scale + first, group.num_rows, most, count, mine);
+    }
+    if (call.down_bias.data) {
+      const MoeBias& bias = call.down_bias;
+      AddLinearBias(bias.data + first * ByteWidth(bias.dtype), bias.dtype, group.num_rows, most,
+                    count, mine);
+    }
+    kernels.store(mine, group.num_rows, most, count, call.hidden, Dtype::kFloat32,
+                  y + group.first_row * call.hidden + begin);
   });
 
   ParallelFor(pool, CeilDiv(num_tokens, kRowsPerItem), workers, [&](int64_t item, int64_t worker) {
