@@ -79,19 +79,23 @@ void WriteEmpty(const AttentionParams& params, int64_t begin, int64_t end, const
   for (int64_t i = 0; i < heads; ++i) lse[i] = sinks ? sinks[i % params.num_q_heads] : -INFINITY;
 }
 
-// Longest items first: a stable counting sort by the power of two of their cost.
-void SortByCost(const WorkItem* items, int64_t count, WorkItem* sorted) {
+// What items are sorted by: the power of two of their cost, the largest first.
+int CostBucket(const WorkItem& item) {
+  int bits = 0;
+  for (uint64_t cost = static_cast<uint64_t>(item.cost); cost; cost >>= 1) ++bits;
+  return 64 - bits;
+}
+
+// Longest items first: a stable counting sort. Returns whether all are about as long.
+bool SortByCost(const WorkItem* items, int64_t count, WorkItem* sorted) {
+  if (count == 0) return true;
   int64_t start[65] = {0};
-  const auto bucket = [](const WorkItem& item) {
-    int bits = 0;
-    for (uint64_t cost = static_cast<uint64_t>(item.cost); cost; cost >>= 1) ++bits;
-    return 64 - bits;
-  };
   for (int64_t i = 0; i < count; ++i) {
-    if (bucket(items[i]) < 64) ++start[bucket(items[i]) + 1];
+    if (CostBucket(items[i]) < 64) ++start[CostBucket(items[i]) + 1];
   }
   for (int b = 1; b <= 64; ++b) start[b] += start[b - 1];
-  for (int64_t i = 0; i < count; ++i) sorted[start[bucket(items[i])]++] = items[i];
+  for (int64_t i = 0; i < count; ++i) sorted[start[CostBucket(items[i])]++] = items[i];
+  return CostBucket(sorted[0]) == CostBucket(sorted[count - 1]);
 }
 
 // Reads the trees of the rows into words [num_rows, 3, max_tree] and sets rows[i].tree_size.
@@ -217,7 +221,7 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
   Carver carver(memory.data());
   const Workspace work = Workspace::Carve(&carver, totals, options.num_workers, worker_floats);
   FillItems(options, rows, num_rows, plans, totals, work.items);
-  SortByCost(work.items, totals.items, work.sorted);
+  const bool alike = SortByCost(work.items, totals.items, work.sorted);
   for (int64_t i = 0; i < totals.shared_units; ++i)
     new (&work.unfinished[i]) std::atomic<int32_t>(0);
   for (int64_t i = 0; i < totals.items; ++i) {
@@ -258,7 +262,11 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
       kernels.fold_unit[dtype](params, row, item, scratch[0], work.partials);
     }
   };
-  ParallelForInOrder(pool, totals.items / heads, options.num_workers, run);
+  if (alike) {
+    ParallelFor(pool, totals.items / heads, options.num_workers, run);
+  } else {
+    ParallelForInOrder(pool, totals.items / heads, options.num_workers, run);
+  }
 }
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::Dictionary attributes,
