@@ -13,21 +13,19 @@ from itertools import chain
 import jax
 import numpy as np
 import pytest
+from small_engines import NEW, PROMPTS, submit_all
 from tiers import first_of
 
 from jax_paged.models import Decoder, generate, token_logits
 from jax_paged.models.decoder.generation import create_state
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
-from jax_paged.models.testing import Stepper, noisy, small_config
-from jax_paged.ops import cascade
+from jax_paged.models.testing import small_config
 from jax_paged.testing import pool_sized_ops
 from jax_paged.testing.stress.engine import (
     SAMPLED,
     SETTINGS,
     SWAP,
-    TIE,
-    Alone,
     assert_empty,
     differing,
     drive,
@@ -35,53 +33,10 @@ from jax_paged.testing.stress.engine import (
     random_requests,
 )
 
-CONFIG = small_config("qwen3", vocab_size=64, head_dim=8, max_position_embeddings=64)
-PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9]
-NEW = 12
 LONG = os.environ.get("JAX_PAGED_LONG") == "1"
 NUM_REQUESTS = 200 if LONG else 40
 # test_draft_model and test_draft_trees have a few requests for the others
 TESTED = SETTINGS if LONG else SETTINGS[:4]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return Decoder(CONFIG, random_source(CONFIG, seed=1))
-
-
-@pytest.fixture(scope="module")
-def drafter(model):
-    """The model with noise on its head, so that it is right now and then."""
-    return noisy(model)
-
-
-@pytest.fixture(scope="module")
-def make(model):
-    """Engines of equal sizes share one, used up to its end and emptied: compiling takes seconds."""
-    made = {}
-
-    def get(**options) -> Engine:
-        options = {"num_pages": 40, "max_seqs": 4, "page_size": 4, "max_tokens": 32} | options
-        key = tuple(sorted(options.items()))
-        if key not in made:
-            made[key] = Engine(model, **options)
-        engine = made[key]
-        engine.clear_cache()
-        assert_empty(engine)
-        return engine
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def alone(model):
-    """The tokens of a request on its own, by `generate`; memoised."""
-    known = Alone(model)
-    return lambda prompt, max_new_tokens=NEW, **options: known(prompt, max_new_tokens, **options)
-
-
-def submit_all(engine, prompts=PROMPTS, max_new_tokens=NEW, **options):
-    return [engine.submit(p, max_new_tokens=max_new_tokens, **options) for p in prompts]
 
 
 def test_requests_get_what_generate_gives_each_alone(make, alone):
@@ -166,284 +121,6 @@ def test_a_stop_token_ends_a_request_and_is_not_kept(make, alone):
     assert request.reason == "stop_token"
     engine.clear_cache()
     assert_empty(engine)
-
-
-def test_pages_that_are_known_are_shared_and_not_computed_again(make, alone):
-    engine = make()
-    prefix = list(range(30, 50))
-    first = engine.submit([*prefix, 1], max_new_tokens=NEW)
-    engine.run()
-    fed, free = engine.num_fed, engine.num_free_pages
-    others = [engine.submit([*prefix, 2 + i], max_new_tokens=NEW) for i in range(3)]
-    again = engine.submit([*prefix, 1], max_new_tokens=NEW)
-    engine.step()
-    assert free - engine.num_free_pages == 4  # one page each for its own last prompt token
-    engine.run()
-    assert [r.num_cached for r in (first, *others, again)] == [0, 20, 20, 20, 20]
-    assert engine.num_fed - fed == 4 * NEW
-    assert again.tokens == first.tokens == alone([*prefix, 1])
-    for i, request in enumerate(others):
-        assert request.tokens == alone([*prefix, 2 + i])
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-@pytest.mark.every
-@pytest.mark.parametrize(
-    "options",
-    first_of([{}, {"preemption": "swap"}, {"max_drafts": 3}, {"kv_dtype": "int8"}, "drafter"], 2),
-    ids=str,
-)
-def test_where_texts_part_in_a_page_its_beginning_is_copied(model, drafter, options):
-    if options == "drafter":
-        options = {"draft_model": drafter, "max_drafts": 2, "draft_branches": 2}
-    sizes = {"num_pages": 40, "max_seqs": 10, "page_size": 8, "max_tokens": 40} | options
-    engine, plain = Engine(model, **sizes), Engine(model, prefix_cache=False, **sizes)
-    prefix = list(range(30, 50))
-    begun = [prefix, *([*prefix[:n], *range(n, n + 7)] for n in (1, 2, 7, 8, 11, 15, 16, 19, 20))]
-    texts = [[*begin, 5, 6, 7, 8, 9] for begin in begun]
-    requests = submit_all(engine, texts[:1])
-    engine.run()
-    requests += submit_all(engine, texts[1:])  # all start at once: in two calls of `keep`
-    engine.run()
-    requests += submit_all(engine, texts[:1])
-    engine.run()
-    expected = submit_all(plain, [*texts, texts[0]])
-    plain.run()
-    assert [r.tokens for r in requests] == [r.tokens for r in expected]
-    assert [r.num_cached for r in requests] == [0, 0, 2, 7, 8, 11, 15, 16, 19, 20, 24]
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-def test_a_page_that_could_be_copied_makes_room_where_there_is_no_other(make, alone):
-    engine = make(num_pages=4, page_size=8, pages_per_seq=4)
-    prefix = list(range(30, 50))
-    for other, expected in ((1, 0), (2, 16)):
-        text = [*prefix, *[other] * 11]
-        request = engine.submit(text, max_new_tokens=2)
-        engine.run()
-        assert (request.tokens, request.num_cached) == (alone(text, 2), expected)
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-def test_a_cascade_gives_the_same_tokens(make, alone, monkeypatch):
-    for name in ("LEAST_TOKENS", "LEAST_SAVED"):
-        monkeypatch.setattr(cascade, name, 8)  # while the engine compiles
-    engine = make(cascade=True, max_seqs=5)
-    prefix = list(range(30, 50))
-    engine.submit(prefix, max_new_tokens=1)
-    engine.run()
-    requests = [engine.submit([*prefix, 2 + i], max_new_tokens=NEW) for i in range(5)]
-    engine.run()
-    assert [r.num_cached for r in requests] == [20] * 5
-    for i, request in enumerate(requests):
-        assert request.tokens == alone([*prefix, 2 + i])
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-def test_a_prompt_that_is_cached_to_its_end_still_feeds_its_last_token(make, alone):
-    engine = make()
-    for expected in (0, 19, 19):  # of 20 tokens in 5 full pages, the last of which is copied
-        request = engine.submit(PROMPTS[2], max_new_tokens=5)
-        engine.run()
-        assert request.tokens == alone(PROMPTS[2], 5)
-        assert request.num_cached == expected
-
-
-def test_new_tokens_are_cached_too(make, alone):
-    engine = make()
-    first = engine.submit(PROMPTS[0], max_new_tokens=NEW)
-    engine.run()
-    turn = [*PROMPTS[0], *first.tokens, 9]
-    second = engine.submit(turn, max_new_tokens=5)
-    engine.run()
-    assert second.num_cached == 12  # 3 full pages of 3 + 12 - 1 tokens
-    assert second.tokens == alone(turn, 5)
-
-
-def test_without_a_prefix_cache_all_pages_are_free_at_the_end(make, alone):
-    engine = make(prefix_cache=False)
-    requests = submit_all(engine, [PROMPTS[2]] * 2)
-    engine.run()
-    assert [r.tokens for r in requests] == [alone(PROMPTS[2])] * 2
-    assert engine.cache_counts.looked_up == 0
-    assert_empty(engine)
-
-
-WINDOW = {"window": 14, "num_pinned": 3, "max_tokens": 8}
-# 1 page of pinned tokens; 10 others that a token sees, 8 of a chunk, from anywhere in a page on.
-WINDOW_PAGES = 1 + 6
-
-
-def assert_windowed(model, request) -> None:
-    """The tokens are what a prefill of everything at once says, with this window."""
-    stepper = Stepper(model, page_size=4, pages_per_seq=16, windows=True)
-    stepper.state, _ = stepper.state.reserve([0], 0)
-    stepper.state, status = stepper.state.set_window([0], WINDOW["window"], WINDOW["num_pinned"])
-    assert int(status[0]) == 0
-    text = [*request.prompt.tolist(), *request.tokens]
-    logits = stepper.step({0: text[:-1]}, padded_to=63)[0][len(request.prompt) - 1 :]
-    chosen = logits[np.arange(len(request.tokens)), request.tokens]
-    assert (logits.max(axis=1) - chosen).max() < TIE
-
-
-def test_requests_with_a_window_hold_few_pages_and_get_its_tokens(model, make):
-    engine = make(num_pages=2 * WINDOW_PAGES + 2, **WINDOW)
-    requests = submit_all(engine, max_new_tokens=44)
-    most = 0
-    while engine.step():
-        most = max(most, int(np.asarray(engine.state.table.pages_held).max()))
-    assert engine.num_preemptions > 0
-    assert most <= WINDOW_PAGES < 13  # of 4 tokens; the longest request has 63 tokens
-    for request in requests:
-        assert (request.reason, len(request.tokens)) == ("length", 44)
-        assert_windowed(model, request)
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-@pytest.mark.deep
-def test_a_request_longer_than_the_pool_runs_in_a_window(model, make):
-    assert make(num_pages=8).submit(PROMPTS[2], max_new_tokens=40).reason == "refused"
-    engine = make(num_pages=8, pages_per_seq=8, **WINDOW)
-    request = engine.submit(PROMPTS[2], max_new_tokens=40)
-    engine.run()
-    assert (request.reason, len(request.tokens)) == ("length", 40)
-    assert_windowed(model, request)
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_pinned": 2}, "num_pinned: expected 0 without a window, got 2"),
-        ({"window": 3, "num_pinned": 3}, "window: expected an integer >= 4, got 3"),
-    ],
-)
-def test_what_a_window_excludes_is_told(model, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Engine(model, num_pages=8, max_seqs=2, **options)
-
-
-def test_a_tight_pool_preempts_and_nothing_is_lost(make, alone):
-    engine = make(num_pages=14)
-    before = engine.num_preemptions
-    prompts = [[i] * 9 for i in range(4)]
-    requests = submit_all(engine, prompts, max_new_tokens=30)  # 4 × 10 pages
-    engine.run()
-    assert engine.num_preemptions > before
-    assert requests[0].num_preemptions == 0  # the first in the order is never preempted
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert request.tokens == alone(prompt, 30)
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-@pytest.mark.parametrize("max_drafts", first_of([0, 3], 1))
-def test_a_tight_pool_swaps_and_nothing_is_computed_again(make, alone, max_drafts):
-    engine = make(**SWAP, max_drafts=max_drafts)
-    before, fed, preempted = engine.num_swaps, engine.num_fed, engine.num_preemptions
-    prompts = [[i] * 9 for i in range(4)]
-    requests = submit_all(engine, prompts, max_new_tokens=30)
-    engine.run()
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert request.tokens == alone(prompt, 30)
-    out, back = (now - then for now, then in zip(engine.num_swaps, before, strict=True))
-    assert 0 < out == back == engine.num_preemptions - preempted
-    if not max_drafts:
-        assert engine.num_fed - fed == 4 * (9 + 30 - 1)
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-def test_what_host_memory_cannot_hold_is_computed_again(make, alone):
-    engine = make(**SWAP | {"swap_pages": 8}, prefix_cache=False)
-    before, preempted, least = engine.num_swaps, engine.num_preemptions, 8
-    prompts = [[i] * 9 for i in range(4)]
-    requests = submit_all(engine, prompts, max_new_tokens=30)
-    while engine.step():
-        least = min(least, engine.num_free_swap_pages)
-    assert least == 0  # a chunk of 8 pages is in use, and never more
-    out, back = (now - then for now, then in zip(engine.num_swaps, before, strict=True))
-    assert 0 < out == back < engine.num_preemptions - preempted
-    assert [r.tokens for r in requests] == [alone(p, 30) for p in prompts]
-    assert_empty(engine)
-
-
-def test_what_the_cache_has_kept_is_not_copied_back(make, alone):
-    engine = make(**SWAP, max_drafts=0)
-    low = engine.submit(range(16), max_new_tokens=20)
-    for _ in range(6):
-        engine.step()
-    before, fed = engine.num_swaps, engine.num_fed - low.fed
-    high = engine.submit([9] * 32, max_new_tokens=12, priority=1)
-    while not high.is_done:
-        engine.step()
-    assert low.swapped > 20
-    entries = engine._schedulers[0]._match(low).entries
-    kept = len(entries)
-    assert 0 < kept < low.swapped // 4  # the others have had to go
-    engine.step()
-    assert low.columns[:kept] == entries
-    engine.run()
-    assert engine.num_swaps == (before[0] + 1, before[1] + 1)
-    assert engine.num_fed - fed == 16 + 20 - 1 + 32 + 12 - 1
-    assert (low.tokens, high.tokens) == (alone(range(16), 20), alone([9] * 32, 12))
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-def test_a_request_that_is_swapped_out_may_be_cancelled(make, alone):
-    engine = make(**SWAP, max_drafts=0)
-    requests = submit_all(engine, [[i] * 9 for i in range(4)], max_new_tokens=30)
-    while engine.num_free_swap_pages == engine.swap_pages:
-        engine.step()
-    (out,) = [r for r in requests if r.num_preemptions]
-    engine.cancel(out)
-    assert engine.num_free_swap_pages == engine.swap_pages
-    engine.run()
-    for i, request in enumerate(requests):
-        assert request.tokens == alone([i] * 9, 30)[: len(request.tokens)]
-    engine.clear_cache()
-    assert_empty(engine)
-
-
-def test_eight_bit_pages_swap_with_their_scales(make, model):
-    engine = make(**SWAP, kv_dtype="int8")
-    prompts = [[i] * 9 for i in range(4)]
-    requests = submit_all(engine, prompts, max_new_tokens=30)
-    engine.run()
-    assert engine.num_swaps[1] > 0
-    for prompt, request in zip(prompts, requests, strict=True):
-        lone = generate(model, [prompt], max_new_tokens=30, kv_dtype="int8").tokens[0]
-        assert request.tokens == lone
-
-
-def test_higher_priority_goes_first_and_takes_pages_from_lower(make, alone):
-    engine = make(num_pages=14)
-    ends = []
-    low = [
-        engine.submit([i] * 9, max_new_tokens=20, on_tokens=lambda new, end, i=i: ends.append(
-            (i, end)) if end else None)
-        for i in range(3)
-    ]  # fmt: skip
-    for _ in range(8):
-        engine.step()
-    high = engine.submit(
-        [9] * 30, max_new_tokens=20, priority=1,
-        on_tokens=lambda new, end: ends.append((9, end)) if end else None,
-    )  # fmt: skip
-    engine.run()
-    assert ends[0] == (9, "length")
-    assert high.num_preemptions == 0
-    assert sum(r.num_preemptions for r in low) > 0
-    assert high.tokens == alone([9] * 30, 20)
-    for i, request in enumerate(low):
-        assert request.tokens == alone([i] * 9, 20)
 
 
 def test_cancelling_frees_the_pages_at_any_time(make, alone):

@@ -11,13 +11,13 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from gguf_files import make, write
 
-from jax_paged import Int4Weight
 from jax_paged.models import Decoder, load_checkpoint, token_logits
 from jax_paged.models.checkpoint.gguf_file import GGUFFile
 from jax_paged.models.checkpoint.weights import open_checkpoint
 from jax_paged.models.decoder.adapters import with_adapter
 from jax_paged.models.decoder.merge_adapter import merge_adapter
 from jax_paged.models.decoder.parameters import random_source
+from jax_paged.models.decoder.placement import is_int4
 from jax_paged.models.decoder.projections import param_value
 from jax_paged.models.serving.batch import generate_many
 from jax_paged.models.serving.engine import Engine
@@ -29,10 +29,6 @@ TIED = small_config(
 )
 TEXT = list(range(30))
 SIZES = {"num_pages": 40, "max_seqs": 4, "page_size": 4, "max_tokens": 32}
-
-
-def is_int4(x):
-    return isinstance(x, Int4Weight)
 
 
 def widened(model):
