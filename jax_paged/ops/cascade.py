@@ -358,14 +358,12 @@ def _cascade(
             part = _attend_rows(
                 q, pools, level, cu_q_lens, num_seqs, causal=causal, sinks=given, **options
             )
-            to_end_of_call = None  # as _distance_to_end has it, where anybody asks
+            to_end_of_call = _distance_to_end(to_end, row, level, page_size)
         slopes, later = options["alibi_slopes"], levels[i + 1 :]
         if slopes is not None and later:
             # The call counts a query's distances from another place, by as much for all its keys:
             # its weights are right, and its lse is off by that place times the slope.
             after = functools.reduce(jnp.add, (_row_lengths(x, page_size) for x in later))
-            if to_end_of_call is None:
-                to_end_of_call = _distance_to_end(to_end, row, level, page_size)
             before_end = _distance_to_end(to_end, row, levels[-1], page_size)
             off = before_end - to_end_of_call - jnp.take(after, row, mode="clip")
             shift = slopes.astype(jnp.float32)[None, :] * off.astype(jnp.float32)[:, None]

@@ -111,10 +111,9 @@ struct Cut {
 };
 
 Cut CutColumns(const Projection& call, const LinearKernels& kernels, int64_t workers) {
-  const int64_t row_bytes =
-      kernels.RowBytes(call.is_packed, call.w_dtype, call.num_rows, call.depth);
-  const int64_t block = kernels.BlockColumns(call.is_packed, call.num_rows, call.num_columns,
-                                             call.depth, workers, row_bytes, /*matrices=*/1);
+  const int64_t block =
+      kernels.BlockColumns(call.is_packed, call.w_dtype, call.num_rows, call.num_columns,
+                           call.depth, workers, /*parts=*/1, /*times=*/1);
   return {block, PadLinearRows(call.num_rows) * RoundUp(block, kLinearColumns),
           kernels.PanelFloats(call.is_packed, call.w_dtype, call.num_rows, call.depth, block)};
 }

@@ -218,15 +218,16 @@ struct LinearKernels {
       few_plain(x, x_stride, num_rows, w, depth, count, blocks, panel, sums);
     }
   }
-  // Columns of w, of `num_columns`, that one of so many workers takes at once; there are so many
-  // `matrices` as large as w.
-  int64_t BlockColumns(bool is_packed, int64_t num_rows, int64_t num_columns, int64_t depth,
-                       int64_t workers, int64_t row_bytes, int64_t matrices) const {
+  // Columns of w, of `num_columns`, that one of so many workers takes at once, and the same ones of
+  // `parts` matrices; the call has so many times that.
+  int64_t BlockColumns(bool is_packed, Dtype w_dtype, int64_t num_rows, int64_t num_columns,
+                       int64_t depth, int64_t workers, int64_t parts, int64_t times) const {
+    const int64_t row_bytes = parts * RowBytes(is_packed, w_dtype, num_rows, depth);
     if (Orders(is_packed, num_rows)) {
       return ManyBlockColumns(num_columns, CeilDiv(depth, word_depth), workers);
     }
     if (!ByRows(is_packed, num_rows)) {
-      const int64_t most = LinearBlockColumns(row_bytes, matrices * num_columns * row_bytes);
+      const int64_t most = LinearBlockColumns(row_bytes, times * num_columns * row_bytes);
       return EvenBlockColumns(num_columns, most, kLinearColumns, /*workers=*/1);
     }
     if (!is_packed && num_rows <= read_as_it_lies) {

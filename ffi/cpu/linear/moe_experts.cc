@@ -162,8 +162,8 @@ struct Matrix {
       if (panel_floats == 0) return most;
       return Clamp(Int4Kernels::PanelsInL2(panel_floats) * kPanelOutputs, kPanelOutputs, most);
     }
-    const int64_t row_bytes = parts * kernels->RowBytes(is_packed, w_dtype, most_rows, depth);
-    return kernels->BlockColumns(is_packed, most_rows, columns, depth, blocks, row_bytes, groups);
+    return kernels->BlockColumns(is_packed, w_dtype, most_rows, columns, depth, blocks, parts,
+                                 groups);
   }
 
   // Loads one row; null: zeros.
