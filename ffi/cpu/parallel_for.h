@@ -37,12 +37,14 @@ struct alignas(64) ItemRange {
 
 // Calls fn(item, worker) for each item in [0, num_items), worker in [0, num_workers); a worker
 // number belongs to one thread at a time. `fn` must not throw. `pool` needs Schedule(callable).
-// Each worker takes what is left of one of num_ranges parts after the other.
+//
+// Each worker has a part of its own first, whose items lie one behind the other in memory: what is
+// fetched ahead of one is the next, and of what a call repeats a core finds its part in its caches.
+// Or all items begin in_order, as they must where the longest are to be first.
 template <typename Pool, typename Fn>
-void ParallelForRanges(Pool& pool, int64_t num_items, int64_t num_workers, int64_t num_ranges,
-                       const Fn& fn) {
+void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& fn,
+                 bool in_order = false) {
   if (num_workers > num_items) num_workers = num_items;
-  if (num_ranges > num_workers) num_ranges = num_workers;
   if (num_workers <= 1) {
     for (int64_t i = 0; i < num_items; ++i) fn(i, 0);
     return;
@@ -84,7 +86,7 @@ void ParallelForRanges(Pool& pool, int64_t num_items, int64_t num_workers, int64
     std::mutex mutex;
     std::condition_variable all_done;
   };
-  auto state = std::make_shared<State>(&fn, num_items, num_ranges);
+  auto state = std::make_shared<State>(&fn, num_items, in_order ? 1 : num_workers);
   try {
     for (int64_t i = 1; i < num_workers; ++i) pool.Schedule([state, i] { state->Run(i); });
   } catch (...) {
@@ -96,19 +98,6 @@ void ParallelForRanges(Pool& pool, int64_t num_items, int64_t num_workers, int64
     std::unique_lock<std::mutex> lock(state->mutex);
     state->all_done.wait(lock, [&] { return state->Done(); });
   }
-}
-
-// Each worker has a part of its own first, whose items lie one behind the other in memory: what is
-// fetched ahead of one is the next, and of what a call repeats a core finds its part in its caches.
-template <typename Pool, typename Fn>
-void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& fn) {
-  ParallelForRanges(pool, num_items, num_workers, /*num_ranges=*/num_workers, fn);
-}
-
-// Items begin in their order, as they must where the longest are to be first.
-template <typename Pool, typename Fn>
-void ParallelForInOrder(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& fn) {
-  ParallelForRanges(pool, num_items, num_workers, /*num_ranges=*/1, fn);
 }
 
 }  // namespace jax_paged::cpu

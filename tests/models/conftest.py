@@ -2,18 +2,16 @@
 """A small model, engines of it, and what it gives a request alone: for the tests of the engine."""
 
 import pytest
-from small_engines import CONFIG, NEW
+from small_engines import NEW
 
-from jax_paged.models import Decoder
-from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.serving.engine import Engine
 from jax_paged.models.testing import noisy
-from jax_paged.testing.stress.engine import Alone, assert_empty
+from jax_paged.testing.stress.engine import Alone, assert_empty, small_decoder
 
 
 @pytest.fixture(scope="session")
 def model():
-    return Decoder(CONFIG, random_source(CONFIG, seed=1))
+    return small_decoder()
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,6 @@ TEXT = np.random.default_rng(0).integers(0, 64, 25).tolist()
 
 
 @pytest.fixture(scope="module")
-def model():
-    return small_decoder()
-
-
-@pytest.fixture(scope="module")
 def swapping(model):
     return Engine(model, **SIZES, **SWAPS)
 

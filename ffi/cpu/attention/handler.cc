@@ -262,11 +262,7 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
       kernels.fold_unit[dtype](params, row, item, scratch[0], work.partials);
     }
   };
-  if (alike) {
-    ParallelFor(pool, totals.items / heads, options.num_workers, run);
-  } else {
-    ParallelForInOrder(pool, totals.items / heads, options.num_workers, run);
-  }
+  ParallelFor(pool, totals.items / heads, options.num_workers, run, /*in_order=*/!alike);
 }
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::Dictionary attributes,

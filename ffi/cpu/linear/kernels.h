@@ -19,8 +19,8 @@ inline constexpr int64_t kLinearDepth = 1280;  // of a chunk, at most
 inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
 inline constexpr int64_t kUnstagedRows = 8;    // of x, for which 8-bit w is multiplied as it lies
 
-// Columns of w, rows of row_bytes, that one worker takes at once. The first lines of a block are
-// waited for, so blocks are as large as L2 holds, where there are bytes enough for all workers.
+// Columns of w, rows of row_bytes, that one worker takes at once: as many as L2 holds, where there
+// are bytes enough for all workers.
 inline int64_t LinearBlockColumns(int64_t row_bytes, int64_t all_bytes = 0) {
   const int64_t bytes = Clamp(all_bytes / 16, 128 << 10, 512 << 10);
   return Clamp(bytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 512);
