@@ -17,6 +17,8 @@ import jax
 
 from jax_paged.checks import Implementation
 
+# What JAX_PAGED_CPU_ISA may ask for; a processor that has one has those before it.
+CPU_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 # Targets whose work XLA does well enough on CUDA: there, the reference is the implementation.
 CPU_ONLY = frozenset(

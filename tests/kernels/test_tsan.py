@@ -21,11 +21,13 @@ import jax
 import pytest
 from planting import plant
 
+from jax_paged.native.load import CPU_ISAS
+
 FFI = Path(__file__).resolve().parents[2] / "ffi"
 PROGRAM = Path(__file__).resolve().parent / "tsan"
 FLAGS = ("-std=c++17", "-fsanitize=thread", "-O0", "-g1", "-pthread")
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-ISAS = ["generic", *(["avx2", "avx512", "avx512bf16", "amx"] if IS_X86 else [])]
+ISAS = CPU_ISAS if IS_X86 else CPU_ISAS[:1]
 CHOICE = "attention/chosen_kernels.cc"
 FOUND = 66  # what a program ends with whose race ThreadSanitizer has reported
 TIMEOUT_S = 300

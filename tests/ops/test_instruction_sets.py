@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from jax_paged import build_info
+from jax_paged.native.load import CPU_ISAS
 
-ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 FILES = ("attention_options", "int4", "linear", "moe", "packing")
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("isa", CPU_ISAS[:-1])
 def test_ops(isa):
     in_use = build_info()["cpu"]["isa"]
-    if ISAS.index(isa) >= ISAS.index(in_use):
+    if CPU_ISAS.index(isa) >= CPU_ISAS.index(in_use):
         pytest.skip(f"{in_use} is in use")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
     run = subprocess.run(

@@ -13,12 +13,11 @@ import os
 import sys
 from pathlib import Path
 
-from jax_paged.native.load import build_info
+from jax_paged.native.load import CPU_ISAS, build_info
 
 PARTS = {"ops": 5, "values": 2, "state": 1, "engine": 1, "files": 1}  # with their shares of time
 # XLA compiles these in a third of the time; what is tested is not compiled by XLA.
 QUICK_PROGRAMS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +68,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--what", action="append", choices=PARTS, help="a part, or several; default: all")
     add("--seed", type=int, default=0, help="of the cases (default 0)")
     add("--begin", type=int, default=0, help="number of the first case: goes on with another run")
-    add("--isa", choices=ISAS, help="CPU instructions; default: the best that the machine has")
+    add("--isa", choices=CPU_ISAS, help="CPU instructions; default: the best that the machine has")
     add("--implementation", choices=("native", "reference", "emulated"), default="native",
         help="of the ops; 'emulated': CUDA kernels on the CPU, in a checkout")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the counts there")
