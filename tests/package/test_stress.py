@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tiers import first_of
 
+from jax_paged.native.load import CPU_ISAS
 from jax_paged.testing.stress import engine, ops
-from jax_paged.testing.stress.__main__ import ISAS, main
+from jax_paged.testing.stress.__main__ import main
 from jax_paged.testing.stress.report import Report, Stop
 
 
@@ -94,7 +95,7 @@ def test_a_failure_is_told_as_its_simplest_case_that_can_be_repeated(monkeypatch
 
 def test_the_instruction_sets_have_the_names_that_the_module_knows():
     sources = Path(__file__).parents[2].glob("ffi/cpu/attention/inst/*.cc")
-    assert {source.stem for source in sources} == {*ISAS}
+    assert {source.stem for source in sources} == {*CPU_ISAS}
 
 
 def test_the_instruction_set_can_be_chosen():
