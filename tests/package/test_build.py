@@ -36,7 +36,6 @@ from jax_paged import (
     write_kv,
 )
 from jax_paged.native import load
-from jax_paged.native.load import CPU_ISAS
 
 ROOT = Path(__file__).parents[2]
 WITH_EXAMPLES = [
@@ -92,16 +91,16 @@ def test_build_info_tells_what_runs():
     on_cuda = {*ON_CUDA, *load.CUDA_ONLY} if info["cuda"]["status"] == "ok" else set()
     assert info["targets"] == sorted(on_cpu | on_cuda)
     assert info["cpu"]["status"] == "ok"
-    assert info["cpu"]["isa"] in CPU_ISAS
+    assert info["cpu"]["isa"] in load.CPU_ISAS
     assert info["cpu"]["ffi_api"] <= info["ffi_api"]
     assert set(info["cpu"]["targets"]) == on_cpu
     assert set(info["cuda"].get("targets", on_cuda)) == on_cuda
 
 
-@pytest.mark.parametrize("isa", CPU_ISAS)
+@pytest.mark.parametrize("isa", load.CPU_ISAS)
 def test_the_instruction_set_can_be_forced_down(isa):
     show = "import jax_paged; print(jax_paged.build_info()['cpu']['isa'])"
-    if CPU_ISAS.index(isa) > CPU_ISAS.index(run_python(show, JAX_PAGED_CPU_ISA="")):
+    if load.CPU_ISAS.index(isa) > load.CPU_ISAS.index(run_python(show, JAX_PAGED_CPU_ISA="")):
         pytest.skip(f"this machine or build has no {isa}")
     assert run_python(show, JAX_PAGED_CPU_ISA=isa) == isa
 
