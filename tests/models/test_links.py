@@ -384,8 +384,14 @@ def test_a_process_that_is_gone_ends_the_others(pair, left, capsys):
     first, other = processes(pair)
     other._is_over.set()  # as if it were dead: nothing comes any more
     other._links[0].close()
+    said = []
+
+    def is_told():  # the other one may have said that process 0 is gone, and before this one
+        said.append(capsys.readouterr().err)
+        return "process 1 is gone: its connection is closed" in "".join(said)
+
+    wait_for(is_told)
     wait_for(lambda: EXIT_LOST in left)
-    assert "process 1 is gone: its connection is closed" in capsys.readouterr().err
     first._is_over.set()
 
 
