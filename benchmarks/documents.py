@@ -27,6 +27,7 @@ TITLES = {
     "model": "Whole models, 512 tokens of context",
     "serving": "Serving, SmolLM2-135M",
     "cascade": "Decode of rows that begin alike",
+    "sampling": "Choosing tokens, `RowSamplers`",
     "merge": "merge_attention_states",
     "qkv_write": "qkv_norm_rope_write",
     "projections": "Projections and experts",

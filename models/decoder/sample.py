@@ -2,20 +2,19 @@
 """Choosing the next token: greedy, or drawn after temperature, min-p, top-k and top-p."""
 
 import dataclasses
-import functools
-import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jax_paged.checks import expect
 
-_BLOCK = 128  # columns of `first_largest`
+from .likeliest import first_largest, keep_top_k, keep_top_p, largest_in_order
+
+_TINY = float(np.finfo(np.float32).tiny)  # the least divisor: a subnormal one counts as 0
 
 
 @jax.tree_util.register_dataclass
@@ -25,12 +24,12 @@ class Sampler:
 
     key: jax.Array  # typed PRNG key, a scalar
     temperature: Any  # f32[], > 0 (unused when greedy)
+    top_k: Any  # i32[], 0 = all
     top_p: Any  # f32[], in (0, 1]
     min_p: Any  # f32[], in [0, 1]
     greedy: bool = dataclasses.field(metadata={"static": True})
-    top_k: int | None = dataclasses.field(metadata={"static": True})
+    limited: bool = dataclasses.field(metadata={"static": True})  # whether top_k cuts anything off
     nucleus: bool = dataclasses.field(metadata={"static": True})  # whether top_p cuts anything off
-    floored: bool = dataclasses.field(metadata={"static": True})  # whether min_p does
 
     @staticmethod
     def create(
@@ -69,14 +68,13 @@ class Sampler:
         greedy = temperature == 0
         return Sampler(
             key=jax.random.key(np.uint32(seed)),
-            # Not below the smallest normal number: a subnormal divisor counts as 0.
-            temperature=np.float32(max(temperature, float(jnp.finfo(jnp.float32).tiny))),
+            temperature=np.float32(max(temperature, _TINY)),
+            top_k=np.int32(min(top_k or 0, 2**31 - 1)),
             top_p=np.float32(1.0 if top_p is None else top_p),
             min_p=np.float32(min_p or 0),
             greedy=greedy,
-            top_k=None if greedy else top_k,
+            limited=not greedy and top_k is not None,
             nucleus=not greedy and top_p is not None and top_p < 1,
-            floored=not greedy and bool(min_p),
         )
 
     @jax.named_scope("sample")
@@ -93,37 +91,18 @@ class Sampler:
         """
         if self.greedy:
             return first_largest(logits)
-        candidates, ids = self.candidates(logits)
         keys = jax.vmap(lambda row, position: _fold(self.key, row, position))(rows, positions)
-        choice = jax.vmap(jax.random.categorical)(keys, candidates).astype(jnp.int32)
-        if ids is None:
-            return choice
-        return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
+        return draw(keys, self.cut(logits))
 
-    def candidates(
-        self, logits: Float[Array, "rows vocab_size"]
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The scaled logits that are left to draw from, −inf where cut off, and whose they are.
-
-        Returns:
-          (f32[rows, n], i32[rows, n] token ids). The ids are None for all tokens in order: without
-          top_k and top_p the vocabulary is not sorted.
-        """
-        logits = logits.astype(jnp.float32)
-        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.temperature
-        if self.floored:
-            logits = jnp.where(logits < jnp.log(self.min_p), -jnp.inf, logits)
-        if self.top_k is None and not self.nucleus:
-            return logits, None
-        count = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
-        logits, ids = jax.lax.top_k(logits, count)  # descending, lower id first among equals
+    def cut(self, logits: Float[Array, "rows vocab_size"]) -> Float[Array, "rows vocab_size"]:
+        """The logits to draw from, f32, scaled: the largest is 0, and −inf is cut off."""
+        logits = _scaled(logits, self.temperature, self.min_p)
+        rows = logits.shape[:1]
+        if self.limited:
+            logits = keep_top_k(logits, jnp.broadcast_to(self.top_k, rows))
         if self.nucleus:
-            weights = jax.nn.softmax(logits, axis=-1)
-            before = jnp.cumsum(weights, axis=-1, dtype=jnp.float32) - weights
-            # The first stays whatever rounding does to a tiny top_p.
-            first = jnp.arange(count, dtype=jnp.int32)[None, :] == 0
-            logits = jnp.where((before < self.top_p) | first, logits, -jnp.inf)
-        return logits, ids
+            logits = keep_top_p(logits, jnp.broadcast_to(self.top_p, rows))
+        return logits
 
 
 @jax.tree_util.register_dataclass
@@ -131,8 +110,8 @@ class Sampler:
 class RowSamplers:
     """A `Sampler` per row, in one program: each row draws what its own sampler draws for it.
 
-    Leaves may be numpy arrays. Sorting is skipped while no row asks for top_k or top_p, and drawing
-    while all rows are greedy.
+    Leaves may be numpy arrays. Each cut is skipped while no row asks for it, and drawing while all
+    rows are greedy.
     """
 
     seed: Any  # u32[rows]
@@ -168,12 +147,14 @@ class RowSamplers:
 
         The noise is the same for all. Where fewer tokens are left to draw from, some come again.
         """
-        likeliest = in_order(first_largest, logits, count)
+        likeliest = largest_in_order(logits, count)
         greedy = jnp.asarray(self.temperature)[:, None] <= 0
-        drawn = jax.lax.cond(
-            jnp.all(greedy), lambda *_: likeliest, functools.partial(self._draw, count=count),
-            logits.astype(jnp.float32), positions,
-        )  # fmt: skip
+
+        def draw_all(logits, positions):
+            noisy = with_noise(self.keys(positions), self._cut(logits))
+            return largest_in_order(noisy, count)
+
+        drawn = jax.lax.cond(jnp.all(greedy), lambda *_: likeliest, draw_all, logits, positions)
         return jnp.where(greedy, likeliest, drawn)
 
     def keys(self, positions: Int[Array, "rows"]) -> jax.Array:
@@ -188,79 +169,48 @@ class RowSamplers:
         """What each row draws from, f32: all on the first of the largest where it is greedy."""
         size = logits.shape[-1]
         chosen = jax.nn.one_hot(first_largest(logits), size, dtype=jnp.float32)
-        logits = self._scaled(logits.astype(jnp.float32))
-
-        def cut_off(logits):
-            kept, ids = self._kept(logits)
-            rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-            return jnp.full_like(logits, -jnp.inf).at[rows, ids].set(kept)
-
-        cut = self._is_cut()
-        left = jax.lax.cond(jnp.any(cut), cut_off, lambda logits: logits, logits)
-        left = jnp.where(cut[:, None], left, logits)
         greedy = jnp.asarray(self.temperature)[:, None] <= 0
-        return jnp.where(greedy, chosen, jax.nn.softmax(left, axis=-1))
+        left = jax.nn.softmax(self._cut(logits), axis=-1)
+        return jnp.where(greedy, chosen, left)
 
-    def _scaled(self, logits: jax.Array) -> jax.Array:
-        tiny = jnp.finfo(jnp.float32).tiny
-        logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-        logits = logits / jnp.maximum(self.temperature, tiny)[:, None]
-        return jnp.where(logits < jnp.log(self.min_p)[:, None], -jnp.inf, logits)
-
-    def _is_cut(self) -> jax.Array:
-        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
-
-    def _draw(self, logits: jax.Array, positions: jax.Array, count: int) -> jax.Array:
-        logits, keys, cut = self._scaled(logits), self.keys(positions), self._is_cut()
-        draw = functools.partial(jax.vmap(jax.random.categorical), keys)
-        free = in_order(draw, logits, count)
-
-        def draw_cut(logits):
-            logits, ids = self._kept(logits)
-            # The noise of a candidate depends on its place in the order, not on how many there are.
-            drawn = jnp.take_along_axis(ids, in_order(draw, logits, count), axis=-1)
-            return jnp.where(cut[:, None], drawn, free)
-
-        return jax.lax.cond(jnp.any(cut), draw_cut, lambda _: free, logits)
-
-    def _kept(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Scaled logits in descending order, −inf where cut off, and their tokens."""
-        size = logits.shape[-1]
-        logits, ids = jax.lax.top_k(logits, size)
-        order = jnp.arange(size, dtype=jnp.int32)[None, :]
-        top_k = jnp.where(self.top_k > 0, self.top_k, size)
-        logits = jnp.where(order < top_k[:, None], logits, -jnp.inf)
-        weights = jax.nn.softmax(logits, axis=-1)
-        before = jnp.cumsum(weights, axis=-1, dtype=jnp.float32) - weights
-        nucleus = (before < self.top_p[:, None]) | (order == 0) | (self.top_p >= 1)[:, None]
-        return jnp.where(nucleus, logits, -jnp.inf), ids
+    def _cut(self, logits: jax.Array) -> jax.Array:
+        """As `Sampler.cut`, by rows; any for those that are greedy."""
+        draws = jnp.asarray(self.temperature) > 0
+        temperature = jnp.maximum(self.temperature, _TINY)
+        logits = _scaled(logits, temperature[:, None], jnp.asarray(self.min_p)[:, None])
+        for keep, most, asked in (
+            (keep_top_k, jnp.where(draws, self.top_k, 0), self.top_k > 0),
+            (keep_top_p, jnp.where(draws, self.top_p, 1), self.top_p < 1),
+        ):
+            wanted = jnp.any(draws & asked)
+            logits = jax.lax.cond(wanted, keep, lambda logits, _: logits, logits, most)
+        return logits
 
 
-def first_largest(x: Float[Array, "rows n"]) -> Int[Array, "rows"]:
-    """argmax along rows, as i32: the first of the largest. In a row with NaN it is any column.
+def draw(
+    keys: Shaped[Array, "rows"], logits: Float[Array, "rows vocab_size"]
+) -> Int[Array, "rows"]:
+    """A token per row, as likely as softmax(logits) has it: the largest with noise (Gumbel-max).
 
-    Of blocks of columns the one with the largest, then the largest in it. XLA does not vectorize an
-    argmax on a CPU, but a maximum: of [64, 49152] f32, 0.6 ms in place of 14 (Zen 4, 2 threads).
+    The noise of a token depends on its id alone. So a cut changes the draws of what it cuts off,
+    and no others.
     """
-    rows, columns = x.shape
-    width = math.gcd(columns, _BLOCK)
-    if width < 8:
-        return jnp.argmax(x, axis=-1).astype(jnp.int32)
-    blocks = x.reshape(rows, columns // width, width)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * jnp.int32(width) + jnp.argmax(inside, axis=-1).astype(jnp.int32)
+    return first_largest(with_noise(keys, logits))
 
 
-def in_order(
-    choose: Callable[[jax.Array], jax.Array], logits: Float[Array, "rows n"], count: int
-) -> Int[Array, "rows count"]:
-    """What `choose` takes of each row, then what it takes when that is at −inf, and so on."""
-    rows, chosen = jnp.arange(logits.shape[0], dtype=jnp.int32), []
-    for _ in range(count):
-        chosen.append(choose(logits).astype(jnp.int32))
-        logits = logits.at[rows, chosen[-1]].set(-jnp.inf)
-    return jnp.stack(chosen, axis=1)
+def with_noise(
+    keys: Shaped[Array, "rows"], logits: Float[Array, "rows vocab_size"]
+) -> Float[Array, "rows vocab_size"]:
+    """The logits and standard Gumbel noise of each row's key: their largest is a draw."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
+    return logits + noise
+
+
+def _scaled(logits: jax.Array, temperature: Any, min_p: Any) -> jax.Array:
+    """f32, the largest 0, −inf for what is less than min_p times as likely."""
+    logits = logits.astype(jnp.float32)
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    return jnp.where(logits < jnp.log(min_p), -jnp.inf, logits)
 
 
 def _fold(key: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:

@@ -22,7 +22,6 @@ Two rules leave the distribution of the tokens as it is:
   begin.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,8 +33,9 @@ from jaxtyping import Array, Float, Int
 from jax_paged.cache.state import KVState
 from jax_paged.cache.trees import NO_TREE
 
+from ..decoder.likeliest import largest_in_order
 from ..decoder.protocol import Graph, merge_model, run_model
-from ..decoder.sample import RowSamplers, first_largest, in_order
+from ..decoder.sample import RowSamplers, draw, with_noise
 
 RULES = ("same_noise", "rejection")
 LONGEST, SHORTEST = 3, 1  # n-grams that are looked up
@@ -209,7 +209,7 @@ def propose(
         positions, given = jnp.repeat(made + depth, branches), None
         if rejects:
             given = spread.probabilities(logits)
-            tokens = _draw(_keys(spread, positions, _DRAFT), given)
+            tokens = draw(_keys(spread, positions, _DRAFT), jnp.log(given))
             given = given.reshape(rows, branches, vocab_size)
         else:
             tokens = spread(logits, positions)
@@ -237,10 +237,10 @@ def propose(
 def _draw_first(keys: jax.Array, logits: jax.Array, samplers: RowSamplers, branches: int) -> Drafts:
     """First tokens, one after the other without those before; the likeliest where it is greedy."""
     q, chosen = samplers.probabilities(logits), []
-    likeliest = in_order(first_largest, logits, branches)
-    draw = functools.partial(jax.vmap(jax.random.categorical), keys)
+    likeliest = largest_in_order(logits, branches)
+    drawn = largest_in_order(with_noise(keys, jnp.log(q)), branches)
     greedy = jnp.asarray(samplers.temperature)[:, None] <= 0
-    tokens = jnp.where(greedy, likeliest, in_order(draw, jnp.log(q), branches))
+    tokens = jnp.where(greedy, likeliest, drawn)
     for rank in range(branches):
         certain = jax.nn.one_hot(tokens[:, rank], q.shape[-1], dtype=jnp.float32)
         total = jnp.sum(q, axis=-1, keepdims=True)
@@ -308,7 +308,7 @@ def reject(
             new = new.at[:, depth].set(jnp.where(take, token, new[:, depth]))
         goes_on = found
         kept += found.astype(jnp.int32)
-    instead = _draw(_keys(samplers, made + kept, _REPLACE), left)
+    instead = draw(_keys(samplers, made + kept, _REPLACE), jnp.log(left))
     behind = jnp.where(is_rest, instead, drawn[row, leaf])
     return leaf, new.at[row, kept].set(behind), kept
 
@@ -350,8 +350,3 @@ def walk_tree(
 
 def _keys(samplers: RowSamplers, positions: jax.Array, use: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.fold_in(key, use))(samplers.keys(positions))
-
-
-def _draw(keys: jax.Array, weights: jax.Array) -> jax.Array:
-    """A token per row, as likely as its weight."""
-    return jax.vmap(jax.random.categorical)(keys, jnp.log(weights)).astype(jnp.int32)

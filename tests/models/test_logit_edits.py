@@ -225,14 +225,12 @@ def test_wrong_options_are_named(model, options, message):
 def test_min_p_drops_what_is_less_likely():
     logits = np.log(np.array([[0.05, 0.4, 0.1, 0.25, 0.2]], "f4"))
     for min_p, kept in ((0.2, [1, 2, 3, 4]), (0.3, [1, 3, 4]), (0.55, [1, 3]), (1.0, [1])):
-        left, ids = Sampler.create(temperature=1.0, min_p=min_p).candidates(logits)
-        assert ids is None, "nothing is sorted"
+        left = Sampler.create(temperature=1.0, min_p=min_p).cut(logits)
         assert np.flatnonzero(np.isfinite(left[0])).tolist() == kept
     # Of what is left, top_p keeps 0.4 / 0.65 = 0.62 and more.
-    left, ids = Sampler.create(temperature=1.0, min_p=0.55, top_p=0.61).candidates(logits)
-    assert np.asarray(ids)[0][np.isfinite(left[0])].tolist() == [1]
-    left, ids = Sampler.create(temperature=1.0, min_p=0.55, top_p=0.62).candidates(logits)
-    assert np.asarray(ids)[0][np.isfinite(left[0])].tolist() == [1, 3]
+    for top_p, kept in ((0.61, [1]), (0.62, [1, 3])):
+        left = Sampler.create(temperature=1.0, min_p=0.55, top_p=top_p).cut(logits)
+        assert np.flatnonzero(np.isfinite(left[0])).tolist() == kept
 
 
 def test_the_engine_draws_with_min_p_as_generate_does(model):
