@@ -3,11 +3,11 @@
 
     python benchmarks/bench_sampling.py [--quick] [--save FILE]
 
-The contenders take turns (harness.paired). A call goes through some batches one after another, as
-the steps of a program do, and ms is of one. Ours is what the engine calls, `RowSamplers`. The
-logits fall with the logarithm of a token's rank: "top_p" keeps some ten tokens of each row, and
-"top_p, flat" some thousands. transformers (where installed) is its logits processors and
-torch.multinomial. The reference draws by jax.random.categorical, after a sort where it cuts.
+The contenders take turns (harness.paired). A call draws some times in a row, as the steps of a
+program do, and ms is of one. Ours is what the engine calls, `RowSamplers`. The logits fall with the
+logarithm of a token's rank: "top_p" keeps some ten tokens of each row, and "top_p, flat" some
+thousands. transformers (where installed) is its logits processors and torch.multinomial. The
+reference draws by jax.random.categorical, after a sort where it cuts.
 """
 
 import jax
@@ -26,28 +26,29 @@ CASES = {
     "top_k, top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
     "top_p, flat": {"temperature": 0.8, "top_p": 0.9},
 }
-BATCHES = 8  # of a call
+DRAWS = 8  # of a call
 SIZES = [(1, 49152), (8, 49152), (32, 49152), (1, 151936), (8, 151936)]
 
 
 def some_logits(rows: int, vocab_size: int, steepness: float) -> np.ndarray:
     rng = np.random.default_rng(0)
-    ranks = rng.permuted(np.tile(np.arange(vocab_size) + 1, (BATCHES * rows, 1)), axis=1)
+    ranks = rng.permuted(np.tile(np.arange(vocab_size) + 1, (rows, 1)), axis=1)
     logits = 0.3 * rng.standard_normal(ranks.shape) - steepness * np.log(ranks)
-    return logits.astype(np.float32).reshape(BATCHES, rows, vocab_size)
+    return logits.astype(np.float32)
 
 
-def own_draws(samplers: RowSamplers, logits: jax.Array, positions: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda batch: samplers(*batch), (logits, positions))
+def draws(samplers: RowSamplers, logits: jax.Array, positions: jax.Array, own: bool, **options):
+    """DRAWS in a row. What is drawn changes a logit, so that no draw is that of before."""
 
+    def one(i, carry):
+        logits, total = carry
+        if own:
+            drawn = samplers(logits, positions + i)
+        else:
+            drawn = sorted_draw(logits, samplers.keys(positions + i), options)
+        return logits.at[0, drawn[0]].add(-1e-3), total + drawn
 
-def sorted_draws(
-    samplers: RowSamplers, logits: jax.Array, positions: jax.Array, options: dict[str, float]
-) -> jax.Array:
-    def one(batch):
-        return sorted_draw(batch[0], samplers.keys(batch[1]), options)
-
-    return jax.lax.map(one, (logits, positions))
+    return jax.lax.fori_loop(0, DRAWS, one, (logits, positions))[1]
 
 
 def sorted_draw(logits: jax.Array, keys: jax.Array, options: dict[str, float]) -> jax.Array:
@@ -79,16 +80,17 @@ def transformers_draws(logits: np.ndarray, options: dict[str, float]):
     }  # fmt: skip
     steps = [made[name](value) for name, value in options.items()]
     scores = as_tensor(logits)
-    ids = torch.zeros((scores.shape[1], 1), dtype=torch.long)
+    ids = torch.zeros((len(scores), 1), dtype=torch.long)
 
-    def draw(left):
+    def draw():
         if not steps:
-            return left.argmax(dim=-1)
+            return scores.argmax(dim=-1)
+        left = scores
         for step in steps:
             left = step(ids, left)
         return torch.multinomial(left.softmax(dim=-1), num_samples=1)
 
-    return lambda: [draw(batch) for batch in scores]
+    return lambda: [draw() for _ in range(DRAWS)]
 
 
 def main() -> None:
@@ -101,16 +103,16 @@ def main() -> None:
             samplers.seed[:] = np.arange(rows)
             for name, value in options.items():
                 getattr(samplers, name)[:] = value
-            positions = np.arange(BATCHES * rows, dtype=np.int32).reshape(BATCHES, rows)
+            positions = np.arange(rows, dtype=np.int32)
             given = jax.device_put((samplers, logits, positions))
             contenders = {
-                "native": blocking(own_draws, *given),
-                "reference": blocking(sorted_draws, *given, options=options),
+                "native": blocking(draws, *given, own=True),
+                "reference": blocking(draws, *given, own=False, **options),
             }
             if has_transformers:
                 contenders["transformers"] = transformers_draws(logits, options)
             times = bench.paired(contenders, budget_s=1.0)
-            times = {name: time.over(BATCHES) for name, time in times.items()}
+            times = {name: time.over(DRAWS) for name, time in times.items()}
             bench.add("sampling", case, f"{rows} × {vocab_size}", "float32", times)
     bench.finish()
 
