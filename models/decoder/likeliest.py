@@ -2,9 +2,10 @@
 """The likeliest tokens of rows of logits: the first, the first k, those that reach a probability.
 
 Nothing sorts the vocabulary. A cut needs the last token that stays, no more: whoever is likelier
-stays, and of equal logits the lower ids. That token is looked for among the `_FEW` likeliest, and
-where a row needs more of them by a binary search over the bits of logits. For 32 rows of 49,152
-logits a sort takes 350 ms, the look 6 and the search 10 to 20 (Zen 4, 2 threads).
+stays, and of equal logits the lower ids. A CPU looks for that token among the `_FEW` likeliest, and
+where a row needs more of them by a binary search over the bits of logits, as other devices always
+do. For 32 rows of 49,152 logits a sort takes 350 ms, the look 6 and the search 10 to 20 (Zen 4, 2
+threads).
 
 Probabilities are counted in 2⁻³⁰ as integers, so both ways and all batches give the same tokens.
 """
@@ -96,7 +97,12 @@ def _keep(logits: jax.Array, weights: jax.Array, target: jax.Array, asked: jax.A
 def _last_kept(
     logits: jax.Array, weights: jax.Array, target: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Its logit and its id, [rows, 1] each."""
+    """Its logit and its id, [rows, 1] each. A GPU searches at once: XLA sorts for a top_k there."""
+    return jax.lax.platform_dependent(logits, weights, target, cpu=_look, default=_search)
+
+
+def _look(logits: jax.Array, weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_last_kept` among the likeliest few, or by the search if a row needs more."""
     size = logits.shape[-1]
     likeliest, ids = jax.lax.top_k(logits, min(_FEW, size))
     sums = jnp.cumsum(jnp.take_along_axis(weights, ids, axis=-1), axis=-1, dtype=jnp.int32)

@@ -173,6 +173,17 @@ class RowSamplers:
         left = jax.nn.softmax(self._cut(logits), axis=-1)
         return jnp.where(greedy, chosen, left)
 
+    def log_probability(
+        self, logits: Float[Array, "rows vocab_size"], tokens: Int[Array, "rows"]
+    ) -> Float[Array, "rows"]:
+        """log `probabilities` of a token of each row, f32."""
+        certain = jnp.where(first_largest(logits) == tokens, 0, -jnp.inf)
+        greedy = jnp.asarray(self.temperature) <= 0
+        left = jax.lax.cond(
+            jnp.all(greedy), lambda logits: logits.astype(jnp.float32), self._cut, logits
+        )
+        return jnp.where(greedy, certain, log_softmax_at(left, tokens[:, None])[:, 0])
+
     def _cut(self, logits: jax.Array) -> jax.Array:
         """As `Sampler.cut`, by rows; any for those that are greedy."""
         draws = jnp.asarray(self.temperature) > 0
@@ -204,6 +215,15 @@ def with_noise(
     """The logits and standard Gumbel noise of each row's key: their largest is a draw."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
     return logits + noise
+
+
+def log_softmax_at(
+    logits: Float[Array, "rows vocab_size"], tokens: Int[Array, "rows count"]
+) -> Float[Array, "rows count"]:
+    """log softmax(logits) of some tokens of each row, f32."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens, axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _scaled(logits: jax.Array, temperature: Any, min_p: Any) -> jax.Array:

@@ -23,7 +23,7 @@ from jax_paged.cache.trees import NO_TREE
 
 from ..decoder.partition import DP
 from ..decoder.protocol import Graph, run_model
-from ..decoder.sample import RowSamplers
+from ..decoder.sample import RowSamplers, log_softmax_at
 from .groups import counted, truncate
 from .logit_edits import LogitEdits, TokenMemory, ways
 from .speculate import propose, reject, walk_tree
@@ -395,18 +395,19 @@ def _log_probabilities(
       own_logits, logits: of the model, and as the requests have edited them.
     """
     rows, columns = new.shape
-    own = (jnp.arange(rows, dtype=jnp.int32)[:, None] * columns + places).ravel()
-    of_rows = jax.tree.map(lambda x: jnp.asarray(x)[own], samplers)
+    if columns > 1:
+        own = (jnp.arange(rows, dtype=jnp.int32)[:, None] * columns + places).ravel()
+        samplers = jax.tree.map(lambda x: jnp.asarray(x)[own], samplers)
+        own_logits, logits = own_logits[own], logits[own]
     tokens = jnp.maximum(new.ravel(), 0)
-    drawn = of_rows.probabilities(logits[own])
-    drawn = jnp.log(jnp.take_along_axis(drawn, tokens[:, None], axis=-1)[:, 0])
-    scores = _scores(own_logits[own], tokens, count)._replace(drawn=drawn)
+    drawn = samplers.log_probability(logits, tokens)
+    scores = _scores(own_logits, tokens, count)._replace(drawn=drawn)
     return LogProbabilities(*(x.reshape(*new.shape, *x.shape[1:]) for x in scores))
 
 
 def _scores(logits: jax.Array, tokens: jax.Array, count: int) -> LogProbabilities:
     """Of tokens[i] under logits[i], and of the likeliest in its place."""
-    every = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    model = jnp.take_along_axis(every, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
-    top, top_tokens = jax.lax.top_k(every, count)
-    return LogProbabilities(model, model, top_tokens.astype(jnp.int32), top)
+    model = log_softmax_at(logits, jnp.maximum(tokens, 0)[:, None])[:, 0]
+    _, likeliest = jax.lax.top_k(logits, count)
+    top = log_softmax_at(logits, likeliest)
+    return LogProbabilities(model, model, likeliest.astype(jnp.int32), top)

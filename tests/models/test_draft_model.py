@@ -70,12 +70,20 @@ def test_probabilities_are_what_a_sampler_draws_from(options):
     rows = {name: np.full(5, value, dtypes[name]) for name, value in options.items()}
     mine = samplers(5, **rows).probabilities(jnp.asarray(logits))
     np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-7)
+    token = expected.argmin(axis=1).astype(np.int32)  # one that is cut off, where any is
+    with np.errstate(divide="ignore"):
+        wanted = np.log(np.take_along_axis(expected, token[:, None], axis=1)[:, 0])
+    told = samplers(5, **rows).log_probability(jnp.asarray(logits), jnp.asarray(token))
+    np.testing.assert_allclose(told, wanted, rtol=1e-5)
 
 
 def test_greedy_probabilities_are_all_on_the_first_of_the_largest():
     logits = jnp.asarray([[0.0, 2.0, 2.0], [3.0, 1.0, 2.0]])
     mine = samplers(2, temperature=np.float32([0, 0])).probabilities(logits)
     assert mine.tolist() == [[0, 1, 0], [1, 0, 0]]
+    greedy = samplers(2, temperature=np.float32([0, 0]))
+    told = greedy.log_probability(logits, jnp.asarray([1, 2], jnp.int32))
+    assert told.tolist() == [0, -np.inf]
 
 
 def test_rejection_gives_the_models_distribution_whatever_the_drafts_are_from():
