@@ -110,7 +110,8 @@ def _look(logits: jax.Array, weights: jax.Array, target: jax.Array) -> tuple[jax
 
     def of_few(*_):
         place = jnp.argmax(reaches, axis=-1, keepdims=True)
-        return tuple(jnp.take_along_axis(x, place, axis=-1) for x in (likeliest, ids))
+        last = jnp.take_along_axis(likeliest, place, axis=-1)
+        return last, jnp.take_along_axis(ids, place, axis=-1)
 
     if size <= _FEW:
         return of_few()
