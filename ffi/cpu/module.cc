@@ -86,8 +86,8 @@ nb::dict Registrations() {
   handlers["jax_paged.copy_rows.v1"] = nb::capsule(reinterpret_cast<void*>(CopyRowsHandler));
   handlers["jax_paged.scatter_rows.v1"] = nb::capsule(reinterpret_cast<void*>(ScatterRowsHandler));
   handlers["jax_paged.zero_pool.v1"] = nb::capsule(reinterpret_cast<void*>(ZeroPoolHandler));
-  handlers["jax_paged.linear.v1"] = nb::capsule(reinterpret_cast<void*>(LinearHandler));
-  handlers["jax_paged.linear_int4.v1"] = nb::capsule(reinterpret_cast<void*>(LinearInt4Handler));
+  handlers["jax_paged.linear.v2"] = nb::capsule(reinterpret_cast<void*>(LinearHandler));
+  handlers["jax_paged.linear_int4.v2"] = nb::capsule(reinterpret_cast<void*>(LinearInt4Handler));
   handlers["jax_paged.lora.v1"] = nb::capsule(reinterpret_cast<void*>(LoraHandler));
   handlers["jax_paged.moe_experts.v1"] = nb::capsule(reinterpret_cast<void*>(MoeExpertsHandler));
   handlers["jax_paged.moe_experts_int4.v1"] =

@@ -24,8 +24,8 @@ _PLATFORMS = {"_cpu": "cpu", "_cuda": "CUDA"}
 CPU_ONLY = frozenset(
     {
         "jax_paged.copy_rows.v1",
-        "jax_paged.linear.v1",
-        "jax_paged.linear_int4.v1",
+        "jax_paged.linear.v2",
+        "jax_paged.linear_int4.v2",
         "jax_paged.lora.v1",
         "jax_paged.moe_experts_int4.v1",
         "jax_paged.scatter_rows.v1",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Bool, Float, Int8
 
 from jax_paged.checks import (
     SCALE_BLOCK,
@@ -31,8 +31,8 @@ from jax_paged.ops.int4 import Int4Weight, check_int4, dequantize
 from jax_paged.ops.packing import PackedWeight, panels_of, unpack
 from jax_paged.ops.reference import QMAX, quantize
 
-TARGET = "jax_paged.linear.v1"
-INT4_TARGET = "jax_paged.linear_int4.v1"
+TARGET = "jax_paged.linear.v2"
+INT4_TARGET = "jax_paged.linear_int4.v2"
 
 
 def linear(
@@ -40,6 +40,7 @@ def linear(
     weight: Float[Array, "out in"] | Int8[Array, "out in"] | PackedWeight | Int4Weight,
     *,
     weight_scale: Float[Array, "out"] | Float[Array, "out_blocks in_blocks"] | None = None,
+    live: Bool[Array, "tokens"] | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens out"]:
@@ -54,6 +55,8 @@ def linear(
       weight_scale: f32[out], of such 8-bit weights and of no others. Or one for each block of 128 ×
         128, f32[⌈out / 128⌉, ⌈in / 128⌉], as DeepSeek-V3 and Qwen publish fp8 weights: then
         out[t, n] = Σ_b weight_scale[n // 128, b] · Σ_d x[t, d] · weight[n, d], d in block b.
+      live: tokens that count; the others get 0. On a CPU those behind the last one cost nothing, so
+        a step of few tokens may have the shape of a large one. None = all.
       out_dtype: bf16, f16 or f32; None = that of x. The sum is rounded once.
       implementation: None = native on CPU, XLA's product elsewhere; "native"; "reference" = XLA's,
         also of how a program over several devices splits it.
@@ -93,14 +96,17 @@ def linear(
         "bfloat16, float16 or float32",
         dtype.name,
     )
+    if live is not None:
+        expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
+        check_shape("live", live, "tokens", (x.shape[0],))
     if isinstance(weight, Int4Weight):
-        return _linear(dtype, implementation, x, weight.codes, weight.scales)
+        return _linear(dtype, implementation, x, weight.codes, weight.scales, live)
     if implementation != "reference" and (x.shape[1] % 8 or not x.shape[1]):
         raise NotImplementedError(
             f"x: expected a positive multiple of 8 columns, got {x.shape[1]}; "
             "implementation='reference' takes any"
         )
-    return _linear(dtype, implementation, x, panels_of(weight), weight_scale)
+    return _linear(dtype, implementation, x, panels_of(weight), weight_scale, live)
 
 
 def quantize_weight(
@@ -209,47 +215,57 @@ def _contract_blocks(x: jax.Array, weight: jax.Array, scale: jax.Array, parts: i
     return jax.lax.map(of_row, x, batch_size=at_once)
 
 
+def _contract_live(
+    out_dtype, x: jax.Array, weight: jax.Array, scale: jax.Array, live: jax.Array
+) -> jax.Array:
+    out = contract(out_dtype, x, weight, scale)
+    return jnp.where(live[:, None], out, 0) if live.size else out
+
+
 def _is_int4(weight: jax.Array) -> bool:
     """Whether a kernel's operand is the words of an `Int4Weight`."""
     return weight.dtype == jnp.uint32
 
 
-def _split(weight: jax.Array, scale: jax.Array) -> Split:
+def _split(weight: jax.Array, scale: jax.Array, live: jax.Array) -> Split:
     more = f" {WHOLE}" * (weight.ndim - 2)  # packed
+    of_live = {"live": "tokens" if live.size else WHOLE}
     if _is_int4(weight):
         axes = {
             "x": f"tokens {WHOLE}", "weight": f"out {WHOLE}{more}",
             "weight_scale": "out" + f" {WHOLE}" * (scale.ndim - 1),
         }  # fmt: skip
-        return Split(axes, results=("tokens out",), fixed=("weight",))
+        return Split(axes | of_live, results=("tokens out",), fixed=("weight",))
     if scale.ndim == 2:
         whole = f"{WHOLE} {WHOLE}"
         axes = {"x": f"tokens {WHOLE}", "weight": whole + more, "weight_scale": whole}
-        return Split(axes, results=(f"tokens {WHOLE}",), fixed=("weight",))
+        return Split(axes | of_live, results=(f"tokens {WHOLE}",), fixed=("weight",))
     of_scale = "out" if scale.size else WHOLE
     axes = {"x": "tokens in", "weight": f"out in{more}", "weight_scale": of_scale}
-    return Split(axes, results=("tokens out",), fixed=("weight",), summed=("in",))
+    return Split(axes | of_live, results=("tokens out",), fixed=("weight",), summed=("in",))
 
 
 @functools.cache
 def _batched(dtype: jnp.dtype, implementation: Implementation):
     @custom_vmap
-    def call(x, weight, scale):
+    def call(x, weight, scale, live):
         (out,) = ffi_call(
             INT4_TARGET if _is_int4(weight) else TARGET,
-            (x, weight, scale),
+            (x, weight, scale, live),
             {},
-            split=_split(weight, scale),
+            split=_split(weight, scale, live),
             implementation=implementation,
-            reference=lambda *operands, out_dtype=dtype: (contract(out_dtype, *operands),),
+            reference=lambda *operands, out_dtype=dtype: (_contract_live(out_dtype, *operands),),
         )
         return out
 
     @call.def_vmap
     def rule(axis_size, in_batched, *operands):
-        if in_batched == [True, False, False]:
-            x, *rest = operands
-            out = call(x.reshape(-1, x.shape[-1]), *rest)
+        if in_batched[:3] == [True, False, False]:
+            x, weight, scale, live = operands
+            if live.size and not in_batched[3]:
+                live = jnp.broadcast_to(live, (axis_size, *live.shape))
+            out = call(x.reshape(-1, x.shape[-1]), weight, scale, live.ravel())
             return out.reshape(axis_size, -1, out.shape[-1]), True
         # Those that all calls share are not operands of the loop.
         own = [x for x, is_own in zip(operands, in_batched, strict=True) if is_own]
@@ -265,8 +281,8 @@ def _batched(dtype: jnp.dtype, implementation: Implementation):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(dtype, implementation, x, weight, scale):
-    return _batched(dtype, implementation)(x, weight, scale)
+def _differentiable(dtype, implementation, *operands):
+    return _batched(dtype, implementation)(*operands)
 
 
 def _forward(dtype, implementation, *operands):
@@ -274,7 +290,7 @@ def _forward(dtype, implementation, *operands):
 
 
 def _backward(dtype, implementation, operands, cotangent):
-    _, pullback = jax.vjp(functools.partial(contract, dtype), *operands)
+    _, pullback = jax.vjp(functools.partial(_contract_live, dtype), *operands)
     return pullback(cotangent)
 
 
@@ -282,6 +298,7 @@ _differentiable.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _linear(dtype, implementation, x, weight, scale):
+def _linear(dtype, implementation, x, weight, scale, live):
     scale = jnp.zeros(0, jnp.float32) if scale is None else scale
-    return _differentiable(dtype, implementation, x, weight, scale)
+    live = jnp.zeros(0, jnp.bool_) if live is None else live
+    return _differentiable(dtype, implementation, x, weight, scale, live)

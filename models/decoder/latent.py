@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged import (
     AttentionPlan,
@@ -147,6 +147,7 @@ class LatentAttention(Projections):
         positions: Int[Array, "tokens"] | None = None,
         pinned: PinnedTokens | None = None,
         plan: AttentionPlan | None = None,
+        live: Bool[Array, "tokens"] | None = None,
         adapters: LayerAdapters | None = None,
         implementation: Implementation = None,
         **options: Any,
@@ -154,7 +155,7 @@ class LatentAttention(Projections):
         """Adds the tokens' rows to the pages of an "mla" layer, and attends.
 
         Args:
-          x, state, batch, layer, positions, pinned: as for `Attention`.
+          x, state, batch, layer, positions, pinned, live: as for `Attention`.
           cos, sin: of rope_dim dimensions, a row per position.
           plan, adapters: None. There are none for such layers.
           implementation, options: as for `attend`.
@@ -169,7 +170,9 @@ class LatentAttention(Projections):
             expect(given is None, name, "None for latent attention", kind_text(given))
         positions = batch.positions if positions is None else positions
         turns: Any = {"cos": cos[positions], "sin": sin[positions], "style": self.sizes.style}
-        q_nope, q_rope, latent, rotated = self._project_parts(x, implementation)
+        q_nope, q_rope, latent, rotated = self._project_parts(
+            x, live=live, implementation=implementation
+        )
         turned = apply_rope(q_rope, **turns)
         with jax.named_scope("write"):
             rotated = apply_rope(rotated[:, None], **turns)[:, 0]
@@ -191,7 +194,8 @@ class LatentAttention(Projections):
                     values, lse, *others, implementation=implementation
                 )
         flat = values.reshape(x.shape[0], -1)
-        return self._project_all("out", flat, None, implementation=implementation), state
+        out = self._project_all("out", flat, None, live=live, implementation=implementation)
+        return out, state
 
     def _has_prompts(self, num_tokens: int, batch: StepBatch, pages: jax.Array) -> bool:
         """Whether a step is worth it to make K and V of its tokens.
@@ -248,15 +252,15 @@ class LatentAttention(Projections):
 
         return jax.lax.cond(jnp.any(before > 0), with_others, lambda: among)
 
-    def _project_parts(self, x, implementation: Implementation) -> tuple[jax.Array, ...]:
+    def _project_parts(self, x, **options: Any) -> tuple[jax.Array, ...]:
         """(the parts of q [tokens, heads, …] that do not turn and that do, the same of the row)."""
         sizes = self.sizes
         first = "qkv" if sizes.q_rank is None else "qkv_down"
-        qkv = self._project(first, x, implementation=implementation)
+        qkv = self._project(first, x, **options)
         q, row = jnp.split(qkv, [qkv.shape[1] - sizes.row_dim], axis=1)
         if sizes.q_rank is not None:
             q = rms_norm(q, self.q_norm[...], self.eps)
-            q = self._project("q_up", q, implementation=implementation)
+            q = self._project("q_up", q, **options)
         q = q.reshape(x.shape[0], self.num_q_heads, -1)
         latent, rotated = jnp.split(row, [sizes.kv_rank], axis=1)
         latent = rms_norm(latent, self.kv_norm[...], self.eps)

@@ -163,6 +163,7 @@ class Layer(Projections):
                 positions=jnp.arange(x.shape[0], dtype=jnp.int32),
                 pinned=step.pinned,
                 plan=step.plan,
+                live=step.live,
                 adapters=adapters,
                 implementation=step.implementation,
             )
@@ -172,9 +173,9 @@ class Layer(Projections):
         loads = None
         with jax.named_scope("mlp"):
             normed = rms_norm(x, self.mlp_norm[...], self.eps)
-            options: Any = {"implementation": step.implementation}
+            options: Any = {"live": step.live, "implementation": step.implementation}
             if isinstance(self.mlp, ExpertsMLP):
-                out, loads = self.mlp.with_loads(normed, live=step.live, **options)
+                out, loads = self.mlp.with_loads(normed, **options)
             else:
                 out = self.mlp(normed, adapters=adapters, **options)
             if hasattr(self, "post_mlp_norm"):

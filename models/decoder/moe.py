@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged import Int4Weight, PackedWeight, linear
 from jax_paged.checks import Implementation
@@ -27,6 +27,7 @@ def gated_mlp(
     down_scale: jax.Array | None = None,
     activation: Activation = "silu",
     limit: Any = None,
+    live: Bool[Array, "tokens"] | None = None,
     adapters: LayerAdapters | None = None,
     add_up: Callable[[jax.Array], jax.Array] | None = None,
     implementation: Implementation = None,
@@ -34,13 +35,15 @@ def gated_mlp(
     """down · (activation(gate · x) ⊙ up · x), with the biases that are given.
 
     x is [tokens, hidden], gate_up [2 · inner, hidden] with the gate's rows first, down [hidden,
-    inner]; the scales are those of 8-bit weights. activation and limit are those of `moe_experts`.
+    inner]; the scales are those of 8-bit weights. activation and limit are those of `moe_experts`,
+    live is that of `linear`.
     The projections and the gated product are rounded to x's dtype. Where each device has a part of
     the inner width, add_up makes their sum of its own, which it gets in f32.
     """
     limit = check_activation(activation, limit)
+    options: Any = {"live": live, "implementation": implementation}
     with jax.named_scope("gate_up"):
-        hidden = linear(x, gate_up, weight_scale=gate_up_scale, implementation=implementation)
+        hidden = linear(x, gate_up, weight_scale=gate_up_scale, **options)
         if adapters is not None:
             hidden = adapters.add("gate_up", x, hidden, implementation)
         if gate_up_bias is not None:
@@ -49,9 +52,7 @@ def gated_mlp(
     inner = gated_product(gate, up, activation, limit)
     out_dtype = None if add_up is None else jnp.float32
     with jax.named_scope("down"):
-        out = linear(
-            inner, down, weight_scale=down_scale, out_dtype=out_dtype, implementation=implementation
-        )
+        out = linear(inner, down, weight_scale=down_scale, out_dtype=out_dtype, **options)
         if adapters is not None:
             out = adapters.add("down", inner, out, implementation)
         if add_up is not None:

@@ -178,6 +178,7 @@ class Attention(Projections):
         positions: Int[Array, "tokens"] | None = None,
         pinned: PinnedTokens | None = None,
         plan: AttentionPlan | None = None,
+        live: Bool[Array, "tokens"] | None = None,
         adapters: LayerAdapters | None = None,
         implementation: Implementation = None,
         **options,
@@ -190,6 +191,7 @@ class Attention(Projections):
           cos, sin: as for `write_qkv`, a row per position. Where their rotary_dim is below
             head_dim, the other dimensions stay. Frequencies of 0 turn nothing.
           pinned: the queries meet pinned tokens so; `batch` is that of the windows, then.
+          live: as for `linear`: for the tokens of a step `batch.slot_mapping >= 0`. None = all.
           adapters: low-rank adapters of the layer, which a `Decoder` gets; None = none.
           plan, implementation, options: as for `attend`. The layer's own `sm_scale`, `soft_cap` and
             `sinks` come where none are given.
@@ -198,7 +200,8 @@ class Attention(Projections):
           ([tokens, hidden] in x's dtype, the state with K and V).
         """
         tokens, pages = x.shape[0], state.groups[state.find(layer)[0]].k_pages
-        qkv = self._project("qkv", x, adapters, implementation=implementation)
+        given: dict[str, Any] = {"live": live, "implementation": implementation}
+        qkv = self._project("qkv", x, adapters, **given)
         if hasattr(self, "qkv_bias"):
             qkv = qkv + self.qkv_bias[...][None, :]
         if not is_eight_bit(pages):  # bf16 pages under f32 weights: ops take equal dtypes
@@ -233,7 +236,7 @@ class Attention(Projections):
                 others = attend(q, state, pinned.batch, return_lse=True, **same)
                 attended, _ = merge_attention_states(*seen, *others, implementation=implementation)
         attended = cast(jax.Array, attended).reshape(tokens, -1).astype(x.dtype)
-        out = self._project_all("out", attended, adapters, implementation=implementation)
+        out = self._project_all("out", attended, adapters, **given)
         if hasattr(self, "out_bias"):
             out = out + self.out_bias[...][None, :]
         return out, state
@@ -312,15 +315,16 @@ class DenseMLP(_GatedMLP):
         self,
         x: Float[Array, "tokens hidden"],
         *,
+        live: Bool[Array, "tokens"] | None = None,
         adapters: LayerAdapters | None = None,
         implementation: Implementation = None,
     ) -> jax.Array:
-        """[tokens, hidden] of x, [tokens, hidden]; adapters: as for `Attention`."""
+        """[tokens, hidden] of x, [tokens, hidden]; live, adapters: as for `Attention`."""
         options = self._options(implementation)
         if self.partition is not None:
             options["add_up"] = functools.partial(self.partition.add_up, dtype=x.dtype)
         weights = self._weight("gate_up"), self._weight("down")
-        return gated_mlp(x, *weights, adapters=adapters, **options)
+        return gated_mlp(x, *weights, live=live, adapters=adapters, **options)
 
 
 class ExpertsMLP(_GatedMLP):
@@ -435,7 +439,8 @@ class ExpertsMLP(_GatedMLP):
         """(what a call gives, i32[experts], how many of the tokens have chosen each)."""
         with jax.named_scope("router"):
             router = self.router[...]
-            logits = linear(x, router, out_dtype=jnp.float32, implementation=implementation)
+            same: dict[str, Any] = {"live": live, "implementation": implementation}
+            logits = linear(x, router, out_dtype=jnp.float32, **same)
             if hasattr(self, "router_bias"):
                 logits = logits + self.router_bias[...].astype(jnp.float32)[None, :]
             choice_bias = self.choice_bias[...] if hasattr(self, "choice_bias") else None
@@ -453,7 +458,7 @@ class ExpertsMLP(_GatedMLP):
             of_experts = self._weight("gate_up"), self._weight("down")
             if self.partition is None:
                 out = moe_experts(x, *of_experts, experts, weights, live=live, **options)
-                return self._with_shared(out, x, implementation), loads
+                return self._with_shared(out, x, same), loads
 
             def run(x, experts, weights):
                 return moe_experts(
@@ -464,13 +469,13 @@ class ExpertsMLP(_GatedMLP):
                 used = chosen_slots(self.places[...], x, used)
             count = of_experts[1].shape[0]
             out = self.partition.over_experts(run, x, used, weights, count)
-            return self._with_shared(out, x, implementation), loads
+            return self._with_shared(out, x, same), loads
 
-    def _with_shared(self, out, x, implementation: Implementation) -> jax.Array:
+    def _with_shared(self, out, x, options: dict[str, Any]) -> jax.Array:
         if not hasattr(self, "shared"):
             return out
         with jax.named_scope("shared"):
-            return out + self.shared(x, implementation=implementation)
+            return out + self.shared(x, **options)
 
 
 def _loads(experts: jax.Array, count: int) -> jax.Array:

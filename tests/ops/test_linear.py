@@ -315,7 +315,7 @@ def test_the_handler_itself_refuses_scales_that_do_not_fit(kind):
         (weight.astype(jnp.float8_e5m2), scale, "w expected .* got float8_e5m2"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            jax.block_until_ready(call(x, weights, scales))
+            jax.block_until_ready(call(x, weights, scales, jnp.zeros(0, jnp.bool_)))
 
 
 def test_bad_arguments_are_named():

@@ -154,4 +154,4 @@ def test_the_handler_checks_panels():
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"w expected panels of shape \[..., 24, 16\]"
     ):
-        jax.block_until_ready(call(x, wrong, none))
+        jax.block_until_ready(call(x, wrong, none, jnp.zeros(0, jnp.bool_)))

@@ -286,7 +286,7 @@ def a_program_on_one_of_the_devices_is_native():
     for device in (jax.devices()[0], jax.devices()[-1]):
         placed = jax.device_put((x, weight), device)
         compiled = jax.jit(jax_paged.linear).lower(*placed).compile()
-        assert meshes.targets(compiled) == ["jax_paged.linear.v1"]
+        assert meshes.targets(compiled) == ["jax_paged.linear.v2"]
         out = compiled(*placed)
         assert out.devices() == {device}
         assert_same(out, expected)
@@ -369,7 +369,7 @@ def a_layer_of_a_step_has_two_all_reduces_and_gathers_qkv_alone():
         assert len(re.findall(rf"f32\[4,{width}\]\S* all-gather\(", compiled.as_text())) == layers
         counts = collections.Counter(meshes.targets(compiled))
         assert counts == {
-            "jax_paged.linear.v1": 3 * layers + 1,  # with the router, and the head
+            "jax_paged.linear.v2": 3 * layers + 1,  # with the router, and the head
             "jax_paged.qkv_norm_rope_write.v2": layers,
             "jax_paged.attention.v1": layers,
             "jax_paged.moe_experts.v1": layers,

@@ -72,7 +72,7 @@ def linear_is_native_on_each_device():
             *specs, is_summed = PROJECTIONS[name]
             given = specs[: len(operands)]
             compiled, out = compiled_for(project, make_mesh(shape), operands, given)
-            assert targets(compiled) == ["jax_paged.linear.v1"], (name, shape)
+            assert targets(compiled) == ["jax_paged.linear.v2"], (name, shape)
             assert collectives(compiled) == ["all-reduce"] * is_summed, (name, shape)
             if is_summed:
                 assert_rounded_once(out, exact, dtype)
@@ -89,6 +89,19 @@ def a_token_keeps_its_bits_whatever_its_batch_and_its_device():
         assert_same(together[5:6], alone)
 
 
+def tokens_that_do_not_count_are_0_on_each_device():
+    x, weight = projection()
+    live = jnp.arange(len(x)) % 3 != 1
+    expected = jax.jit(linear)(x, weight, live=live)
+    mesh, given = make_mesh((2, 4)), (x, weight, live)
+    for specs in ((P("dp"), P("tp"), P("dp")), (P("dp"), P("tp"), P()), (P(), P("tp"), P())):
+        call = lambda x, weight, live: linear(x, weight, live=live)  # noqa: E731
+        compiled, out = compiled_for(call, mesh, given, specs)
+        assert targets(compiled) == ["jax_paged.linear.v2"]
+        assert collectives(compiled) == []
+        assert_same(out, expected)
+
+
 def gradients_and_batches_of_a_split_weight_are_those_of_one_device():
     x, weight = projection()
 
@@ -103,7 +116,7 @@ def gradients_and_batches_of_a_split_weight_are_those_of_one_device():
             np.testing.assert_allclose(a, b, **F32_SUMS)
         several = jnp.stack([x, 2 * x])
         compiled = jax.jit(batched).lower(several, placed[1]).compile()
-        assert targets(compiled) == ["jax_paged.linear.v1"]
+        assert targets(compiled) == ["jax_paged.linear.v2"]
         np.testing.assert_allclose(
             compiled(several, placed[1]), batched(several, weight), **F32_SUMS
         )
@@ -296,6 +309,7 @@ PROCESSES = {
     "projections": (
         linear_is_native_on_each_device,
         a_token_keeps_its_bits_whatever_its_batch_and_its_device,
+        tokens_that_do_not_count_are_0_on_each_device,
         gradients_and_batches_of_a_split_weight_are_those_of_one_device,
     ),
     "experts": (

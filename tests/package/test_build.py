@@ -274,8 +274,8 @@ CALLS = {
         (QKV, PAGES, PAGES, ROW, ROW, ANGLES, ANGLES),
     ),
     "jax_paged.write_kv.v1": (write_kv, (PAGES, PAGES, NEW, NEW, ROW)),
-    "jax_paged.linear.v1": (linear, (QKV, QKV)),
-    "jax_paged.linear_int4.v1": (linear, (WIDE, FOUR_BITS)),
+    "jax_paged.linear.v2": (linear, (QKV, QKV)),
+    "jax_paged.linear_int4.v2": (linear, (WIDE, FOUR_BITS)),
     "jax_paged.lora.v1": (lora, (QKV, GATE_UP, DOWN_OF_ONE, ROW)),
     "jax_paged.moe_experts.v1": (moe_experts, (QKV, GATE_UP, DOWN, EXPERTS, EXPERT_WEIGHTS)),
     "jax_paged.moe_experts_int4.v1": (

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handler of jax_paged.linear.v1 on CPU: out = x w^T, where w is 8-bit each column times its
+// The handler of jax_paged.linear.v2 on CPU: out = x w^T, where w is 8-bit each column times its
 // scale, or each sum over a block of the depth.
 //
 // w may be packed (linear/packed.h): then it has an axis more.
@@ -20,6 +20,7 @@
 #include "cpu/handlers.h"
 #include "cpu/huge_pages.h"
 #include "cpu/linear/kernels.h"
+#include "cpu/linear/live_rows.h"
 #include "cpu/linear/packed_checks.h"
 #include "cpu/parallel_for.h"
 #include "cpu/scratch.h"
@@ -183,7 +184,8 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
 }
 
 ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                  ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out) {
+                  ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::PRED> live,
+                  ffi::Result<ffi::AnyBuffer> out) {
   std::string error;
   const auto failed = [&](std::string text) {
     error = std::move(text);
@@ -202,11 +204,13 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
     return ffi::Error::InvalidArgument(error);
   }
   const int64_t num_columns = Shape(w)[0] * (is_packed ? kPanelOutputs : 1);
+  LiveRows rows;
   if (failed(is_packed ? CheckPacked(kOp, "w", call.dtype, call.w_dtype, Shape(w), 0, depth)
                        : CheckShape(kOp, "w", Shape(w), {num_columns, depth})) ||
       failed(CheckWeightScale(kOp, "scale", call.w_dtype, Shape(scale), {num_columns},
                               {CeilDiv(num_columns, kScaleBlock), CeilDiv(depth, kScaleBlock)})) ||
-      failed(CheckShape(kOp, "out", Shape(*out), {num_rows, num_columns}))) {
+      failed(CheckShape(kOp, "out", Shape(*out), {num_rows, num_columns})) ||
+      failed(ReadLiveRows(kOp, live, num_rows, &rows))) {
     return ffi::Error::InvalidArgument(error);
   }
   if (depth % 8 != 0 || depth < 8) {
@@ -214,21 +218,25 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
         Mismatch(kOp, "x", "a positive multiple of 8 columns", std::to_string(depth)));
   }
   if (num_rows == 0 || num_columns == 0) return ffi::Error::Success();
+  const int64_t out_row_bytes = num_columns * ByteWidth(call.out_dtype);
   call.x = static_cast<const char*>(x.untyped_data());
   call.w = static_cast<const char*>(w.untyped_data());
   const bool is_scaled = IsEightBit(call.w_dtype), has_blocks = Shape(scale).rank == 2;
   call.scale = is_scaled && !has_blocks ? scale.typed_data() : nullptr;
   call.block_scale = is_scaled && has_blocks ? scale.typed_data() : nullptr;
   call.out = static_cast<char*>(out->untyped_data());
-  call.num_rows = num_rows;
+  call.num_rows = rows.Counted();
   call.depth = depth;
   call.num_columns = num_columns;
   call.is_packed = is_packed;
-  ExpectOutput(call.out, num_rows * num_columns * ByteWidth(call.out_dtype));
+  ExpectOutput(call.out, num_rows * out_row_bytes);
   const LinearKernels& kernels = ChosenLinearKernels().Of(call.dtype, call.w_dtype);
-  const bool by_rows = kernels.ByRows(is_packed, num_rows) != nullptr;
+  const bool by_rows = kernels.ByRows(is_packed, call.num_rows) != nullptr;
   try {
-    by_rows ? MultiplyByRows(pool, call, kernels) : MultiplyByTiles(pool, call, kernels);
+    if (call.num_rows > 0) {
+      by_rows ? MultiplyByRows(pool, call, kernels) : MultiplyByTiles(pool, call, kernels);
+    }
+    rows.ClearOthers(call.out, out_row_bytes);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
   }
@@ -240,9 +248,10 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LinearHandler, Linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Arg<ffi::AnyBuffer>()         // w
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // scale, [0] = none
-                                  .Ret<ffi::AnyBuffer>());       // out
+                                  .Arg<ffi::AnyBuffer>()          // x
+                                  .Arg<ffi::AnyBuffer>()          // w
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // scale, [0] = none
+                                  .Arg<ffi::Buffer<ffi::PRED>>()  // live, [0] = all
+                                  .Ret<ffi::AnyBuffer>());        // out
 
 }  // namespace jax_paged::cpu

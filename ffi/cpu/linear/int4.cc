@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handler of jax_paged.linear_int4.v1 on CPU: out = x w^T of 4-bit w (linear/int4.h).
+// The handler of jax_paged.linear_int4.v2 on CPU: out = x w^T of 4-bit w (linear/int4.h).
 //
 // Panels are cut into blocks that the workers claim. Each output is summed by one worker in one
 // order, so the bits do not depend on the number of threads.
@@ -15,6 +15,7 @@
 #include "cpu/handlers.h"
 #include "cpu/linear/int4_checks.h"
 #include "cpu/linear/kernels.h"
+#include "cpu/linear/live_rows.h"
 #include "cpu/parallel_for.h"
 #include "cpu/scratch.h"
 #include "xla/ffi/api/ffi.h"
@@ -89,7 +90,8 @@ void Multiply(ffi::ThreadPool& pool, const Call& call) {
 }
 
 ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> codes,
-                      ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
+                      ffi::AnyBuffer scales, ffi::Buffer<ffi::PRED> live,
+                      ffi::Result<ffi::AnyBuffer> out) {
   std::string error;
   const auto failed = [&](std::string text) {
     error = std::move(text);
@@ -103,19 +105,24 @@ ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U
                       &call.w))) {
     return ffi::Error::InvalidArgument(error);
   }
-  call.num_rows = Shape(x)[0];
+  const int64_t num_rows = Shape(x)[0];
   call.depth = Shape(x)[1];
   call.panels = Shape(codes)[0];
+  const int64_t num_columns = call.panels * kPanelOutputs;
+  LiveRows rows;
   if (failed(
           CheckShape(kOp, "codes", Shape(codes), {call.panels, call.depth / 8, kPanelOutputs})) ||
-      failed(CheckShape(kOp, "out", Shape(*out), {call.num_rows, call.panels * kPanelOutputs}))) {
+      failed(CheckShape(kOp, "out", Shape(*out), {num_rows, num_columns})) ||
+      failed(ReadLiveRows(kOp, live, num_rows, &rows))) {
     return ffi::Error::InvalidArgument(error);
   }
-  if (call.num_rows == 0 || call.panels == 0) return ffi::Error::Success();
+  if (num_rows == 0 || call.panels == 0) return ffi::Error::Success();
+  call.num_rows = rows.Counted();
   call.x = static_cast<const char*>(x.untyped_data());
   call.out = static_cast<char*>(out->untyped_data());
   try {
-    Multiply(pool, call);
+    if (call.num_rows > 0) Multiply(pool, call);
+    rows.ClearOthers(call.out, num_columns * ByteWidth(call.out_dtype));
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
   }
@@ -127,9 +134,10 @@ ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LinearInt4Handler, LinearInt4,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Arg<ffi::Buffer<ffi::U32>>()  // codes
-                                  .Arg<ffi::AnyBuffer>()         // scales
-                                  .Ret<ffi::AnyBuffer>());       // out
+                                  .Arg<ffi::AnyBuffer>()          // x
+                                  .Arg<ffi::Buffer<ffi::U32>>()   // codes
+                                  .Arg<ffi::AnyBuffer>()          // scales
+                                  .Arg<ffi::Buffer<ffi::PRED>>()  // live, [0] = all
+                                  .Ret<ffi::AnyBuffer>());        // out
 
 }  // namespace jax_paged::cpu

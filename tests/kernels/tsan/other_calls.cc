@@ -126,7 +126,8 @@ Call Linear(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w, 
   call.name = name;
   call.handler = cpu::LinearHandler;
   call.operands = {Random(type, {num_rows, kDepth}), Random(w, {kColumns, kDepth}),
-                   w == type ? None(kF32) : Random(kF32, {kColumns}, 0.02f)};
+                   w == type ? None(kF32) : Random(kF32, {kColumns}, 0.02f),
+                   None(XLA_FFI_DataType_PRED)};
   call.results = {{type, {num_rows, kColumns}, -1, /*is_real=*/true}};
   return call;
 }
@@ -148,7 +149,7 @@ Call LinearInt4(const std::string& name, XLA_FFI_DataType type, int64_t num_rows
   call.name = name;
   call.handler = cpu::LinearInt4Handler;
   call.operands = {Random(type, {num_rows, kDepth}), Codes({kPanels, kDepth / 8, 16}),
-                   Random(kF32, {kPanels, kGroups, 2, 16}, 0.02f)};
+                   Random(kF32, {kPanels, kGroups, 2, 16}, 0.02f), None(XLA_FFI_DataType_PRED)};
   call.results = {{type, {num_rows, 16 * kPanels}, -1, /*is_real=*/true}};
   return call;
 }
