@@ -305,7 +305,8 @@ class Decoder(Projections):
             another float one (attention computes in it) or an 8-bit one. The kind of a layer is
             "full" or the layer's window.
           logit_rows: i32[R] indices into tokens whose logits are wanted, e.g. each row's last
-            token, `batch.cu_q_lens[1:] − 1`; clamped into range. None = every token.
+            token, `batch.cu_q_lens[1:] − 1`. −1 = none: such logits are 0 and cost little. Beyond
+            the end: the last one. None = every token; the logits of padding are 0.
           adapters: low-rank adapters and the slot of each token (`AdaptedModel` makes them); None =
             none.
           loads: i32[num_layers, num_experts], tokens that experts have had so far. None = they are
@@ -367,14 +368,15 @@ class Decoder(Projections):
         )(params, state, adapters, *whole)
 
     def _all_layers(self, state, adapters, tokens, batch, logit_rows, loads):
+        live = (batch.slot_mapping if logit_rows is None else logit_rows) >= 0
         if self.partition is not None and self.partition.pp > 1:
             x, state = in_stages(self, tokens, batch, state, logit_rows, adapters)
-            return self.logits(x), state, loads
+            return self.logits(x, live=live), state, loads
         x = self.embed(tokens)
         x, state, loads = self._run_layers(x, batch, state, adapters, loads)
         if logit_rows is not None:
             x = jnp.take(x, logit_rows, axis=0, mode="clip")
-        return self.logits(x), state, loads
+        return self.logits(x, live=live), state, loads
 
     @jax.named_scope("embed")
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -459,11 +461,12 @@ class Decoder(Projections):
         )
 
     @jax.named_scope("logits")
-    def logits(self, x: jax.Array) -> jax.Array:
-        """f32[R, vocab_size] of what the last layer gave, [R, hidden_size]."""
+    def logits(self, x: jax.Array, *, live: jax.Array | None = None) -> jax.Array:
+        """f32[R, vocab_size] of what the last layer gave, [R, hidden_size]; live: of `linear`."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = "head" if hasattr(self, "head") else "embedding"
-        out = self._project(head, x, out_dtype=jnp.float32, implementation=self.implementation)
+        options: Any = {"live": live, "implementation": self.implementation}
+        out = self._project(head, x, out_dtype=jnp.float32, **options)
         if (cap := self.config.logit_soft_cap) is not None:
             out = jnp.tanh(out / jnp.float32(cap)) * jnp.float32(cap)
         return out if self.partition is None else self.partition.whole_logits(out)

@@ -94,7 +94,7 @@ class Model(Protocol):
             `attend` take all else from it: lengths, windows, trees.
           state: of num_layers layers, in `dtype`, bfloat16 or an 8-bit dtype.
           logit_rows: i32[R], R ≥ 0, indices into tokens whose logits are wanted, to be clamped into
-            range. None = every token.
+            range. −1 = none: what comes there is not used. None = every token.
 
         Returns:
           (f32[R or T, vocab_size] logits, the state with other pages and nothing else changed).

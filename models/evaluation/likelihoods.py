@@ -214,7 +214,7 @@ class _Step(NamedTuple):
     q_lens: Any
     room: Any  # i32[max_seqs], tokens that they reserve
     tokens: Any  # i32[T], flat, then padding
-    logit_rows: Any  # i32[R], tokens whose logits are wanted, then padding
+    logit_rows: Any  # i32[R], tokens whose logits are wanted, then −1
 
 
 class _Said(NamedTuple):
@@ -275,8 +275,8 @@ def _read(
     return wanted.pairs, log_p[:count].astype(np.float64), best[:count]
 
 
-def _padded(ids: np.ndarray, size: int) -> np.ndarray:
-    padded = np.zeros(size, np.int32)
+def _padded(ids: np.ndarray, size: int, padding: int = 0) -> np.ndarray:
+    padded = np.full(size, padding, np.int32)
     padded[: len(ids)] = ids
     return padded
 
@@ -312,7 +312,7 @@ def _filled(orders: Orders, max_seqs: int, sizes: list[int]) -> tuple[_Step, _Wa
         end += stop - begin
         total += len(different)
     tokens = _padded(np.concatenate(flat), next(size for size in sizes if size >= end))
-    logit_rows = _padded(np.concatenate(positions), next(size for size in sizes if size >= total))
+    logit_rows = _padded(np.concatenate(positions), next(n for n in sizes if n >= total), -1)
     feeds = [
         (row, stop - begin, len(text.tokens) - begin) for text, row, begin, stop in orders.feeds
     ]

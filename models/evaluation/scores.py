@@ -109,8 +109,7 @@ def _logits(
     """Appends `count` tokens to row 0: the state and f32[tokens, vocab_size]."""
     row = jnp.zeros(1, jnp.int32)
     state, batch, _ = state.step(row, count, num_tokens=tokens.shape[0])
-    every = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    logits, state = run_model(graph, params, tokens, batch, state, logit_rows=every)
+    logits, state = run_model(graph, params, tokens, batch, state)
     return state, logits
 
 

@@ -20,6 +20,7 @@ reservation will succeed, and what to do when it would not:
 
 import bisect
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -133,7 +134,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.orders = Orders()
         self.num_preemptions = 0
-        self._free_rows = list(range(max_seqs))[::-1]
+        self._free_rows = list(range(max_seqs))  # a heap: a step costs up to its last row
         self._bumped: set[int] = set()  # requests preempted by the present plan
 
     @property
@@ -378,7 +379,7 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         self.running.append(request)
-        request.row = self._free_rows.pop()
+        request.row = heapq.heappop(self._free_rows)
         if begun and self.cache is not None:
             self.cache.acquire([source])  # until it is copied
             if self.num_available < need:
@@ -491,7 +492,7 @@ class Scheduler:
         assert request.row is not None
         self.running.remove(request)
         self.orders.releases.append(request.row)
-        self._free_rows.append(request.row)
+        heapq.heappush(self._free_rows, request.row)
         own = request.columns.count(-1)
         self.num_free += own
         if self.cache is not None:

@@ -191,6 +191,7 @@ def propose(
         state, batch, status = state.step(live, q_lens, num_tokens=size, tree_parents=parents)
         flat = jnp.zeros(size, jnp.int32).at[at].set(tokens, mode="drop")
         wanted = starts[:, None] + jnp.where(depth > 0, rank, 0)
+        wanted = jnp.where(q_lens[:, None] > 0, wanted, -1)
         logits, state = run_model(graph, params, flat, batch, state, logit_rows=wanted.ravel())
         if branches > 1:
             new = jax.lax.cond(depth == 0, draw_first, draw_next, logits, depth)

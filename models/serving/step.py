@@ -302,8 +302,8 @@ def step(
         nothing = jnp.zeros(1, jnp.int32)
         _, pool = run_model(drafter, drafter_params, tokens, batch, pool, logit_rows=nothing)
 
-    of_all = scores or size < number.size  # fewer tokens than places where rows may draw
-    wanted = jnp.arange(size, dtype=jnp.int32) if of_all else number.ravel()
+    draws_here = plan.draws[:, None] & (column <= num_drafts[:, None])
+    wanted = None if scores else jnp.where(draws_here, number, -1).ravel()
     counting = {} if device.loads is None else {"loads": device.loads}
     logits, state, *loads = run_model(
         graph, params, tokens, batch, state, logit_rows=wanted, **counting
@@ -311,7 +311,6 @@ def step(
     of_prompt = None
     if scores:
         of_prompt = _scores(logits, jnp.asarray(plan.targets), logprobs or 0)
-    if of_all:
         logits = logits[number.ravel()]
     own_logits = logits
     nodes = jnp.where(column <= plan.num_drafts[:, None], tokens[number], -1)

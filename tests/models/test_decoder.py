@@ -322,10 +322,12 @@ def test_logits_come_for_the_wanted_tokens_only():
     state = Stepper(model).state
     state, batch, _ = state.append([0], [4], num_tokens=4)
     tokens = jnp.asarray(ids(4), jnp.int32)
-    rows = jnp.array([3, 0, 99], jnp.int32)  # beyond the end: the last one
+    rows = jnp.array([3, -1, 0, 99], jnp.int32)  # -1: none; beyond the end: the last one
     run = nnx.jit(lambda model, rows: model(tokens, batch, state, logit_rows=rows)[0])
     every = make_stepper("llama").step({0: ids(4)}, padded_to=NUM_TOKENS)[0]
-    np.testing.assert_allclose(run(model, rows), every[[3, 0, 3]], atol=1e-5)
+    got = run(model, rows)
+    np.testing.assert_allclose(got[jnp.array([0, 2, 3])], every[[3, 0, 3]], atol=1e-5)
+    np.testing.assert_array_equal(got[1], 0)
 
 
 def test_the_attention_biases_and_mlp_biases_take_part():

@@ -236,7 +236,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
     if (call.num_rows > 0) {
       by_rows ? MultiplyByRows(pool, call, kernels) : MultiplyByTiles(pool, call, kernels);
     }
-    rows.ClearOthers(call.out, out_row_bytes);
+    rows.ClearOthers(pool, call.out, out_row_bytes);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
   }

@@ -122,7 +122,7 @@ ffi::Error LinearInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U
   call.out = static_cast<char*>(out->untyped_data());
   try {
     if (call.num_rows > 0) Multiply(pool, call);
-    rows.ClearOthers(call.out, num_columns * ByteWidth(call.out_dtype));
+    rows.ClearOthers(pool, call.out, num_columns * ByteWidth(call.out_dtype));
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kOp) + ": out of memory");
   }

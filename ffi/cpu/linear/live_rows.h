@@ -11,9 +11,13 @@
 #include <string>
 
 #include "common/ffi_checks.h"
+#include "common/integers.h"
+#include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_paged::cpu {
+
+inline constexpr int64_t kSerialClear = 1 << 20;  // bytes: less is not worth a second thread
 
 struct LiveRows {
   const bool* live;  // null: all
@@ -27,10 +31,14 @@ struct LiveRows {
   }
 
   // Sets the outputs of the others to 0.
-  void ClearOthers(char* out, int64_t row_bytes) const {
-    for (int64_t row = 0; live && row < num_rows; ++row) {
+  template <typename Pool>
+  void ClearOthers(Pool& pool, char* out, int64_t row_bytes) const {
+    if (!live) return;
+    const auto clear = [&](int64_t row, int64_t) {
       if (!live[row]) std::memset(out + row * row_bytes, 0, static_cast<size_t>(row_bytes));
-    }
+    };
+    const bool is_small = num_rows * row_bytes < kSerialClear;
+    ParallelFor(pool, num_rows, is_small ? 1 : Clamp(pool.num_threads(), 1, 1024), clear);
   }
 };
 
