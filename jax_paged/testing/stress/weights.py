@@ -21,6 +21,7 @@ LINEAR = {
     "rows": (1, 0, 2, 3, 5, 8, 17, 130),
     "kind": (None, "int8", "float8_e4m3fn"),
     "blocks": (False, True),  # have the scales of 8-bit weights
+    "live": (False, True),  # only some tokens count, and the others are NaN
 }
 
 
@@ -39,6 +40,10 @@ def _linear(row: Row, seed: int, implementation: Any) -> float:
             weight, scale, meant = projections.quantize_blocks(wide, kind)
             expected = projections.oracle(x, meant)
         options = {"weight_scale": scale}
+    if row["live"]:
+        live = np.random.default_rng(seed).random(len(x)) < 0.5
+        x, expected = jnp.where(live[:, None], x, jnp.nan), np.where(live[:, None], expected, 0)
+        options["live"] = jnp.asarray(live)
     out = linear(x, weight, out_dtype=jnp.float32, implementation=implementation, **options)
     return _share(out, expected, 1e-5 * depth**0.5)
 
