@@ -26,7 +26,7 @@ def scaled(rng, rows: int, size: int, kind: str) -> np.ndarray:
     if kind == "ties":
         x = np.round(x * 2) / 2
     if kind == "banned":
-        x[rng.random(x.shape) < 0.5] = -np.inf
+        x[:, 1:][rng.random((rows, size - 1)) < 0.5] = -np.inf
     if kind == "equal":
         x[:] = 1
     return x - x.max(axis=-1, keepdims=True)
