@@ -88,7 +88,8 @@ def _keep(logits: jax.Array, weights: jax.Array, target: jax.Array, asked: jax.A
       weights: i32[rows, n], that of a token; equal logits have equal ones.
       target: i32[rows, 1], 1 to the sum of the row's weights.
     """
-    last, last_id = _last_kept(logits, weights, jnp.where(asked, target, 1))
+    target = jnp.broadcast_to(jnp.where(asked, target, 1), (logits.shape[0], 1))
+    last, last_id = _last_kept(logits, weights, target)
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
     stays = (logits > last) | ((logits == last) & (ids <= last_id))
     return jnp.where(stays | ~asked, logits, -jnp.inf)

@@ -100,6 +100,12 @@ def test_rows_do_not_change_each_other():
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize(("cut", "most"), [(top_k, np.int32([500])), (top_p, np.float32([0.9]))])
+def test_one_value_may_be_for_all_rows(cut, most):
+    logits = scaled(np.random.default_rng(6), 3, 3000, "flat")
+    np.testing.assert_array_equal(cut(logits, most), cut(logits, most.repeat(3)))
+
+
 @pytest.mark.parametrize("cut", [top_k, top_p])
 def test_rows_that_ask_for_nothing_are_left_alone(cut):
     logits = scaled(np.random.default_rng(5), 3, 3000, "flat")
