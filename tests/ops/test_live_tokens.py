@@ -79,14 +79,14 @@ def test_batches_and_gradients(kind):
 
 def test_gradients_of_a_weight_are_of_live_tokens_alone():
     weight, _ = made("plain", "float32")
-    x, live = jnp.ones((5, DEPTH)), jnp.arange(5) < 2
+    x, live = jnp.ones((5, DEPTH), jnp.float32), jnp.arange(5) < 2
     gradient = jax.grad(lambda weight: linear(x, weight, live=live).sum())(weight)
     np.testing.assert_array_equal(gradient, np.full_like(weight, 2))
 
 
 def test_wrong_masks_are_named():
     weight, _ = made("plain", "float32")
-    x = jnp.ones((5, DEPTH))
+    x = jnp.ones((5, DEPTH), jnp.float32)
     with pytest.raises(ValueError, match=r"^live: expected shape \[tokens=5\], got \[4\]"):
         linear(x, weight, live=jnp.ones(4, bool))
     with pytest.raises(ValueError, match=r"^live: expected dtype bool, got int32"):
