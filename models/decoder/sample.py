@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jax_paged.checks import expect
 
 from .likeliest import first_largest, keep_top_k, keep_top_p, largest_in_order
+from .log_sum_exp import log_sum_exp
 
 _TINY = float(np.finfo(np.float32).tiny)  # the least divisor: a subnormal one counts as 0
 
@@ -223,7 +224,7 @@ def log_softmax_at(
     """log softmax(logits) of some tokens of each row, f32."""
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens, axis=-1)
-    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return chosen - log_sum_exp(logits)[0][:, None]
 
 
 def _scaled(logits: jax.Array, temperature: Any, min_p: Any) -> jax.Array:

@@ -24,9 +24,9 @@ from jax_paged.ops.batch import pages_for
 
 from ..decoder.executables import compiled
 from ..decoder.generation import PAGE_SIZE, as_tokens, check_count, create_state
+from ..decoder.log_sum_exp import log_sum_exp
 from ..decoder.protocol import Graph, Model, check_model, run_model, split_model
 from ..progress import progress_bar
-from .log_sum_exp import log_sum_exp
 from .shared_texts import Orders, Schedule, in_sizes, share_texts
 
 _BEHIND = 2  # steps that are dispatched before the oldest is read back

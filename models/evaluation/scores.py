@@ -16,8 +16,8 @@ from jax_paged.checks import expect
 
 from ..decoder.generation import as_tokens, check_count, state_for
 from ..decoder.protocol import Graph, Model, run_model, split_model
+from ..decoder.sample import log_softmax_at
 from ..decoder.steps import chunk_size
-from .log_sum_exp import log_sum_exp
 
 
 def score(
@@ -120,5 +120,4 @@ def losses(
 ) -> tuple[KVState, jax.Array]:  # fmt: skip
     """Appends `count` tokens to row 0: the state and −log p(targets), f32[tokens]."""
     state, logits = _logits(graph, params, state, tokens, count)
-    target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return state, log_sum_exp(logits)[0] - target
+    return state, -log_softmax_at(logits, targets[:, None])[:, 0]

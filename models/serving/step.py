@@ -406,7 +406,8 @@ def _log_probabilities(
 
 def _scores(logits: jax.Array, tokens: jax.Array, count: int) -> LogProbabilities:
     """Of tokens[i] under logits[i], and of the likeliest in its place."""
-    model = log_softmax_at(logits, jnp.maximum(tokens, 0)[:, None])[:, 0]
     _, likeliest = jax.lax.top_k(logits, count)
-    top = log_softmax_at(logits, likeliest)
-    return LogProbabilities(model, model, likeliest.astype(jnp.int32), top)
+    likeliest = likeliest.astype(jnp.int32)
+    told = jnp.concatenate([jnp.maximum(tokens, 0)[:, None], likeliest], axis=1)
+    values = log_softmax_at(logits, told)
+    return LogProbabilities(values[:, 0], values[:, 0], likeliest, values[:, 1:])

@@ -10,9 +10,9 @@ import pytest
 from tiers import first_of
 
 from jax_paged.models import Decoder, loglikelihoods, rolling_loglikelihoods, score, token_logits
+from jax_paged.models.decoder.log_sum_exp import log_sum_exp
 from jax_paged.models.decoder.parameters import random_source
 from jax_paged.models.evaluation.likelihoods import rolling_windows
-from jax_paged.models.evaluation.log_sum_exp import log_sum_exp
 from jax_paged.models.evaluation.shared_texts import Orders, Schedule, in_sizes, share_texts
 from jax_paged.models.testing import small_config
 
