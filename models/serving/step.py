@@ -289,7 +289,8 @@ def step(
     column = jnp.arange(max_drafts + 1, dtype=jnp.int32)[None, :]
     number = (batch.cu_q_lens[1:] - 1 - plan.num_drafts)[:, None] + column
     number = jnp.clip(number, 0, size - 1)  # flat, of the tokens whose successors are drawn
-    is_draft = column[:, 1:] <= plan.num_drafts[:, None]
+    is_node = column <= plan.num_drafts[:, None]
+    is_draft = is_node[:, 1:]
     num_drafts, made = jnp.asarray(plan.num_drafts), jnp.asarray(plan.made)
     pool, drafts, refused = device.drafter, None, jnp.zeros((), jnp.bool_)
     if pool is not None:
@@ -302,7 +303,7 @@ def step(
         nothing = jnp.zeros(1, jnp.int32)
         _, pool = run_model(drafter, drafter_params, tokens, batch, pool, logit_rows=nothing)
 
-    draws_here = plan.draws[:, None] & (column <= num_drafts[:, None])
+    draws_here = plan.draws[:, None] & is_node
     wanted = None if scores else jnp.where(draws_here, number, -1).ravel()
     counting = {} if device.loads is None else {"loads": device.loads}
     logits, state, *loads = run_model(
@@ -313,7 +314,7 @@ def step(
         of_prompt = _scores(logits, jnp.asarray(plan.targets), logprobs or 0)
         logits = logits[number.ravel()]
     own_logits = logits
-    nodes = jnp.where(column <= plan.num_drafts[:, None], tokens[number], -1)
+    nodes = jnp.where(is_node, tokens[number], -1)
     tree = jnp.asarray(plan.parents)[number] if trees else None
     logits, stuck = plan.edits(logits, device.memory, ways(nodes, tree))
     samplers = jax.tree.map(lambda x: jnp.repeat(x, max_drafts + 1), plan.samplers)

@@ -12,7 +12,7 @@ from jax_paged.models.decoder.likeliest import (
     keep_top_k,
     keep_top_p,
     largest_in_order,
-)  # fmt: skip
+)
 
 argmax = jax.jit(lambda x: jnp.argmax(x, axis=-1))
 top_k, top_p = jax.jit(keep_top_k), jax.jit(keep_top_p)
