@@ -117,7 +117,7 @@ BATCHES = (1, 2, 3, 8, 12, 63, 64, 65, 256)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("depth", "columns"), [(2504, 40), (1304, 288)])
+@pytest.mark.parametrize(("depth", "columns"), [(2504, 40), (1304, 288), (5144, 24)])
 def test_a_row_gets_the_same_bits_whatever_its_batch(depth, columns, dtype):
     x, weight = make_case(300, depth, columns, dtype)
     together = linear(x, weight)

@@ -14,8 +14,9 @@ needs_codes = pytest.mark.skipif(
     build_info()["cpu"].get("isa") == "avx512bf16", reason="8-bit weights are not packed there"
 )
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
-# Steps of all lanes, of half of them, of one, and the chunks of a depth; groups of panels and rest.
-SIZES = ((8, 16), (24, 48), (40, 80), (568, 64), (1336, 112))
+# Steps of all lanes, of half of them, of one; chunks of a depth, and parts of these; groups of
+# panels and rest.
+SIZES = ((8, 16), (24, 48), (40, 80), (568, 64), (1336, 112), (5144, 48))
 ROWS = (1, 2, 3, 5, 8, 9, 12, 17, 130)
 
 

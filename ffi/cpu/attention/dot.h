@@ -94,14 +94,12 @@ JAX_PAGED_INLINE const char* FetchedBy(const T* const* k, int t, int64_t d, int6
   return reinterpret_cast<const char*>(k[0] + TOKENS * d) + t * step_bytes;
 }
 
-// sum[token * ROWS + row] of ROWS x TOKENS products, one vector each. (Prefetches are not in a
+// sum[token * ROWS + row] += ROWS x TOKENS products, one vector each. (Prefetches are not in a
 // function of their own: gcc takes one that only prefetches for one that does nothing.)
 template <typename T, int ROWS, int TOKENS, Fetches FETCHES>
-JAX_PAGED_INLINE void ScoreSums(const float* q, int64_t q_stride, const T* const* k,
+JAX_PAGED_INLINE void AddScores(const float* q, int64_t q_stride, const T* const* k,
                                 int64_t head_dim, int64_t ahead, Vec* sum) {
   constexpr bool kFetches = FETCHES != Fetches::kNothing;
-  JAX_PAGED_UNROLL
-  for (int i = 0; i < ROWS * TOKENS; ++i) sum[i] = Zero();
   int64_t d = 0;
   if constexpr (kUsesDot<T> && sizeof(T) == 1) {  // codes become words twice as many at a time
     for (; d + 4 * kWidth <= head_dim; d += 4 * kWidth) {
@@ -145,23 +143,21 @@ JAX_PAGED_INLINE void ScoreSums(const float* q, int64_t q_stride, const T* const
   }
 }
 
+// The same of sums that begin here.
+template <typename T, int ROWS, int TOKENS, Fetches FETCHES>
+JAX_PAGED_INLINE void ScoreSums(const float* q, int64_t q_stride, const T* const* k,
+                                int64_t head_dim, int64_t ahead, Vec* sum) {
+  JAX_PAGED_UNROLL
+  for (int i = 0; i < ROWS * TOKENS; ++i) sum[i] = Zero();
+  AddScores<T, ROWS, TOKENS, FETCHES>(q, q_stride, k, head_dim, ahead, sum);
+}
+
 // ROWS x (kWidth / ROWS) logits, lane = token * ROWS + row.
 template <typename T, int ROWS>
 JAX_PAGED_INLINE Vec ScoreTile(const float* q, int64_t q_stride, const T* const* k,
                                int64_t head_dim) {
   Vec sum[kWidth];
   ScoreSums<T, ROWS, kWidth / ROWS, Fetches::kNothing>(q, q_stride, k, head_dim, /*ahead=*/0, sum);
-  return SumEach(sum);
-}
-
-// The same bits, of keys that lie one behind the other in memory and are not in a cache: several
-// queries take so long per key that the tile's keys come in one by one, from 16 keys ahead.
-template <typename T, int ROWS>
-JAX_PAGED_INLINE Vec StreamTile(const float* q, int64_t q_stride, const T* const* k,
-                                int64_t head_dim, int64_t key_bytes) {
-  Vec sum[kWidth];
-  ScoreSums<T, ROWS, kWidth / ROWS, Fetches::kOfEach>(q, q_stride, k, head_dim, 16 * key_bytes,
-                                                      sum);
   return SumEach(sum);
 }
 

@@ -7,8 +7,10 @@
 //            registers (ScoreTile: the same step as the logits of decode)
 //   block    some rows of w, so few that a chunk of them stays in L2; all tiles of x pass over it,
 //            so w is read from memory once
-//   chunk    of the depth, so much that a tile's rows of x stay in L1; tiles of 8 rows take one
-//            chunk after the other
+//   chunk    of the depth: each lane has a sum of it, and these are added up in a tree. Tiles of 8
+//            rows take one chunk after the other
+//   part     of a chunk, so much that 8 rows of x stay in L1. Some columns pass over it, whose sums
+//            go on with the next one
 //   codes    8-bit weights become floats (or bf16 words) in registers, in each tile anew. Where
 //            that is slow (kWidensSlowly), it happens once for all tiles, a block and chunk at a
 //            time in a panel that L2 holds. The caller multiplies the sums by the scales of
@@ -23,10 +25,16 @@
 
 namespace jax_paged::cpu::JAX_PAGED_ISA {
 
-// The chunks of a depth: equal parts, with 8 rows of x 20 KiB at most.
+// The chunks of a depth: 5 KiB of a row of x at most.
 template <typename T>
 int64_t ChunkDepth(int64_t depth) {
   return LinearChunkDepth(depth, kUsesDot<T> ? kLinearDepth : kLinearDepth / 2);
+}
+
+// The parts of a chunk, for a tile of so many rows: 20 KiB of x at most.
+template <typename T, int ROWS>
+int64_t PartDepth(int64_t chunk) {
+  return LinearChunkDepth(chunk, (kUsesDot<T> ? 2 * kWordsPart : kLinearPart) * 8 / ROWS);
 }
 
 // Rows of x as the tiles want them: [PadLinearRows(num_rows), x_stride] floats (or bf16 words).
@@ -75,29 +83,42 @@ JAX_PAGED_INLINE void AddLinearChunk(Vec sum, int64_t d, const LinearBlocks& blo
 }
 
 // sums[n * ROWS + r] (+)= x[r] . w[n] over the depth [begin, end), a chunk at a time, for n <
-// count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`.
+// count, rounded up to a tile. Adds where begin > 0. w starts at depth `begin`. What STREAMS is in
+// no cache: several rows of x take so long that w comes in row by row, from 16 rows ahead.
 template <typename T, int ROWS, bool STREAMS>
 void LinearTiles(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t begin,
                  int64_t end, int64_t chunk, int64_t count, const LinearBlocks& blocks,
                  float* sums) {
   constexpr int kColumns = kWidth / ROWS;
-  for (int64_t n = 0; n < count; n += kColumns) {
-    float* to = sums + n * ROWS;
+  constexpr Fetches kFetches = STREAMS ? Fetches::kOfEach : Fetches::kNothing;
+  const int64_t part = PartDepth<T, ROWS>(chunk), ahead = 16 * w_stride * int64_t{sizeof(T)};
+  for (int64_t first = 0; first < count; first += kLinearColumns) {
+    const int64_t last = Clamp(count, 0, first + kLinearColumns);
     for (int64_t d = begin; d < end; d += chunk) {
-      const T* rows[kColumns];
-      JAX_PAGED_UNROLL
-      for (int t = 0; t < kColumns; ++t) {
-        rows[t] = w + (n + t < count ? n + t : count - 1) * w_stride + (d - begin);
+      const int64_t until = Clamp(end, 0, d + chunk);
+      Vec sum_of[kLinearColumns / kColumns][kWidth];
+      for (int64_t p = d; p < until; p += part) {
+        const bool is_last = until - p <= part;
+        for (int64_t n = first; n < last; n += kColumns) {
+          const T* rows[kColumns];
+          JAX_PAGED_UNROLL
+          for (int t = 0; t < kColumns; ++t) {
+            rows[t] = w + (n + t < count ? n + t : count - 1) * w_stride + (p - begin);
+          }
+          Vec* const kept = sum_of[(n - first) / kColumns];
+          Vec sum[kWidth];
+          JAX_PAGED_UNROLL
+          for (int i = 0; i < kWidth; ++i) sum[i] = p > d ? kept[i] : Zero();
+          AddScores<T, ROWS, kColumns, kFetches>(x + (kUsesDot<T> ? p / 2 : p), x_stride, rows,
+                                                 is_last ? until - p : part, ahead, sum);
+          if (is_last) {
+            AddLinearChunk(SumEach(sum), d, blocks, n, sums + n * ROWS);
+          } else {
+            JAX_PAGED_UNROLL
+            for (int i = 0; i < kWidth; ++i) kept[i] = sum[i];
+          }
+        }
       }
-      const float* from = x + (kUsesDot<T> ? d / 2 : d);
-      const int64_t here = end - d < chunk ? end - d : chunk;
-      Vec sum;
-      if constexpr (STREAMS) {
-        sum = StreamTile<T, ROWS>(from, x_stride, rows, here, w_stride * int64_t{sizeof(T)});
-      } else {
-        sum = ScoreTile<T, ROWS>(from, x_stride, rows, here);
-      }
-      AddLinearChunk(sum, d, blocks, n, to);
     }
   }
 }
@@ -145,15 +166,19 @@ void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, i
   }
 }
 
-// The same as this processor reads memory best. Codes of 8 bits are so short that the additions of
-// one row, each of which waits for the one before, take longer than reading it.
+// Rows of w that are read at a time as one stream. Each addition of a row waits for the one before,
+// which takes longer than reading where a vector of sums is of few bytes.
+template <typename T>
+constexpr int kStreamRows = sizeof(T) == 1 ? 4 : (sizeof(T) == 2 && !kUsesDot<T> ? 2 : 1);
+
+// The same as this processor reads memory best.
 template <typename T>
 void LinearStream(const float* x, const T* w, int64_t w_stride, int64_t begin, int64_t end,
                   int64_t chunk, int64_t count, const LinearBlocks& blocks, float* sums) {
-  constexpr int kRows = sizeof(T) == 1 ? 4 : 1;
   (ReadsManyStreams() ? LinearStream<T, 4, Fetches::kOfEach>
-                      : LinearStream<T, kRows, Fetches::kOneStream>)(x, w, w_stride, begin, end,
-                                                                     chunk, count, blocks, sums);
+                      : LinearStream<T, kStreamRows<T>, Fetches::kOneStream>)(x, w, w_stride, begin,
+                                                                              end, chunk, count,
+                                                                              blocks, sums);
 }
 
 // The products of the rows of a tile of x with a chunk of rows of w.

@@ -15,7 +15,9 @@
 
 namespace jax_paged::cpu {
 
-inline constexpr int64_t kLinearDepth = 1280;  // of a chunk, at most
+inline constexpr int64_t kLinearDepth = 2560;  // of a chunk, at most
+inline constexpr int64_t kLinearPart = 640;    // floats of a part of it, of 8 rows of x
+inline constexpr int64_t kWordsPart = 768;     // the same of words
 inline constexpr int64_t kLinearColumns = 16;  // columns per tile at most
 inline constexpr int64_t kUnstagedRows = 8;    // of x, for which 8-bit w is multiplied as it lies
 
@@ -26,7 +28,7 @@ inline int64_t LinearBlockColumns(int64_t row_bytes, int64_t all_bytes = 0) {
   return Clamp(bytes / row_bytes / kLinearColumns * kLinearColumns, kLinearColumns, 512);
 }
 
-// The chunks of a depth: equal parts of at most `most`.
+// The chunks of a depth, or the parts of a chunk: equal ones of at most `most`.
 inline int64_t LinearChunkDepth(int64_t depth, int64_t most) {
   return RoundUp(CeilDiv(depth, CeilDiv(depth, most)), kPadFloats);
 }
@@ -87,13 +89,16 @@ inline int64_t LinearPanelFloats(int64_t depth, int64_t count) {
 }
 
 // Floats from a row of x to the next: so many that, modulo the 4 KiB after which L1's sets come
-// again, a chunk of one row begins where that of the row before ends, and all sets are used alike.
-inline int64_t LinearStride(int64_t depth) {
+// again, a part of one row begins where that of the row before ends, and all sets are used alike.
+inline int64_t RowStride(int64_t depth, int64_t most) {
   constexpr int64_t kPeriod = 4096 / sizeof(float);
   const int64_t stride = RoundUp(depth, kPadFloats);
-  const int64_t chunk = LinearChunkDepth(depth, kLinearDepth / 2);
-  return stride + (chunk + RoundUp(stride, kPeriod) - stride) % kPeriod;
+  const int64_t part = LinearChunkDepth(LinearChunkDepth(depth, kLinearDepth / 2), most);
+  return stride + (part + RoundUp(stride, kPeriod) - stride) % kPeriod;
 }
+inline int64_t LinearStride(int64_t depth) { return RowStride(depth, kLinearPart); }
+// Where a float is a pair of bf16.
+inline int64_t WordStride(int64_t depth) { return RowStride(depth / 2, kWordsPart); }
 
 // Rows of the tile that starts at row0 of num_rows; the last one may reach beyond. Where a tile has
 // one row at `most`, sums are ordered by rows.
@@ -127,9 +132,6 @@ inline LinearBlocks LinearBlocksOf(const float* scale, int64_t matrix, int64_t r
   const int64_t skipped = matrix * CeilDiv(rows, kScaleBlock) * stride;
   return {scale ? scale + skipped : nullptr, stride, first_row};
 }
-
-// The same where a float is a pair of bf16.
-inline int64_t WordStride(int64_t depth) { return LinearStride(depth / 2); }
 
 // What is to be done with rows of sums as soon as they are complete.
 struct SumsDone {

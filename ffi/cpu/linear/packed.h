@@ -252,11 +252,11 @@ template <int ROWS>
 constexpr int kRunLeaves =
     kRunSums < ROWS ? 1 : (kRunSums / ROWS < kWidth ? kRunSums / ROWS : kWidth);
 
-// Rows of the tile that begins where `rest` rows are left. Where that is 8, x has rows of zeros to
-// fill it up (PadLinearRows).
-inline int64_t PackedTileRows(int64_t rest) {
-  if (rest >= kPackedRows) return kPackedRows;
-  if (kPackedRows == 8) return LinearTileRows(rest, 0);
+// Rows of the tile that begins where `rest` rows are left, `most` of them. Where that is 8, x has
+// rows of zeros to fill it up (PadLinearRows).
+inline int64_t PackedTileRows(int64_t rest, int64_t most) {
+  if (rest >= most) return most;
+  if (most == 8) return LinearTileRows(rest, 0);
   return rest >= 4 ? 4 : (rest >= 2 ? 2 : 1);
 }
 
@@ -294,18 +294,31 @@ void PackedChunk(const float* x, int64_t x_stride, int64_t num_rows, const T* w,
   constexpr int64_t kGroup = kPackedPanels * kPanelOutputs;
   // Long runs cost loads of x: with more rows, or half the bytes, that is more than they save.
   const bool runs = num_rows <= (kPaired<T> ? 4 : 8);
-  const int64_t tiles = CeilDiv(num_rows, kPackedRows), panels = count / kPanelOutputs;
-  fetch->passes = tiles * (runs ? panels * PanelPasses(PackedTileRows(num_rows))
-                                : CeilDiv(panels, kPackedPanels) * kWidth);
+  // L1 does not hold as many rows of x where they are long.
+  const bool is_long = PartDepth<T, 8>(depth) < depth;
+  const int64_t most = is_long && kPackedRows > 4 ? 4 : kPackedRows;
+  constexpr int kLeavesOfFour = kWidth == 16 ? 2 : 1;
+  const auto multiply = most < kPackedRows ? PanelTile<T, 4, kLeavesOfFour, kPackedPanels>
+                                           : PanelTile<T, kPackedRows, 1, kPackedPanels>;
+  const int64_t passes_of_group = kWidth / (most < kPackedRows ? kLeavesOfFour : 1);
+  const int64_t panels = count / kPanelOutputs;
+  fetch->passes = 0;
+  for (int64_t r = 0; r < num_rows;) {
+    const int64_t tile = PackedTileRows(num_rows - r, most);
+    const int64_t groups = runs || tile < most ? 0 : panels / kPackedPanels;
+    fetch->passes +=
+        groups * passes_of_group + (panels - groups * kPackedPanels) * PanelPasses(tile);
+    r += tile;
+  }
   for (int64_t r = 0; r < num_rows;) {
     const float* const rows = x + r * x_stride;
     float* const to = sums + r * sums_stride;
-    const int64_t tile = PackedTileRows(num_rows - r), used = Clamp(num_rows - r, 0, tile);
+    const int64_t tile = PackedTileRows(num_rows - r, most), used = Clamp(num_rows - r, 0, tile);
     for (int64_t n = 0; n < count;) {
       const T* const from = w + n / kPanelOutputs * w_stride;
-      if (!runs && tile == kPackedRows && count - n >= kGroup) {
-        PanelTile<T, kPackedRows, 1, kPackedPanels>(rows, x_stride, used, from, w_stride, depth, d,
-                                                    blocks, n, fetch, to + n, sums_stride);
+      if (!runs && tile == most && count - n >= kGroup) {
+        multiply(rows, x_stride, used, from, w_stride, depth, d, blocks, n, fetch, to + n,
+                 sums_stride);
         n += kGroup;
       } else {
         PanelRows<T>(tile, rows, x_stride, used, from, depth, d, blocks, n, fetch, to + n,
