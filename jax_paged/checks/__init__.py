@@ -83,6 +83,12 @@ def check_shape(
     raise ValueError(f"{name}: expected shape [{expected}], got {shape_text(x.shape)}{hint}")
 
 
+def check_live(live: jax.Array, num_tokens: int) -> None:
+    """Checks a mask of the tokens that count."""
+    check_shape("live", live, "tokens", (num_tokens,))
+    expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
+
+
 def check_float(name: str, x: jax.Array, dtype: jnp.dtype | None = None) -> None:
     """Checks for bf16, f16 or f32, or for one dtype."""
     check_array(name, x)

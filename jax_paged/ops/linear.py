@@ -21,6 +21,7 @@ from jax_paged.checks import (
     Implementation,
     check_float,
     check_implementation,
+    check_live,
     check_shape,
     check_weight,
     expect,
@@ -97,8 +98,7 @@ def linear(
         dtype.name,
     )
     if live is not None:
-        expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
-        check_shape("live", live, "tokens", (x.shape[0],))
+        check_live(live, x.shape[0])
     if isinstance(weight, Int4Weight):
         return _linear(dtype, implementation, x, weight.codes, weight.scales, live)
     if implementation != "reference" and (x.shape[1] % 8 or not x.shape[1]):

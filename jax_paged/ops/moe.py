@@ -20,6 +20,7 @@ from jax_paged.checks import (
     check_array,
     check_float,
     check_implementation,
+    check_live,
     check_shape,
     check_weight,
     expect,
@@ -158,8 +159,7 @@ def moe_experts(
             f"{inner}; implementation='reference' takes any"
         )
     if live is not None:
-        expect(live.dtype == jnp.bool_, "live", "dtype bool", live.dtype.name)
-        check_shape("live", live, "tokens", (x.shape[0],))
+        check_live(live, x.shape[0])
     ok = not (packed.gate_up and inner % PANEL)
     expect(ok, "gate_up", f"an inner size that is a multiple of {PANEL} where it is packed", inner)
     options = (gate_up_scale, down_scale, gate_up_bias, down_bias, limit)

@@ -192,7 +192,7 @@ RACES = {
         "y + begin",
         "linear/moe_experts.cc",
         "moe",
-        "linear/kernels.h",
+        "linear/kernel.h",
     ),
 }
 DEEP = [*RACES][2:]

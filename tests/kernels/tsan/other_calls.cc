@@ -132,6 +132,16 @@ Call Linear(const std::string& name, XLA_FFI_DataType type, XLA_FFI_DataType w, 
   return call;
 }
 
+// The same of so many rows that two threads clear those that do not count: all but a few.
+Call LinearOfFewLive(const std::string& name) {
+  constexpr int64_t kRows = 3000;
+  Call call = Linear(name, kF32, kF32, kRows);
+  Array& live = call.operands[3];
+  live = {XLA_FFI_DataType_PRED, {kRows}, Memory(kRows, 0)};
+  for (const size_t row : {0, 7, 19}) live.memory.data()[row] = 1;
+  return call;
+}
+
 // Words of 4-bit codes.
 Array Codes(const std::vector<int64_t>& shape) {
   int64_t count = 1;
@@ -242,6 +252,7 @@ std::vector<Call> OtherCalls() {
   calls.push_back(ZeroPool("zero_pool"));
   calls.push_back(Linear("linear f32", kF32, kF32, 20));
   calls.push_back(Linear("linear bf16 on int8", kBf16, kInt8, 33));
+  calls.push_back(LinearOfFewLive("linear f32, few live"));
   calls.push_back(LinearInt4("linear_int4 f32", kF32, 20));
   calls.push_back(LinearInt4("linear_int4 bf16", kBf16, 33));
   return calls;
