@@ -7,7 +7,6 @@ here (DoRA, modules that were trained whole, biases, …) is refused by its name
 
 import math
 import re
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +119,9 @@ class LoraFolder:
         file = self.path / TENSORS
         if not file.exists():
             raise ValueError(f"{self.path}: expected {TENSORS}, found none")
-        with ExitStack() as stack:
-            with reading(file):
-                shards = Shards([file], stack)
-            return self._read(file, shards, config)
+        with reading(file):
+            shards = Shards([file])
+        return self._read(file, shards, config)
 
     def _check(self) -> None:
         check_keys(self._where, self._config, _DOMAINS)

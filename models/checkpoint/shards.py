@@ -3,11 +3,10 @@
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import ml_dtypes  # makes bfloat16 known to numpy, which safetensors relies on
+import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
@@ -17,36 +16,52 @@ from jax_paged.checks.fields import short
 from ..decoder.parameters import Part, Shape, is_finite, scale_name
 from .outside import reading
 
-_DTYPES = {"F32", "F16", "BF16"}
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _FP8 = "F8_E4M3"
+_STORED = {**_DTYPES, _FP8: ml_dtypes.float8_e4m3fn, "U8": np.uint8}
+
+
+class _Mapped(NamedTuple):
+    """A file in memory. safetensors copies what it gives, and holds the GIL for it."""
+
+    data: np.ndarray  # its bytes
+    begins: dict[str, int]  # where each tensor does
+
+    @classmethod
+    def of(cls, path: Path) -> "_Mapped":
+        data = np.memmap(path, np.uint8, "r")
+        size = int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8 : 8 + size].tobytes())
+        header.pop("__metadata__", None)
+        begins = {name: 8 + size + field["data_offsets"][0] for name, field in header.items()}
+        return cls(data, begins)
 
 
 class Shards:
-    """The tensors of safetensors files, by name; `stack` closes the files.
+    """The tensors of safetensors files, by name; the files stay mapped as long as it lives.
 
     fp8_blocks: whether tensors beside which there is one of `scale_name` may be fp8.
     mxfp4: whether those of experts that are called `…_blocks` or `…_scales` may be bytes.
     """
 
-    def __init__(
-        self, paths: Iterable[Path], stack: ExitStack, *, fp8_blocks: bool = False,
-        mxfp4: bool = False,
-    ):  # fmt: skip
+    def __init__(self, paths: Iterable[Path], *, fp8_blocks: bool = False, mxfp4: bool = False):
         self._fp8_blocks, self._mxfp4 = fp8_blocks, mxfp4
         self.shapes: dict[str, Shape] = {}
-        self._of: dict[str, tuple[Path, Any, str]] = {}  # its file, and its dtype there
-        self._headers: dict[Path, tuple[int, dict]] = {}  # and where they end
+        self._of: dict[str, tuple[Path, _Mapped, str]] = {}  # its file, and its dtype there
         for path in paths:
             if not path.exists():
                 raise ValueError(f"{path}: the index names this file, but it is not there")
-            with reading(f"{path}: truncated or not a safetensors file"):
-                file = stack.enter_context(safe_open(path, framework="numpy"))
-            for name in file.keys():  # noqa: SIM118  (not a dict)
+            with (
+                reading(f"{path}: truncated or not a safetensors file"),
+                safe_open(path, framework="numpy") as file,  # checks that all lies in the file
+            ):
+                mapped = _Mapped.of(path)
+                views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            for name, view in views.items():
                 if name in self.shapes:
                     other, _, _ = self._of[name]
                     raise ValueError(f"{path}: tensor {short(name)} is in {other} as well")
-                view = file.get_slice(name)
-                self._of[name] = path, file, view.get_dtype()
+                self._of[name] = path, mapped, view.get_dtype()
                 self.shapes[name] = tuple(view.get_shape())
 
     def where(self, name: str) -> str:
@@ -76,28 +91,15 @@ class Shards:
         return is_part and self._of[name][2] == "U8"
 
     def get(self, name: str, part: Part | None = None) -> np.ndarray:
-        """A tensor, or a part of it: no more than that is read."""
+        """A tensor, or a part of it, as it lies in the file: no more than that is read."""
         self.check_dtype(name)
-        path, file, _ = self._of[name]
+        path, mapped, dtype = self._of[name]
         with reading(f"{path}: tensor {name!r}"):
-            if self.is_fp8(name):
-                values = self._fp8(path, name, part)
-            else:
-                values = file.get_tensor(name) if part is None else file.get_slice(name)[part]
+            at = mapped.begins[name]
+            values = np.ndarray(self.shapes[name], _STORED[dtype], mapped.data, at)[part or ...]
             if not self._is_mxfp4(name) and not is_finite(values):
                 raise ValueError("expected finite weights, got NaN or infinity")
         return values
-
-    def _fp8(self, path: Path, name: str, part: Part | None) -> np.ndarray:
-        """The same of a tensor of a dtype that safetensors does not give as numpy's."""
-        if path not in self._headers:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                self._headers[path] = 8 + size, json.loads(file.read(size))
-        start, header = self._headers[path]
-        begin, _ = header[name]["data_offsets"]
-        codes = np.memmap(path, np.uint8, "r", offset=start + begin, shape=self.shapes[name])
-        return np.array(codes[part or ...]).view(ml_dtypes.float8_e4m3fn)
 
     def wide(self, name: str, part: Part | None = None) -> np.ndarray:
         """The same, and of fp8 weights what they stand for, in f32."""

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +150,13 @@ def open_checkpoint(
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     dtype = _checked_dtype(dtype)
     check_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)  # before the files are read
-    with ExitStack() as stack:
-        with reading(path):
-            config, tokenizer, fill, scaled = _open(path, base, stack, context_length)
-        if mesh is not None and not isinstance(mesh, Mesh):  # a mesh is callable, too
-            mesh = mesh(config)
-        scaled = scaled if weight_dtype is None else frozenset()
-        how = weight_dtype, scaled, mesh, redundant_experts, pack
-        yield Checkpoint(path, config, tokenizer, fill, dtype, *how)
+    with reading(path):
+        config, tokenizer, fill, scaled = _open(path, base, context_length)
+    if mesh is not None and not isinstance(mesh, Mesh):  # a mesh is callable, too
+        mesh = mesh(config)
+    scaled = scaled if weight_dtype is None else frozenset()
+    how = weight_dtype, scaled, mesh, redundant_experts, pack
+    yield Checkpoint(path, config, tokenizer, fill, dtype, *how)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -245,7 +244,7 @@ class _Published:
                 f"{path}: expected a folder with safetensors, a .safetensors or a .gguf file, got "
                 f"{what}"
             )
-        shards = Shards(paths, ExitStack())  # open as long as somebody has the source
+        shards = Shards(paths)
 
         def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
             out[...] = shards.get(name, part)
@@ -295,21 +294,21 @@ class _Published:
 
 
 def _open(
-    path: Path, base: str | Path | None, stack: ExitStack, context_length: int | None
+    path: Path, base: str | Path | None, context_length: int | None
 ) -> tuple[DecoderConfig, Tokenizer | MissingTokenizer, Fill, frozenset[str]]:
     """The last one: the names of weights that are fp8 with scales of blocks."""
     if is_lora(path):
         adapter = LoraFolder(path)
         base = _base_of(adapter, base)
         with reading(base):
-            config, tokenizer, fill, _ = _open(base, None, stack, context_length)
+            config, tokenizer, fill, _ = _open(base, None, context_length)
         merged = merging_fill(fill, adapter.load(config), config)
         return config, tokenizer, merged, frozenset()
     if base is not None:
         raise ValueError(f"base: expected None for a path that is no LoRA adapter, got {base}")
     if path.is_dir():
         config = read_config(path, context_length)
-        return config, tokenizer_from_folder(path), *open_folder(path, config, stack)
+        return config, tokenizer_from_folder(path), *open_folder(path, config)
     if path.suffix == ".gguf":
         file = gguf_file.GGUFFile(path)
         config = file.config(context_length=context_length)
@@ -458,13 +457,8 @@ def _shard_names(folder: Path) -> list[str]:
     raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither")
 
 
-def open_folder(
-    folder: Path, config: DecoderConfig, stack: ExitStack
-) -> tuple[Fill, frozenset[str]]:
+def open_folder(folder: Path, config: DecoderConfig) -> tuple[Fill, frozenset[str]]:
     """Opens a folder's safetensors and checks their names, shapes and dtypes.
-
-    Args:
-      stack: closes the files when it is left.
 
     Returns:
       fill(name, out, part) for the names of `expected_tensors`, and those of them that are fp8 with
@@ -472,7 +466,7 @@ def open_folder(
     """
     paths = [folder / shard for shard in _shard_names(folder)]
     quantized = {"fp8_blocks": config.fp8_blocks, "mxfp4": config.mxfp4_experts}
-    shards = Shards(paths, stack, **quantized)
+    shards = Shards(paths, **quantized)
     for name in shards.shapes:
         shards.check_dtype(name)
     layout = layout_of(config, shards)
