@@ -22,6 +22,7 @@ from jax_paged.models.checkpoint.hf_config import config_from_hf
 from jax_paged.models.checkpoint.hf_keys import FAMILIES
 from jax_paged.models.checkpoint.tokenizer import Tokenizer
 from jax_paged.models.checkpoint.weights import open_checkpoint
+from jax_paged.models.decoder import parameters
 from jax_paged.models.decoder.model import Decoder
 from jax_paged.models.decoder.parameters import abstract_source, expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config, stored_tensors
@@ -66,13 +67,18 @@ def assert_same_weights(model, config):
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_folder_gives_the_published_weights(tmp_path, model_type, shards):
+def test_a_folder_gives_the_published_weights(tmp_path, monkeypatch, model_type, shards):
+    """In one thread, or by three of them."""
     raw = small_hf_config(model_type, tie_word_embeddings=shards == 1)
     if "attention_bias" in FAMILIES[model_type].keys:
         raw["attention_bias"] = True
     config = config_from_hf(raw)
     write(tmp_path, raw, published(config), shards)
-    model, got, _ = load_checkpoint(tmp_path, jnp.float32)
+    with monkeypatch.context() as patch:
+        if shards == 3:
+            patch.setattr(parameters, "_SHARE", 64)
+            patch.setattr(parameters, "_THREADS", 3)
+        model, got, _ = load_checkpoint(tmp_path, jnp.float32)
     assert got == config
     assert_same_weights(model, config)
 
