@@ -2,7 +2,9 @@
 """The tensors of safetensors files."""
 
 import json
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +15,11 @@ from safetensors import safe_open
 from jax_paged.checks import SCALE_BLOCK
 from jax_paged.checks.fields import short
 
-from ..decoder.parameters import Part, Shape, is_finite, scale_name
+from ..decoder.parameters import Fill, Part, Shape, is_finite, scale_name
 from .outside import reading
+
+_THREADS = min(os.cpu_count() or 1, 8)  # that fill a large tensor
+_SHARE = 4 << 20  # bytes that are worth a thread
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _FP8 = "F8_E4M3"
@@ -113,3 +118,27 @@ class Shards:
         )
         wide *= scale[np.ix_(rows, columns)]
         return wide
+
+
+def in_threads(fill: Fill) -> Fill:
+    """The same in several threads where a tensor is large: each writes some of its rows.
+
+    For what reads a part at no more cost than that part of the whole.
+    """
+
+    def shared(name: str, out: np.ndarray, part: Part | None = None) -> None:
+        workers = min(_THREADS, out.nbytes // _SHARE, len(out) if out.ndim else 1)
+        if workers < 2:
+            fill(name, out, part)
+            return
+        rows, *others = part or (slice(None),) * out.ndim
+        first = rows.start or 0
+        ends = [len(out) * i // workers for i in range(workers + 1)]
+
+        def fill_rows(begin: int, end: int) -> None:
+            fill(name, out[begin:end], (slice(first + begin, first + end), *others))
+
+        with ThreadPoolExecutor(workers, "load") as pool:
+            list(pool.map(fill_rows, ends[:-1], ends[1:]))  # raises what one of them does
+
+    return shared

@@ -51,7 +51,7 @@ from .hf_config import config_from_hf
 from .layouts import layout_of
 from .outside import reading
 from .peft import LoraFolder, is_lora
-from .shards import Shards
+from .shards import Shards, in_threads
 from .tokenizer import MissingTokenizer, Tokenizer, tokenizer_from_folder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -249,7 +249,7 @@ class _Published:
         def fill(name: str, out: np.ndarray, part: Part | None = None) -> None:
             out[...] = shards.get(name, part)
 
-        self._shapes, self._fill = shards.shapes, fill
+        self._shapes, self._fill = shards.shapes, in_threads(fill)
 
     def shape_of(self, name: str) -> Shape:
         stored, is_stack = self._stored(name)
@@ -472,7 +472,7 @@ def open_folder(folder: Path, config: DecoderConfig) -> tuple[Fill, frozenset[st
     layout = layout_of(config, shards)
     _drop_derived(folder, config, shards.shapes, shards.get)
     check_tensors(folder, layout.stored(), shards.shapes)
-    return layout.fill, layout.scaled()
+    return in_threads(layout.fill), layout.scaled()
 
 
 def _drop_derived(folder: Path, config: DecoderConfig, found: dict, get) -> None:

@@ -8,10 +8,8 @@ for tensors by name through a `TensorSource` and joins some of them into one lea
 """
 
 import itertools
-import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -25,9 +23,6 @@ from jax_paged.checks.fields import short
 from jax_paged.native import huge_pages
 
 from .config import DecoderConfig
-
-_THREADS = min(os.cpu_count() or 1, 8)  # that fill a large tensor
-_SHARE = 4 << 20  # bytes that are worth a thread
 
 Shape = tuple[int, ...]
 Part = tuple[slice, ...]  # a slice for each axis
@@ -349,25 +344,10 @@ class FillingSource:
             name, size = names[owner], self._shape_of(names[owner])[axis]
             first = int(rows[begin]) - int(ends[owner]) + size
             into = out[(slice(None),) * axis + (slice(begin, end),)]
-            whole = is_whole and end - begin == size
-            part = None if whole else (*before, slice(first, first + end - begin), *behind)
-            self._share(name, into, part)
-
-    def _share(self, name: str, out: np.ndarray, part: Part | None) -> None:
-        """Fills `out`; what is large in several threads, each of which writes some of its rows."""
-        workers = min(_THREADS, out.nbytes // _SHARE, len(out) if out.ndim else 1)
-        if workers < 2:
-            self._fill(name, out, part)
-            return
-        rows, *others = part or (slice(None),) * out.ndim
-        first, _, _ = rows.indices(self._shape_of(name)[0])
-        ends = [len(out) * i // workers for i in range(workers + 1)]
-
-        def fill(begin: int, end: int) -> None:
-            self._fill(name, out[begin:end], (slice(first + begin, first + end), *others))
-
-        with ThreadPoolExecutor(workers, "load") as pool:
-            list(pool.map(fill, ends[:-1], ends[1:]))  # raises what one of them does
+            if is_whole and end - begin == size:
+                self._fill(name, into)
+            else:
+                self._fill(name, into, (*before, slice(first, first + end - begin), *behind))
 
 
 def random_source(

@@ -17,12 +17,12 @@ from tokenizers import models as bpe_models
 from tokenizers import pre_tokenizers
 
 from jax_paged.models import load_checkpoint, token_logits
+from jax_paged.models.checkpoint import shards as file_shards
 from jax_paged.models.checkpoint import weights
 from jax_paged.models.checkpoint.hf_config import config_from_hf
 from jax_paged.models.checkpoint.hf_keys import FAMILIES
 from jax_paged.models.checkpoint.tokenizer import Tokenizer
 from jax_paged.models.checkpoint.weights import open_checkpoint
-from jax_paged.models.decoder import parameters
 from jax_paged.models.decoder.model import Decoder
 from jax_paged.models.decoder.parameters import abstract_source, expected_tensors, random_source
 from jax_paged.models.testing import small_hf_config, stored_tensors
@@ -76,8 +76,8 @@ def test_a_folder_gives_the_published_weights(tmp_path, monkeypatch, model_type,
     write(tmp_path, raw, published(config), shards)
     with monkeypatch.context() as patch:
         if shards == 3:
-            patch.setattr(parameters, "_SHARE", 64)
-            patch.setattr(parameters, "_THREADS", 3)
+            patch.setattr(file_shards, "_SHARE", 64)
+            patch.setattr(file_shards, "_THREADS", 3)
         model, got, _ = load_checkpoint(tmp_path, jnp.float32)
     assert got == config
     assert_same_weights(model, config)

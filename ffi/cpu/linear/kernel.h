@@ -4,7 +4,7 @@
 // inside its target region (isa.h), after dot.h.
 //
 //   tile     1, 2, 4 or 8 rows of x times kWidth / rows rows of w, summed over a depth chunk in
-//            registers (ScoreTile: the same step as the logits of decode)
+//            registers (AddScores: the same step as the logits of decode)
 //   block    some rows of w, so few that a chunk of them stays in L2; all tiles of x pass over it,
 //            so w is read from memory once
 //   chunk    of the depth: each lane has a sum of it, and these are added up in a tree. Tiles of 8

@@ -252,7 +252,7 @@ template <int ROWS>
 constexpr int kRunLeaves =
     kRunSums < ROWS ? 1 : (kRunSums / ROWS < kWidth ? kRunSums / ROWS : kWidth);
 
-// Rows of the tile that begins where `rest` rows are left, `most` of them. Where that is 8, x has
+// Rows of the tile that begins where `rest` rows are left, at most `most`. Where that is 8, x has
 // rows of zeros to fill it up (PadLinearRows).
 inline int64_t PackedTileRows(int64_t rest, int64_t most) {
   if (rest >= most) return most;
