@@ -48,8 +48,8 @@ def write_folder(folder: Path) -> None:
     from jax_paged.models.checkpoint.weights import open_checkpoint
     from jax_paged.models.decoder.parameters import expected_tensors
 
-    with open_checkpoint(None, "float32") as checkpoint:
-        config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    checkpoint = open_checkpoint(None, "float32")
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     source = tensor_source(default_checkpoint())
     tensors = {}

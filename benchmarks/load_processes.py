@@ -111,12 +111,12 @@ def load(folder: Path, address: str, processes: int, rank: int) -> dict:
     from jax_paged.models.checkpoint.weights import open_checkpoint
     from jax_paged.models.decoder.protocol import split_model
 
-    with open_checkpoint(folder, "bfloat16", mesh=make_mesh) as checkpoint:
-        checkpoint.shapes()  # what is imported and kept for a model of any size
-        begin = time.perf_counter()
-        with PeakAnon() as peak:
-            model = checkpoint.load()
-            leaves = jax.block_until_ready(jax.tree.leaves(split_model(model)[1]))
+    checkpoint = open_checkpoint(folder, "bfloat16", mesh=make_mesh)
+    checkpoint.shapes()  # what is imported and kept for a model of any size
+    begin = time.perf_counter()
+    with PeakAnon() as peak:
+        model = checkpoint.load()
+        leaves = jax.block_until_ready(jax.tree.leaves(split_model(model)[1]))
     own = [sum(shard.data.nbytes for shard in x.addressable_shards) for x in leaves]
     return {
         "process": rank, "base": peak.base, "held": sum(own), "tensor": max(own), "most": peak.most,

@@ -151,13 +151,13 @@ def _follow(options: argparse.Namespace) -> int:
     """What all processes but the first one do; Ctrl-C is for that one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     given = model_options(options)
-    with open_checkpoint(**given) as checkpoint:
-        options.status.tell(checkpoint.title)
-        model: Any = checkpoint.load()
-        if options.command == "generate" and options.pp is not None:
-            options.status.clear()
-            generate_together(options.processes, model, checkpoint.tokenizer.decode)
-            return 0
+    checkpoint = open_checkpoint(**given)
+    options.status.tell(checkpoint.title)
+    model: Any = checkpoint.load()
+    if options.command == "generate" and options.pp is not None:
+        options.status.clear()
+        generate_together(options.processes, model, checkpoint.tokenizer.decode)
+        return 0
     if options.command == "generate" and options.adapter is not None:
         model = with_adapter(model, load_adapter(options.adapter, model.config))
     drafter = None
@@ -194,8 +194,8 @@ def _generate(options: argparse.Namespace) -> int:
     with (
         opened_prefiller(options.prefill) as prefill,
         _open_output(options.output) as out,
-        open_checkpoint(**model_options(options)) as checkpoint,
     ):
+        checkpoint = open_checkpoint(**model_options(options))
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
         adapter = None if options.adapter is None else load_adapter(options.adapter, config)
         stops = {*config.eos_token_ids, *tokenizer.eos_ids, *options.stop_id}
@@ -309,15 +309,15 @@ def _evaluated(options: argparse.Namespace, text: str | None, weight_dtype: Any)
     tokens: Any = []
     names = ("chunk", "context", "stride", "window", "kv_dtype")
     asked = {name: getattr(options, name) for name in names} | {"num_pinned": options.pinned}
-    with open_checkpoint(**given) as checkpoint:
-        if text is not None:
-            tokens = checkpoint.tokenizer.encode(text)
-            if len(tokens) < 2:
-                raise ValueError(
-                    f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}"
-                )
-        options.status.tell(checkpoint.title)
-        model = checkpoint.load()
+    checkpoint = open_checkpoint(**given)
+    if text is not None:
+        tokens = checkpoint.tokenizer.encode(text)
+        if len(tokens) < 2:
+            raise ValueError(
+                f"{options.text}: expected at least 2 tokens of text, got {len(tokens)}"
+            )
+    options.status.tell(checkpoint.title)
+    model = checkpoint.load()
     if options.processes is not None:  # all compute the same, whatever options they have
         (asked,), (tokens,) = options.processes.share([asked], [np.asarray(tokens, np.int32)])
     with progress_bar(len(tokens) - 1, "eval", "tokens") as update:

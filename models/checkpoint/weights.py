@@ -15,9 +15,8 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +126,11 @@ def load_checkpoint(
         "weight_dtype": weight_dtype, "context_length": context_length,
         "redundant_experts": redundant_experts, "pack": pack,
     }  # fmt: skip
-    with open_checkpoint(path, dtype, base=base, mesh=mesh, **options) as checkpoint:
-        model = checkpoint.load(progress=progress, implementation=implementation)
+    checkpoint = open_checkpoint(path, dtype, base=base, mesh=mesh, **options)
+    model = checkpoint.load(progress=progress, implementation=implementation)
     return model, checkpoint.config, checkpoint.tokenizer
 
 
-@contextmanager
 def open_checkpoint(
     path: str | Path | None = None,
     dtype: DTypeLike | None = None,
@@ -143,7 +141,7 @@ def open_checkpoint(
     mesh: Mesh | Callable[[DecoderConfig], Mesh] | None = None,
     redundant_experts: int | None = None,
     pack: bool = False,
-) -> Iterator["Checkpoint"]:
+) -> "Checkpoint":
     """Opens and checks what `load_checkpoint` loads; the weights are read by `Checkpoint.load`."""
     path = default_checkpoint() if path is None else Path(path)
     if dtype is None:
@@ -156,7 +154,7 @@ def open_checkpoint(
         mesh = mesh(config)
     scaled = scaled if weight_dtype is None else frozenset()
     how = weight_dtype, scaled, mesh, redundant_experts, pack
-    yield Checkpoint(path, config, tokenizer, fill, dtype, *how)
+    return Checkpoint(path, config, tokenizer, fill, dtype, *how)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:

@@ -204,19 +204,19 @@ def _service(options: argparse.Namespace, key: str | None, prefill: Prefiller | 
     """The model behind HTTP, ready to start."""
     from .app import Service
 
-    with open_checkpoint(**model_options(options)) as checkpoint:
-        config, tokenizer = checkpoint.config, checkpoint.tokenizer
-        if isinstance(tokenizer, MissingTokenizer):
-            raise ValueError(tokenizer.reason)
-        served = options.served_name or checkpoint.title.partition(":")[0]
-        folders = _adapter_folders(options)
-        expect(served not in folders, "adapter", "another name than the model's", repr(served))
-        adapters = {name: load_adapter(folder, config) for name, folder in folders.items()}
-        options.status.tell(checkpoint.title)
-        slots = _slots(adapters)
-        sizes = estimate_for(options, checkpoint, slots, groups=options.groups)
-        options.status.tell(str(sizes))
-        model = checkpoint.load()
+    checkpoint = open_checkpoint(**model_options(options))
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    if isinstance(tokenizer, MissingTokenizer):
+        raise ValueError(tokenizer.reason)
+    served = options.served_name or checkpoint.title.partition(":")[0]
+    folders = _adapter_folders(options)
+    expect(served not in folders, "adapter", "another name than the model's", repr(served))
+    adapters = {name: load_adapter(folder, config) for name, folder in folders.items()}
+    options.status.tell(checkpoint.title)
+    slots = _slots(adapters)
+    sizes = estimate_for(options, checkpoint, slots, groups=options.groups)
+    options.status.tell(str(sizes))
+    model = checkpoint.load()
     engine = create_engine(
         model,
         prefill=prefill,

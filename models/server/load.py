@@ -51,18 +51,18 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--http: expected no --{name.replace('_', '-')}")
     if options.drafts:
         raise ValueError("--http: expected no --drafts")
-    with open_checkpoint(**model_options(options)) as checkpoint:
-        trace = bench_serve.trace_of(options, checkpoint.config)
-        options.status.clear()
-        if options.http:
-            figures = measure(options.http.rstrip("/"), trace)
-        else:
-            check_installed("starlette", "uvicorn", "prometheus_client", extra="serve")
-            with _server(options, trace) as url:
-                figures = measure(url, trace)
-            figures |= _engine_alone(options, checkpoint.load(), trace)
-            ratio = figures["cpu_ms_per_token"] / figures["engine_cpu_ms_per_token"]
-            figures["cpu_ratio"] = ratio
+    checkpoint = open_checkpoint(**model_options(options))
+    trace = bench_serve.trace_of(options, checkpoint.config)
+    options.status.clear()
+    if options.http:
+        figures = measure(options.http.rstrip("/"), trace)
+    else:
+        check_installed("starlette", "uvicorn", "prometheus_client", extra="serve")
+        with _server(options, trace) as url:
+            figures = measure(url, trace)
+        figures |= _engine_alone(options, checkpoint.load(), trace)
+        ratio = figures["cpu_ms_per_token"] / figures["engine_cpu_ms_per_token"]
+        figures["cpu_ratio"] = ratio
     print(json.dumps(figures) if options.json else _text(figures), flush=True)
     return 0
 

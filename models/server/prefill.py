@@ -41,11 +41,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _engine(options: argparse.Namespace) -> Engine:
-    with open_checkpoint(**model_options(options)) as checkpoint:
-        options.status.tell(checkpoint.title)
-        sizes = estimate_for(options, checkpoint, {})
-        options.status.tell(str(sizes))
-        model = checkpoint.load()
+    checkpoint = open_checkpoint(**model_options(options))
+    options.status.tell(checkpoint.title)
+    sizes = estimate_for(options, checkpoint, {})
+    options.status.tell(str(sizes))
+    model = checkpoint.load()
     return Engine(
         model, num_pages=sizes.num_pages, max_seqs=options.max_seqs,
         max_tokens=max(options.max_tokens, options.max_seqs), preemption="swap",

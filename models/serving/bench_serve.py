@@ -193,10 +193,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command."""
     check(options)
     given = model_options(options)
-    with open_checkpoint(**given) as checkpoint:
-        trace = trace_of(options, checkpoint.config)
-        options.status.tell(checkpoint.title)
-        model = checkpoint.load()
+    checkpoint = open_checkpoint(**given)
+    trace = trace_of(options, checkpoint.config)
+    options.status.tell(checkpoint.title)
+    model = checkpoint.load()
     drafter = None
     if options.draft_model is not None:
         drafter, _, _ = load_checkpoint(**given | {"path": options.draft_model, "base": None})

@@ -167,20 +167,20 @@ def run(options: argparse.Namespace) -> int:
     check_count("max-new-tokens", options.max_new_tokens, 1)
     if options.context is not None:
         check_count("context", options.context, 1)
-    with open_checkpoint(**model_options(options)) as checkpoint:
-        config, tokenizer = checkpoint.config, checkpoint.tokenizer
-        context = options.context or options.context_length or _CONTEXT
-        arguments: dict[str, Any] = sampling | {
-            "stop_tokens": sorted({*config.eos_token_ids, *tokenizer.eos_ids}),
-            "context": min(config.context_length, context),
-            "system": options.system,
-            "kv_dtype": options.kv_dtype,
-        }
-        options.status.tell(checkpoint.title)
-        model = checkpoint.load_and(
-            lambda shapes: Conversation(shapes, tokenizer, **arguments).compile(),
-            lambda: options.status.say("compiling …"),
-        )
+    checkpoint = open_checkpoint(**model_options(options))
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    context = options.context or options.context_length or _CONTEXT
+    arguments: dict[str, Any] = sampling | {
+        "stop_tokens": sorted({*config.eos_token_ids, *tokenizer.eos_ids}),
+        "context": min(config.context_length, context),
+        "system": options.system,
+        "kv_dtype": options.kv_dtype,
+    }
+    options.status.tell(checkpoint.title)
+    model = checkpoint.load_and(
+        lambda shapes: Conversation(shapes, tokenizer, **arguments).compile(),
+        lambda: options.status.say("compiling …"),
+    )
     conversation = Conversation(model, tokenizer, **arguments)
     options.status.clear()
     raise_at_ctrl_c()

@@ -43,8 +43,8 @@ def test_scores_are_those_of_the_weights_that_the_codes_stand_for(pairs, kind, i
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_scales_stay_as_they_are_published(pairs, kind):
     for dtype in (jnp.float32, jnp.bfloat16):
-        with open_checkpoint(pairs[kind][0], dtype) as checkpoint:
-            found, like = leaves(checkpoint.load()), leaves(checkpoint.shapes())
+        checkpoint = open_checkpoint(pairs[kind][0], dtype)
+        found, like = leaves(checkpoint.load()), leaves(checkpoint.shapes())
         assert checkpoint.title.endswith("parameters in fp8")
         assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
             name: (x.shape, x.dtype) for name, x in like.items()

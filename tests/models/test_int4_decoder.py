@@ -94,8 +94,8 @@ def test_a_file_s_4_bits_stay_as_they_are(tmp_path, architecture, kind):
             np.testing.assert_allclose(
                 param_value(mine).dequantize(), param_value(its), rtol=1e-6, atol=1e-6
             )
-    with open_checkpoint(path, weight_dtype="int4") as checkpoint:  # which compiles for them
-        assert kinds_of(checkpoint.shapes()) == kinds_of(model)
+    checkpoint = open_checkpoint(path, weight_dtype="int4")  # which compiles for them
+    assert kinds_of(checkpoint.shapes()) == kinds_of(model)
 
 
 def kinds_of(model):
@@ -177,5 +177,5 @@ def test_a_file_s_experts_stay_as_they_are(tmp_path, kind):
         assert is_int4(mine)
         assert mine.has_offsets == (kind == "Q4_1")
         np.testing.assert_allclose(mine.dequantize(), its, rtol=1e-6, atol=1e-6)
-    with open_checkpoint(path, weight_dtype="int4") as checkpoint:  # which compiles for them
-        assert kinds_of(checkpoint.shapes()) == kinds_of(model)
+    checkpoint = open_checkpoint(path, weight_dtype="int4")  # which compiles for them
+    assert kinds_of(checkpoint.shapes()) == kinds_of(model)

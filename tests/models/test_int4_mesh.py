@@ -96,8 +96,8 @@ def what_a_file_stores_stays_as_it_is():
                 assert_same_answers(one, many)
                 got = token_logits(many, list(range(30)))
                 np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-            with open_checkpoint(path, mesh=make_mesh, weight_dtype="int4") as checkpoint:
-                shapes = [jax.tree.map(np.shape, x) for x in four_bits_of(checkpoint.shapes())]
+            checkpoint = open_checkpoint(path, mesh=make_mesh, weight_dtype="int4")
+            shapes = [jax.tree.map(np.shape, x) for x in four_bits_of(checkpoint.shapes())]
             many, *_ = load_checkpoint(path, mesh=make_mesh, **options)
             assert shapes == [jax.tree.map(np.shape, x) for x in four_bits_of(many)]
 

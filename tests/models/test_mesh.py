@@ -129,18 +129,18 @@ def addresses(x):
 def what_is_compiled_for_shapes_is_what_runs():
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), "qwen2")
-        with open_checkpoint(folder, mesh=make_mesh) as checkpoint:
-            asked = {"max_new_tokens": 3, "temperature": 0.5}
-            model = checkpoint.load_and(lambda shapes: compile_for(shapes, PROMPTS[:1], **asked))
-            told = []
-            handler = logging.Handler()
-            handler.emit = lambda record: told.append(record.getMessage())
-            logging.getLogger("jax").addHandler(handler)
-            jax.config.update("jax_log_compiles", True)
-            generate(model, PROMPTS[:1], **asked)
-            assert not any("Compiling jit(decode)" in text for text in told), told
-            generate(model, PROMPTS[:1], max_new_tokens=3, top_k=2)
-            assert any("Compiling jit(decode)" in text for text in told), told
+        checkpoint = open_checkpoint(folder, mesh=make_mesh)
+        asked = {"max_new_tokens": 3, "temperature": 0.5}
+        model = checkpoint.load_and(lambda shapes: compile_for(shapes, PROMPTS[:1], **asked))
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("jax").addHandler(handler)
+        jax.config.update("jax_log_compiles", True)
+        generate(model, PROMPTS[:1], **asked)
+        assert not any("Compiling jit(decode)" in text for text in told), told
+        generate(model, PROMPTS[:1], max_new_tokens=3, top_k=2)
+        assert any("Compiling jit(decode)" in text for text in told), told
 
 
 def commands_take_the_sizes_of_a_mesh():
@@ -275,10 +275,10 @@ def fp8_blocks_are_split_as_wholes():
             path, _ = write_pair(own, kind, **sizes)
             one, many = (load_checkpoint(path, mesh=mesh)[0] for mesh in (None, make_mesh))
             assert_same_answers(one, many)
-            with open_checkpoint(path, mesh=make_mesh) as checkpoint:
-                for x, like in zip(*map(leaves, (many, checkpoint.shapes())), strict=True):
-                    assert (x.shape, x.dtype) == (like.shape, like.dtype)
-                    assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+            checkpoint = open_checkpoint(path, mesh=make_mesh)
+            for x, like in zip(*map(leaves, (many, checkpoint.shapes())), strict=True):
+                assert (x.shape, x.dtype) == (like.shape, like.dtype)
+                assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
         for name, sizes, message in (
             ("k", {"head_dim": 64}, "q_proj.weight: expected parts of devices that are multiples"),
             ("down", {"head_dim": 128}, "down_proj.weight: .* 384 split as 192"),

@@ -103,9 +103,9 @@ def test_an_adapter_has_another_name_than_the_model(server):
 
 
 def test_the_estimate_counts_the_adapters(server, folders):
-    with open_checkpoint(folders["base"]) as checkpoint:
-        slots = {"max_adapters": 2, "max_rank": 11}
-        sizes = command.estimate_for(options_of(folders), checkpoint, slots)
+    checkpoint = open_checkpoint(folders["base"])
+    slots = {"max_adapters": 2, "max_rank": 11}
+    sizes = command.estimate_for(options_of(folders), checkpoint, slots)
     engine = server.engine
     arrays = jax.tree.leaves((engine.params, engine._runner.adapters))
     assert sizes.weight_bytes == sum(array.nbytes for array in arrays)

@@ -13,12 +13,6 @@ class Opened:
     def __init__(self, model: Decoder, tokenizer=None):
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
     def load(self):
         return self.model
 

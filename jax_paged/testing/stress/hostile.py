@@ -459,12 +459,12 @@ def read_checkpoint(folder: Path) -> None:
       AssertionError: it was read, but makes no sense.
     """
     file = folder / "model.gguf"
-    with open_checkpoint(file if file.exists() else folder, jnp.float32) as checkpoint:
-        config, tokenizer = checkpoint.config, checkpoint.tokenizer
-        for name, shape in expected_tensors(config).items():
-            out = np.empty(shape, np.float32)
-            checkpoint.fill(name, out)
-            assert np.isfinite(out).all(), name
+    checkpoint = open_checkpoint(file if file.exists() else folder, jnp.float32)
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    for name, shape in expected_tensors(config).items():
+        out = np.empty(shape, np.float32)
+        checkpoint.fill(name, out)
+        assert np.isfinite(out).all(), name
     for rope in (config.rope, config.local_rope or config.rope):
         frequencies = rope.frequencies(config.head_dim)
         assert np.isfinite(frequencies).all(), rope
