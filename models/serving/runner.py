@@ -44,6 +44,7 @@ from .scheduler import Feed, Orders
 from .step import (
     Drawn,
     EngineState,
+    PackedPlan,
     PageOrders,
     StepPlan,
     keep,
@@ -213,8 +214,9 @@ class ModelRunner:
                 drafter = None if self._drafter is None else self._drafter_splits
                 takes = param_specs(self.partition, params, STACKED), state, STACKED, drafter
             for size, tells in programs:
-                plan = StepPlan.create(self._max_seqs, size, None)
-                plan = _with_mask(self.of_all([plan] * self.num_replicas), self._all_masks)
+                plan = StepPlan.create(self._max_seqs, size, None).packed()
+                plan = self.of_all([plan] * self.num_replicas)
+                plan = dataclasses.replace(plan, mask=self._all_masks)
                 self.steps[size, tells] = self.compiled(
                     step, params, self.device, plan, self._drafter_params, leading=(graph,),
                     takes=takes, gives=(state, GATHERED), drafter=self._drafter, scores=tells,
@@ -280,10 +282,10 @@ class ModelRunner:
         self.device = self.remember_program(self.device, *self.of_all(each))
 
     def _step(self, size: int, tells: bool, *arrays: np.ndarray) -> Drawn:
-        own, rest = arrays[: _PLAN.num_leaves], list(map(self._placed, arrays[_PLAN.num_leaves :]))
+        words, *rest = map(self._placed, arrays)
         params = self._params_with(None if self.adapters is None else rest.pop(0))
-        plan = self._placed(jax.tree.unflatten(_PLAN, own))
-        plan = _with_mask(plan, rest.pop() if rest else self._all_masks)
+        mask = rest.pop() if rest else self._all_masks
+        plan = PackedPlan(words, mask, self._max_seqs, size)
         program = self.steps[size, tells]
         self.device, drawn = program(params, self.device, plan, self._drafter_params)
         return drawn
@@ -394,8 +396,7 @@ class ModelRunner:
         for replica, own in enumerate(feeds):
             if any(map(has_constraint, own)):
                 masks[replica] = self._all_tokens.copy()
-            plan = fill_plan(own, self._max_seqs, size, masks[replica])
-            plans.append(_with_mask(plan, None))
+            plans.append(fill_plan(own, self._max_seqs, size, masks[replica]).packed().words)
         slots = None if self.adapters is None else self._together(list(map(self._slots_of, feeds)))
         is_free = all(mask is self._all_tokens for mask in masks)
         mask = None if is_free else self._together(masks)
@@ -503,11 +504,6 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "forget": lambda runner, number: runner.swapper.forget(number),
     "corners": ModelRunner._corners,
 }  # fmt: skip
-_PLAN = jax.tree.structure(StepPlan.create(1, 1, None))
-
-
-def _with_mask(plan: StepPlan, mask: Any) -> StepPlan:
-    return dataclasses.replace(plan, edits=dataclasses.replace(plan.edits, mask=mask))
 
 
 def _graph_of_replica(model: Any) -> Graph:

@@ -222,6 +222,39 @@ class StepPlan:
             edits=LogitEdits.create(max_seqs, mask),
         )
 
+    def packed(self) -> "PackedPlan":
+        """The same as few arrays."""
+        leaves = jax.tree.leaves(_with_mask(self, None))
+        words = [x.astype(np.int32) if x.dtype == np.bool_ else x.view(np.int32) for x in leaves]
+        mask = self.edits.mask
+        return PackedPlan(np.concatenate(words), mask, len(self.q_lens), len(self.tokens))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedPlan:
+    """A `StepPlan` as the host hands it over: each array of a call costs some 30 µs there."""
+
+    words: Any  # i32[n]: the leaves of the plan one after another, but for the mask
+    mask: Any  # of `LogitEdits`
+    max_seqs: int = dataclasses.field(metadata={"static": True})
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+
+    def plan(self) -> StepPlan:
+        """The plan, inside of a program."""
+        likes, tree = jax.tree.flatten(StepPlan.create(self.max_seqs, self.num_tokens, None))
+        ends = np.cumsum([like.size for like in likes])
+        parts = jnp.split(jnp.asarray(self.words), ends[:-1])
+        leaves = [
+            part != 0 if like.dtype == np.bool_ else jax.lax.bitcast_convert_type(part, like.dtype)
+            for part, like in zip(parts, likes, strict=True)
+        ]
+        return _with_mask(jax.tree.unflatten(tree, leaves), self.mask)
+
+
+def _with_mask(plan: StepPlan, mask: Any) -> StepPlan:
+    return dataclasses.replace(plan, edits=dataclasses.replace(plan.edits, mask=mask))
+
 
 class LogProbabilities(NamedTuple):
     """Of the new tokens of a step, in the order in which each row gets them."""
@@ -247,7 +280,8 @@ class Drawn(NamedTuple):
     ),
 )  # fmt: skip
 def step(
-    graph: Graph, params: Any, device: EngineState, plan: StepPlan, drafter_params: Any = None, *,
+    graph: Graph, params: Any, device: EngineState, packed: PackedPlan,
+    drafter_params: Any = None, *,
     max_drafts: int, drafter: Graph = None, rule: str = "same_noise", branches: int = 1,
     logprobs: int | None = None, scores: bool = False, cascade: bool = False,
 ) -> tuple[EngineState, Drawn]:  # fmt: skip
@@ -272,7 +306,7 @@ def step(
     Returns:
       (device, what was drawn); its tokens are all FAILED if the host's plan did not hold.
     """
-    state, trees = device.state, branches > 1
+    state, plan, trees = device.state, packed.plan(), branches > 1
     num_rows, size = device.last.shape[0], plan.tokens.shape[0]
     rows = jnp.where(plan.q_lens > 0, jnp.arange(num_rows, dtype=jnp.int32), -1)
     as_planned = (rows == -1) | (state.groups[0].table.seq_lens == plan.lengths)

@@ -3,11 +3,12 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from jax_paged import KVState
-from jax_paged.models.serving.step import EngineState, PageOrders, keep
+from jax_paged.models.serving.step import EngineState, PageOrders, StepPlan, keep
 
 
 def device_and_orders():
@@ -55,3 +56,20 @@ def test_a_page_that_is_not_held_can_be_neither_evicted_nor_adopted(name):
     else:
         orders.adopt_rows[0], orders.adopt_entries[0, 0] = 1, 2
     assert keep(device, orders).failed
+
+
+def test_a_packed_plan_holds_each_bit_of_it():
+    rng = np.random.default_rng(0)
+
+    def filled(x):
+        noise = rng.integers(0, 256, x.nbytes, np.uint8)
+        return noise % 2 == 1 if x.dtype == np.bool_ else noise.view(x.dtype)
+
+    mask = np.arange(6, dtype=np.uint32).reshape(3, 2)
+    plan = jax.tree.map(filled, StepPlan.create(3, 7, None))
+    plan = dataclasses.replace(plan, edits=dataclasses.replace(plan.edits, mask=mask))
+    got = jax.jit(lambda packed: packed.plan())(plan.packed())
+    assert jax.tree.structure(got) == jax.tree.structure(plan)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(plan), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == y.tobytes()

@@ -74,7 +74,7 @@ def one_step(model):
                 plan.samplers.seed[row] = seed
                 plan.samplers.temperature[row] = temperature
             device = EngineState.create(state, size)
-            device, drawn = step(graph, params, device, plan, max_drafts=most)
+            device, drawn = step(graph, params, device, plan.packed(), max_drafts=most)
             out += [
                 [t for t in new if t >= 0] for new in np.asarray(drawn.tokens)[: len(some)].tolist()
             ]
