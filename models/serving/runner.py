@@ -44,6 +44,7 @@ from .scheduler import Feed, Orders
 from .step import (
     Drawn,
     EngineState,
+    PackedOrders,
     PackedPlan,
     PageOrders,
     StepPlan,
@@ -190,7 +191,7 @@ class ModelRunner:
             graph = AdaptedGraph(graph)  # not a model that has an adapter of its own
         count = len(programs) + 2 + swaps + self.moves_experts
         with progress_bar(count, "compiling", "programs", shown=progress) as update:
-            orders = self.of_all([self._nothing] * self.num_replicas)
+            orders = self.of_all([self._nothing.packed()] * self.num_replicas)
             self.keep_program = self.compiled(
                 keep, self.device, orders, takes=(state, STACKED), gives=state,
                 window=None if window is None else tuple(window),
@@ -272,9 +273,9 @@ class ModelRunner:
         """Does something on the devices of this process."""
         return _ORDERS[order.name](self, *order.values, *order.arrays)
 
-    def _keep(self, *arrays: np.ndarray) -> None:
-        orders = jax.tree.unflatten(jax.tree.structure(self._nothing), arrays)
-        self.device = self.keep_program(self.device, self._placed(orders))
+    def _keep(self, words: np.ndarray) -> None:
+        orders = PackedOrders(self._placed(words), len(self._nothing.hold_rows))
+        self.device = self.keep_program(self.device, orders)
 
     def _remember(self, replica: int, row: int, seen: np.ndarray, bias: np.ndarray) -> None:
         each = [self._nobody] * self.num_replicas
@@ -327,7 +328,7 @@ class ModelRunner:
                 self._order("swap out", replica, *out)
         calls = (page_orders(self._nothing, one) for one in orders)
         for each in itertools.zip_longest(*calls, fillvalue=self._nothing):
-            self._order("keep", tree=self._together(each))
+            self._order("keep", tree=self._together([one.packed().words for one in each]))
         for replica, one in enumerate(orders):
             for request in one.starts:
                 if request.edits.is_active and request.row is not None:

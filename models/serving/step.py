@@ -109,17 +109,55 @@ class PageOrders:
             copy_entries=copies.copy(),
         )
 
+    def packed(self) -> "PackedOrders":
+        """The same as one array."""
+        return PackedOrders(_words_of(self), len(self.hold_rows))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedOrders:
+    """`PageOrders` as the host hands them over: a mesh takes time to place each array."""
+
+    words: Any  # i32[n]
+    size: int = dataclasses.field(metadata={"static": True})  # of `PageOrders.create`
+
+    def orders(self, table: PageTable) -> PageOrders:
+        """The orders, inside of a program."""
+        return _of_words(self.words, PageOrders.create(table, self.size))
+
+
+def _words_of(tree: Any) -> np.ndarray:
+    """Small arrays of 32 bits, and of booleans, one after another: i32[n]."""
+    leaves = jax.tree.leaves(tree)
+    words = [x.astype(np.int32) if x.dtype == np.bool_ else x.view(np.int32) for x in leaves]
+    return np.concatenate([x.ravel() for x in words])
+
+
+def _of_words(words: jax.Array, like: Any) -> Any:
+    """The arrays of `_words_of`, with the shapes and dtypes of `like`."""
+    likes, tree = jax.tree.flatten(like)
+    parts = jnp.split(jnp.asarray(words), np.cumsum([x.size for x in likes])[:-1])
+    leaves = [
+        part != 0 if x.dtype == np.bool_ else jax.lax.bitcast_convert_type(part, x.dtype)
+        for part, x in zip(parts, likes, strict=True)
+    ]
+    return jax.tree.unflatten(
+        tree, [leaf.reshape(x.shape) for leaf, x in zip(leaves, likes, strict=True)]
+    )
+
 
 @functools.partial(jax.jit, donate_argnames="device", static_argnames="window")
 def keep(
-    device: EngineState, orders: PageOrders, *, window: tuple[int, int] | None = None
+    device: EngineState, packed: PackedOrders, *, window: tuple[int, int] | None = None
 ) -> EngineState:
-    """Carries out `orders`. Rows that start get the window, of so many tokens and pinned ones.
+    """Carries out orders. Rows that start get the window, of so many tokens and pinned ones.
 
     Where the layers of the counted group have that window, its rows have it already.
     """
     own, entry_pages = counted(device.state), device.entry_pages
     table = own.table
+    orders = packed.orders(table)
     size = entry_pages.shape[0]
 
     def pages_of(entries):
@@ -224,32 +262,24 @@ class StepPlan:
 
     def packed(self) -> "PackedPlan":
         """The same as few arrays."""
-        leaves = jax.tree.leaves(_with_mask(self, None))
-        words = [x.astype(np.int32) if x.dtype == np.bool_ else x.view(np.int32) for x in leaves]
-        mask = self.edits.mask
-        return PackedPlan(np.concatenate(words), mask, len(self.q_lens), len(self.tokens))
+        words = _words_of(_with_mask(self, None))
+        return PackedPlan(words, self.edits.mask, len(self.q_lens), len(self.tokens))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedPlan:
-    """A `StepPlan` as the host hands it over: each array of a call costs some 30 µs there."""
+    """A `StepPlan` as the host hands it over, as `PackedOrders` are."""
 
-    words: Any  # i32[n]: the leaves of the plan one after another, but for the mask
+    words: Any  # i32[n]: all but the mask
     mask: Any  # of `LogitEdits`
     max_seqs: int = dataclasses.field(metadata={"static": True})
     num_tokens: int = dataclasses.field(metadata={"static": True})
 
     def plan(self) -> StepPlan:
         """The plan, inside of a program."""
-        likes, tree = jax.tree.flatten(StepPlan.create(self.max_seqs, self.num_tokens, None))
-        ends = np.cumsum([like.size for like in likes])
-        parts = jnp.split(jnp.asarray(self.words), ends[:-1])
-        leaves = [
-            part != 0 if like.dtype == np.bool_ else jax.lax.bitcast_convert_type(part, like.dtype)
-            for part, like in zip(parts, likes, strict=True)
-        ]
-        return _with_mask(jax.tree.unflatten(tree, leaves), self.mask)
+        like = StepPlan.create(self.max_seqs, self.num_tokens, None)
+        return _with_mask(_of_words(self.words, like), self.mask)
 
 
 def _with_mask(plan: StepPlan, mask: Any) -> StepPlan:

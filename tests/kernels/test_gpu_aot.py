@@ -149,7 +149,7 @@ def test_pages_are_copied_within_a_pool_in_place(on_h200, name):
     """XLA:GPU gathers pages and scatters them; a gather within the scatter would copy the pool."""
     if name == "keep":
         device = jax.eval_shape(lambda: EngineState.create(new_state(), CONFIG.vocab_size))
-        program, operands = keep, (device, PageOrders.create(device.state.table, 8))
+        program, operands = keep, (device, PageOrders.create(device.state.table, 8).packed())
     else:
         rows = np.zeros(2, np.int32)
         program = jax.jit(lambda state, *rows: state.fork(*rows), donate_argnums=0)

@@ -22,7 +22,7 @@ def device_and_orders():
 def test_orders_that_fit_are_carried_out():
     device, orders = device_and_orders()
     orders.adopt_rows[0], orders.adopt_tokens[0] = 1, 5
-    device = keep(device, orders)
+    device = keep(device, orders.packed())
     assert not device.failed
     assert device.state.table.is_live.tolist() == [False, True, False]
     assert int(device.state.table.num_free) == 4
@@ -44,7 +44,7 @@ def test_an_order_that_is_refused_fails_the_device(name):
     values, window = REFUSED[name]
     for field, value in values.items():
         getattr(orders, field)[0] = value
-    assert keep(device, orders, window=window).failed
+    assert keep(device, orders.packed(), window=window).failed
 
 
 @pytest.mark.parametrize("name", ["evict", "adopt"])
@@ -55,21 +55,24 @@ def test_a_page_that_is_not_held_can_be_neither_evicted_nor_adopted(name):
         orders.evict_entries[0] = 2
     else:
         orders.adopt_rows[0], orders.adopt_entries[0, 0] = 1, 2
-    assert keep(device, orders).failed
+    assert keep(device, orders.packed()).failed
 
 
-def test_a_packed_plan_holds_each_bit_of_it():
+def test_what_is_packed_holds_each_bit():
     rng = np.random.default_rng(0)
 
     def filled(x):
         noise = rng.integers(0, 256, x.nbytes, np.uint8)
-        return noise % 2 == 1 if x.dtype == np.bool_ else noise.view(x.dtype)
+        return noise % 2 == 1 if x.dtype == np.bool_ else noise.view(x.dtype).reshape(x.shape)
 
     mask = np.arange(6, dtype=np.uint32).reshape(3, 2)
     plan = jax.tree.map(filled, StepPlan.create(3, 7, None))
     plan = dataclasses.replace(plan, edits=dataclasses.replace(plan.edits, mask=mask))
-    got = jax.jit(lambda packed: packed.plan())(plan.packed())
-    assert jax.tree.structure(got) == jax.tree.structure(plan)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(plan), strict=True):
-        assert x.dtype == y.dtype
+    device, orders = device_and_orders()
+    orders = jax.tree.map(filled, orders)
+    table = device.state.table
+    got = jax.jit(lambda a, b: (a.plan(), b.orders(table)))(plan.packed(), orders.packed())
+    assert jax.tree.structure(got) == jax.tree.structure((plan, orders))
+    for x, y in zip(*map(jax.tree.leaves, (got, (plan, orders))), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
         assert np.asarray(x).tobytes() == y.tobytes()
