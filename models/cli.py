@@ -191,10 +191,7 @@ def _generate(options: argparse.Namespace) -> int:
         check_count("pages", options.pages, 1)
     has_place = options.snapshot is None or options.output is not None
     expect(has_place, "snapshot", "--output FILE, too: what is printed cannot be taken back", None)
-    with (
-        opened_prefiller(options.prefill) as prefill,
-        _open_output(options.output) as out,
-    ):
+    with opened_prefiller(options.prefill) as prefill, _open_output(options.output) as out:
         checkpoint = open_checkpoint(**model_options(options))
         config, tokenizer = checkpoint.config, checkpoint.tokenizer
         adapter = None if options.adapter is None else load_adapter(options.adapter, config)

@@ -129,22 +129,22 @@ class PackedOrders:
 
 def _words_of(tree: Any) -> np.ndarray:
     """Small arrays of 32 bits, and of booleans, one after another: i32[n]."""
-    leaves = jax.tree.leaves(tree)
+    leaves = [x.ravel() for x in jax.tree.leaves(tree)]
     words = [x.astype(np.int32) if x.dtype == np.bool_ else x.view(np.int32) for x in leaves]
-    return np.concatenate([x.ravel() for x in words])
+    return np.concatenate(words)
 
 
 def _of_words(words: jax.Array, like: Any) -> Any:
     """The arrays of `_words_of`, with the shapes and dtypes of `like`."""
     likes, tree = jax.tree.flatten(like)
     parts = jnp.split(jnp.asarray(words), np.cumsum([x.size for x in likes])[:-1])
-    leaves = [
-        part != 0 if x.dtype == np.bool_ else jax.lax.bitcast_convert_type(part, x.dtype)
-        for part, x in zip(parts, likes, strict=True)
-    ]
-    return jax.tree.unflatten(
-        tree, [leaf.reshape(x.shape) for leaf, x in zip(leaves, likes, strict=True)]
-    )
+
+    def leaf(part, x):
+        is_bool = x.dtype == np.bool_
+        values = part != 0 if is_bool else jax.lax.bitcast_convert_type(part, x.dtype)
+        return values.reshape(x.shape)
+
+    return jax.tree.unflatten(tree, map(leaf, parts, likes))
 
 
 @functools.partial(jax.jit, donate_argnames="device", static_argnames="window")
