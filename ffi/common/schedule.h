@@ -34,8 +34,9 @@ inline constexpr int32_t kKeyBlock = 64;         // KV tokens that a kernel take
 inline constexpr int64_t kMinSplitTokens = 256;  // automatic splits are not shorter
 inline constexpr int64_t kItemsPerWorker = 4;    // aimed at by automatic splits
 inline constexpr int64_t kMaxSplitTokens = 1 << 30;
-// Below this cost, some 20 microseconds of work, a second worker costs more than it brings.
-inline constexpr int64_t kSerialCost = 600'000;
+// Below this cost, some 10 microseconds of work, a second worker costs more than it brings, even if
+// it is awake (docs/performance.md, Attention over few tokens).
+inline constexpr int64_t kSerialCost = 200'000;
 
 struct ScheduleOptions {
   int32_t group_size;

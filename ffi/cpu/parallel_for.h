@@ -29,6 +29,11 @@ inline void CpuRelax() {
 #endif
 }
 
+// The first item of a worker's own part, which ends where the next worker's begins.
+inline int64_t FirstItem(int64_t num_items, int64_t worker, int64_t num_workers) {
+  return num_items * worker / num_workers;
+}
+
 // Items [next, end) are not claimed yet. A cache line of its own, for most claims are one worker's.
 struct alignas(64) ItemRange {
   std::atomic<int64_t> next{0};
@@ -54,8 +59,8 @@ void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& f
     State(const Fn* fn, int64_t num_items, int64_t num_ranges)
         : fn(fn), num_items(num_items), ranges(num_ranges) {
       for (int64_t i = 0; i < num_ranges; ++i) {
-        ranges[i].next = num_items * i / num_ranges;
-        ranges[i].end = num_items * (i + 1) / num_ranges;
+        ranges[i].next = FirstItem(num_items, i, num_ranges);
+        ranges[i].end = FirstItem(num_items, i + 1, num_ranges);
       }
     }
 

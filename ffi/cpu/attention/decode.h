@@ -15,7 +15,8 @@
 //
 // While K is used the next block's K is prefetched, and its V while V is used: without that it is
 // three times slower (no hardware prefetcher follows a page table). That is into L2; where it
-// gains, V goes on into L1 while K is used (docs/performance.md, Prefetch). Bound by reading K, V.
+// gains, V goes on into L1 while K is used (docs/performance.md, Prefetch). Behind the last block
+// of a split comes the first of what its worker takes next. Bound by reading K, V.
 //
 // Registers of a tile of 8 with AVX-512: 16 sums, 2 to 4 of K or V, 1 of q. AVX2 has half of them:
 // values take two passes of 4 rows there.
@@ -368,6 +369,14 @@ inline void FinishDecode(const DecodeState& state, int num_rows, const Partial& 
   }
 }
 
+// The split that a worker takes after one, whose first blocks are fetched in time: of each of its
+// heads, whose items lie one behind the other. A null item: it is not known.
+struct Upcoming {
+  const WorkItem* item;
+  KeySpan span;
+  Upcoming OfHead(int head) const { return {item ? item + head : nullptr, span}; }
+};
+
 // A tile of so many rows, as a type.
 template <int ROWS>
 struct TileOf {
@@ -385,6 +394,7 @@ struct HeadSplit {
   const KeySpan* span;
   const WorkerScratch* scratch;
   const Partial* part;
+  Upcoming upcoming;
   int64_t block_tokens;
   int num_rows;
   int padded;  // with the padding of the last tile
@@ -400,8 +410,8 @@ struct HeadSplit {
 
   // All that is given must live as long. Blocks have as many tokens as fit with words of `bytes`.
   void Start(const AttentionParams& call, const Row& of_row, const WorkItem& of_item,
-             const LogitScale& logit_scale, const KeySpan& tokens, const WorkerScratch& memory,
-             const Partial& result, int64_t bytes) {
+             const LogitScale& logit_scale, const KeySpan& tokens, const Upcoming& then,
+             const WorkerScratch& memory, const Partial& result, int64_t bytes) {
     params = &call;
     row = &of_row;
     item = &of_item;
@@ -409,6 +419,7 @@ struct HeadSplit {
     span = &tokens;
     scratch = &memory;
     part = &result;
+    upcoming = then;
     block_tokens = DecodeBlockTokens(call.head_dim * bytes);
     num_rows = static_cast<int>(of_item.packed_end - of_item.packed_begin);
     padded = static_cast<int>(DecodePaddedRows(num_rows));
@@ -419,7 +430,7 @@ struct HeadSplit {
     for (int r = 0; r < padded; ++r) hidden[r] = 0;
     const int64_t element_bytes = ByteWidth(call.kv_dtype);
     for (int i = 0; i + 1 < BLOCKS; ++i) {
-      Gather(Clamp(tokens.begin + i * block_tokens, tokens.begin, tokens.end), i);
+      if (!Gather(tokens.begin + i * block_tokens, i)) continue;
       for (int t = 0; t < blocks[i].count; ++t) {
         PrefetchRow(blocks[i].k[t], call.head_dim * element_bytes);
         PrefetchRow(blocks[i].v[t], call.v_head_dim * element_bytes);
@@ -433,9 +444,21 @@ struct HeadSplit {
   // Where the block begins that is to be prefetched while that from `token` on is used.
   int64_t BeginAhead(int64_t token) const { return token + (BLOCKS - 1) * block_tokens; }
 
-  // Lists the block that begins at `token`.
-  void Gather(int64_t token, int to) {
-    GatherKeys(*params, item->row, item->kv_head, token, EndOf(token), *scratch, to, &blocks[to]);
+  // Lists the block that begins at `token`, which is a whole number of blocks from the begin of the
+  // split: past its end, one of what comes next. Returns whether it has tokens.
+  bool Gather(int64_t token, int to) {
+    const WorkItem* of = item;
+    KeySpan tokens = *span;
+    if (token >= tokens.end) {
+      const int64_t past = token - tokens.begin - RoundUp(tokens.end - tokens.begin, block_tokens);
+      of = upcoming.item;
+      tokens = upcoming.span;
+      token = tokens.begin + past;
+    }
+    if (!of || token >= tokens.end) return false;
+    GatherKeys(*params, of->row, of->kv_head, token, Clamp(token + block_tokens, token, tokens.end),
+               *scratch, to, &blocks[to]);
+    return blocks[to].count > 0;
   }
 
   // The block from `token` on, after those before it. `ahead` is to be prefetched, or it again.
@@ -443,11 +466,7 @@ struct HeadSplit {
     const KeyBlock<T>& block = blocks[current];
     const int unused = (current + BLOCKS - 1) % BLOCKS;
     current = (current + 1) % BLOCKS;
-    *ahead = &block;
-    if (BeginAhead(token) < span->end) {
-      Gather(BeginAhead(token), unused);
-      if (blocks[unused].count > 0) *ahead = &blocks[unused];
-    }
+    *ahead = Gather(BeginAhead(token), unused) ? &blocks[unused] : &block;
     return block;
   }
 
@@ -492,10 +511,10 @@ class DecodeSplit {
  public:
   // All that is given must live until Finish, which brings the result into `part`.
   void Start(const AttentionParams& params, const Row& row, const WorkItem& item,
-             const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
-             const Partial& part) {
+             const LogitScale& scale, const KeySpan& span, const Upcoming& upcoming,
+             const WorkerScratch& scratch, const Partial& part) {
     staged_ = IsStaged(params);
-    head_.Start(params, row, item, scale, span, scratch, part, /*bytes=*/sizeof(T));
+    head_.Start(params, row, item, scale, span, upcoming, scratch, part, /*bytes=*/sizeof(T));
   }
 
   int64_t block_tokens() const { return head_.block_tokens; }
@@ -541,10 +560,10 @@ class DecodeSplit {
 template <typename Split>
 void DecodeHeads(const AttentionParams& params, const Row& row, const WorkItem* items,
                  int num_heads, const LogitScale& scale, const KeySpan& span,
-                 const WorkerScratch* scratch, const Partial* parts) {
+                 const Upcoming& upcoming, const WorkerScratch* scratch, const Partial* parts) {
   Split splits[kHeadsTogether];
   for (int i = 0; i < num_heads; ++i) {
-    splits[i].Start(params, row, items[i], scale, span, scratch[i], parts[i]);
+    splits[i].Start(params, row, items[i], scale, span, upcoming.OfHead(i), scratch[i], parts[i]);
   }
   for (int64_t token = span.begin; token < span.end; token += splits[0].block_tokens()) {
     for (int i = 0; i < num_heads; ++i) splits[i].Step(token);

@@ -281,10 +281,11 @@ template <typename Codes>
 class DecodeCodesSplit {
  public:
   void Start(const AttentionParams& params, const Row& row, const WorkItem& item,
-             const LogitScale& scale, const KeySpan& span, const WorkerScratch& scratch,
-             const Partial& part) {
+             const LogitScale& scale, const KeySpan& span, const Upcoming& upcoming,
+             const WorkerScratch& scratch, const Partial& part) {
     table_ = &TableOf(params.kv_dtype);
-    head_.Start(params, row, item, scale, span, scratch, part, /*bytes=*/sizeof(BFloat16));
+    head_.Start(params, row, item, scale, span, upcoming, scratch, part,
+                /*bytes=*/sizeof(BFloat16));
     head_.EachTile([&](auto tile, int r) {  // in the order that ScoreCodes reads
       const int64_t at = r * scratch.q_stride;
       PackQueries<decltype(tile)::kRows>(scratch.q + at, scratch.q_stride, params.head_dim,
@@ -353,10 +354,11 @@ class DecodeCodesSplit {
 
 inline void DecodeWordHeads(const AttentionParams& params, const Row& row, const WorkItem* items,
                             int num_heads, const LogitScale& scale, const KeySpan& span,
-                            const WorkerScratch* scratch, const Partial* parts) {
+                            const Upcoming& upcoming, const WorkerScratch* scratch,
+                            const Partial* parts) {
   const auto decode = params.kv_dtype == Dtype::kInt8 ? DecodeHeads<DecodeCodesSplit<IntCodes>>
                                                       : DecodeHeads<DecodeCodesSplit<SignedCodes>>;
-  decode(params, row, items, num_heads, scale, span, scratch, parts);
+  decode(params, row, items, num_heads, scale, span, upcoming, scratch, parts);
 }
 
 }  // namespace jax_paged::cpu::JAX_PAGED_ISA

@@ -110,9 +110,11 @@ struct MergeParams {
 struct Kernels {
   // Computes an item, or those of num_heads KV heads of a row of decode, each with scratch of its
   // own; several must be whole units of one split. A whole unit goes to params.out and params.lse;
-  // splits of a shared unit go to `partials`.
+  // splits of a shared unit go to `partials`. Of `next`, as many items that the same worker
+  // probably takes then, the first keys are fetched; null: nothing is.
   using RunItems = void (*)(const AttentionParams& params, const Row& row, const WorkItem* items,
-                            int num_heads, const WorkerScratch* scratch, float* partials);
+                            int num_heads, const WorkItem* next, const WorkerScratch* scratch,
+                            float* partials);
   // Folds the partials of item's shared unit, all of them there, into params.out and params.lse.
   using FoldUnit = void (*)(const AttentionParams& params, const Row& row, const WorkItem& item,
                             const WorkerScratch& scratch, float* partials);

@@ -27,7 +27,7 @@ void LoadItem(const AttentionParams& params, const Row& row, const WorkItem& ite
 // WORDS: decode with bf16 queries and 8-bit pages (decode_words.h).
 template <typename T, bool WORDS = false>
 void RunItems(const AttentionParams& params, const Row& row, const WorkItem* items, int num_heads,
-              const WorkerScratch* scratch, float* partials) {
+              const WorkItem* next, const WorkerScratch* scratch, float* partials) {
   const WorkItem& item = items[0];
   const int64_t num_rows = item.packed_end - item.packed_begin;
   const bool decode = WORDS || int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
@@ -49,12 +49,19 @@ void RunItems(const AttentionParams& params, const Row& row, const WorkItem* ite
   for (int64_t split = item.split_begin; split < item.split_end; ++split) {
     if (split > item.split_begin) ClearPartial(parts[0], padded_rows, params.v_head_dim);
     const KeySpan span = SpanOfSplit(item, split);
+    Upcoming upcoming = {};
+    if (split + 1 < item.split_end) {
+      upcoming = {items, SpanOfSplit(item, split + 1)};
+    } else if (next) {
+      upcoming = {next, SpanOfSplit(*next, next->split_begin)};
+    }
     if constexpr (WORDS) {
 #ifdef JAX_PAGED_DOT_BFLOAT16
-      DecodeWordHeads(params, row, items, num_heads, scale, span, scratch, parts);
+      DecodeWordHeads(params, row, items, num_heads, scale, span, upcoming, scratch, parts);
 #endif
     } else if (decode) {
-      DecodeHeads<DecodeSplit<T>>(params, row, items, num_heads, scale, span, scratch, parts);
+      DecodeHeads<DecodeSplit<T>>(params, row, items, num_heads, scale, span, upcoming, scratch,
+                                  parts);
     } else {
       PrefillSplit<T>(params, row, item, scale, span, scratch[0], parts[0]);
     }
