@@ -248,7 +248,6 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
   // The heads of a row lie one behind the other, also when sorted.
   const int64_t groups = totals.items / heads;
   const int64_t num_workers = options.num_workers < groups ? options.num_workers : groups;
-  const bool fetches_next = alike && !params.has_atoms;  // atoms would be copied, and in vain
   const auto run = [&](int64_t index, int64_t worker) {
     const WorkItem* const items = work.sorted + index * heads;
     const WorkItem& item = items[0];
@@ -256,7 +255,7 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
     float* memory_of_head = work.workers + worker * work.worker_floats;
     for (int64_t i = 0; i < heads; ++i) memory_of_head += lay_out(memory_of_head, &scratch[i]);
     const Row& row = rows[item.row];
-    const bool goes_on = fetches_next && index + 1 < FirstItem(groups, worker + 1, num_workers);
+    const bool goes_on = alike && index + 1 < FirstItem(groups, worker + 1, num_workers);
     const WorkItem* const next = goes_on ? items + heads : nullptr;
     const bool is_decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
     (words && is_decode ? kernels.run_words : kernels.run_items[dtype])(

@@ -24,6 +24,16 @@ void LoadItem(const AttentionParams& params, const Row& row, const WorkItem& ite
   if (params.rope.cos) TurnQueries(params, row, item, scratch);
 }
 
+// What a worker takes after a split of its items: the next one, or the first of `next`. Of atoms
+// nothing, for the list of a block is a copy of it.
+inline Upcoming ComesAfter(const AttentionParams& params, const WorkItem* items, int64_t split,
+                           const WorkItem* next) {
+  if (params.has_atoms) return {};
+  if (split + 1 < items->split_end) return {items, SpanOfSplit(*items, split + 1)};
+  if (next) return {next, SpanOfSplit(*next, next->split_begin)};
+  return {};
+}
+
 // WORDS: decode with bf16 queries and 8-bit pages (decode_words.h).
 template <typename T, bool WORDS = false>
 void RunItems(const AttentionParams& params, const Row& row, const WorkItem* items, int num_heads,
@@ -49,12 +59,7 @@ void RunItems(const AttentionParams& params, const Row& row, const WorkItem* ite
   for (int64_t split = item.split_begin; split < item.split_end; ++split) {
     if (split > item.split_begin) ClearPartial(parts[0], padded_rows, params.v_head_dim);
     const KeySpan span = SpanOfSplit(item, split);
-    Upcoming upcoming = {};
-    if (split + 1 < item.split_end) {
-      upcoming = {items, SpanOfSplit(item, split + 1)};
-    } else if (next) {
-      upcoming = {next, SpanOfSplit(*next, next->split_begin)};
-    }
+    const Upcoming upcoming = ComesAfter(params, items, split, next);
     if constexpr (WORDS) {
 #ifdef JAX_PAGED_DOT_BFLOAT16
       DecodeWordHeads(params, row, items, num_heads, scale, span, upcoming, scratch, parts);
