@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 #include <vector>
 
 namespace jax_paged::cpu {
@@ -29,19 +30,26 @@ inline void CpuRelax() {
 #endif
 }
 
-// The first item of a worker's own part, which ends where the next worker's begins.
-inline int64_t FirstItem(int64_t num_items, int64_t worker, int64_t num_workers) {
-  return num_items * worker / num_workers;
-}
-
 // Items [next, end) are not claimed yet. A cache line of its own, for most claims are one worker's.
 struct alignas(64) ItemRange {
   std::atomic<int64_t> next{0};
   int64_t end = 0;
 };
 
+// fn(item, worker), or fn(item, worker, next).
+template <typename Fn>
+void RunItem(const Fn& fn, int64_t item, int64_t worker, int64_t next) {
+  if constexpr (std::is_invocable_v<const Fn&, int64_t, int64_t, int64_t>) {
+    fn(item, worker, next);
+  } else {
+    fn(item, worker);
+  }
+}
+
 // Calls fn(item, worker) for each item in [0, num_items), worker in [0, num_workers); a worker
 // number belongs to one thread at a time. `fn` must not throw. `pool` needs Schedule(callable).
+// Where it takes a third argument, that is the item that the worker takes next if no other is
+// faster, for what is worth a fetch ahead; -1: none is likely.
 //
 // Each worker has a part of its own first, whose items lie one behind the other in memory: what is
 // fetched ahead of one is the next, and of what a call repeats a core finds its part in its caches.
@@ -51,7 +59,7 @@ void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& f
                  bool in_order = false) {
   if (num_workers > num_items) num_workers = num_items;
   if (num_workers <= 1) {
-    for (int64_t i = 0; i < num_items; ++i) fn(i, 0);
+    for (int64_t i = 0; i < num_items; ++i) RunItem(fn, i, 0, i + 1 < num_items ? i + 1 : -1);
     return;
   }
 
@@ -59,8 +67,8 @@ void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& f
     State(const Fn* fn, int64_t num_items, int64_t num_ranges)
         : fn(fn), num_items(num_items), ranges(num_ranges) {
       for (int64_t i = 0; i < num_ranges; ++i) {
-        ranges[i].next = FirstItem(num_items, i, num_ranges);
-        ranges[i].end = FirstItem(num_items, i + 1, num_ranges);
+        ranges[i].next = num_items * i / num_ranges;
+        ranges[i].end = num_items * (i + 1) / num_ranges;
       }
     }
 
@@ -72,7 +80,7 @@ void ParallelFor(Pool& pool, int64_t num_items, int64_t num_workers, const Fn& f
         while (range.next.load(std::memory_order_relaxed) < range.end) {
           const int64_t item = range.next.fetch_add(1, std::memory_order_relaxed);
           if (item >= range.end) break;
-          (*fn)(item, worker);
+          RunItem(*fn, item, worker, num_ranges > 1 && item + 1 < range.end ? item + 1 : -1);
           ++finished;
         }
       }

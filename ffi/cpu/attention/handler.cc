@@ -246,27 +246,24 @@ void Run(ffi::ThreadPool& pool, const AttentionCall& call, AttentionParams param
                num_tokens * params.num_q_heads * params.v_head_dim * ByteWidth(params.out_dtype));
   const int dtype = static_cast<int>(staged ? Dtype::kFloat32 : params.dtype);
   // The heads of a row lie one behind the other, also when sorted.
-  const int64_t groups = totals.items / heads;
-  const int64_t num_workers = options.num_workers < groups ? options.num_workers : groups;
-  const auto run = [&](int64_t index, int64_t worker) {
+  const auto run = [&](int64_t index, int64_t worker, int64_t next) {
     const WorkItem* const items = work.sorted + index * heads;
     const WorkItem& item = items[0];
     WorkerScratch scratch[kHeadsTogether];
     float* memory_of_head = work.workers + worker * work.worker_floats;
     for (int64_t i = 0; i < heads; ++i) memory_of_head += lay_out(memory_of_head, &scratch[i]);
     const Row& row = rows[item.row];
-    const bool goes_on = alike && index + 1 < FirstItem(groups, worker + 1, num_workers);
-    const WorkItem* const next = goes_on ? items + heads : nullptr;
+    const WorkItem* const next_items = next < 0 ? nullptr : work.sorted + next * heads;
     const bool is_decode = int64_t{row.q_len} * params.group_size <= kDecodeMaxRows;
     (words && is_decode ? kernels.run_words : kernels.run_items[dtype])(
-        params, row, items, static_cast<int>(heads), next, scratch, work.partials);
+        params, row, items, static_cast<int>(heads), next_items, scratch, work.partials);
     if (item.shared_unit < 0) return;
     // The last to finish folds, always in the order of the splits.
     if (work.unfinished[item.shared_unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       kernels.fold_unit[dtype](params, row, item, scratch[0], work.partials);
     }
   };
-  ParallelFor(pool, groups, num_workers, run, /*in_order=*/!alike);
+  ParallelFor(pool, totals.items / heads, options.num_workers, run, /*in_order=*/!alike);
 }
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::Dictionary attributes,

@@ -157,9 +157,9 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
   const int64_t own_floats =
       std::max(sums_floats + cut.panel_floats, orders ? kRowsOfOrder * kernels.stride(depth) : 0);
   LoadAndRun(pool, call, kernels, workers, own_floats, [&](const LoadedRows& x, float* own) {
-    const auto multiply = [&](int64_t item, int64_t worker) {
+    const auto multiply = [&](int64_t item, int64_t worker, int64_t next) {
       float* const mine = own + worker * own_floats;
-      const int64_t begin = item * cut.block, next = begin + cut.block;
+      const int64_t begin = item * cut.block;
       const int64_t count = Clamp(num_columns - begin, 0, cut.block);
       const LinearBlocks blocks =
           LinearBlocksOf(call.block_scale, /*matrix=*/0, num_columns, depth, begin);
@@ -176,8 +176,8 @@ void MultiplyByRows(ffi::ThreadPool& pool, const Projection& call, const LinearK
                       out + row * num_columns * ByteWidth(call.out_dtype));
       };
       row_sums(x.data, x.stride, num_rows, call.w + begin * row_bytes, depth, count,
-               next < num_columns ? call.w + next * row_bytes : nullptr, blocks, mine + sums_floats,
-               sums, sums_stride, SumsDoneBy(done, /*ends=*/!is_direct));
+               next < 0 ? nullptr : call.w + next * cut.block * row_bytes, blocks,
+               mine + sums_floats, sums, sums_stride, SumsDoneBy(done, /*ends=*/!is_direct));
     };
     ParallelFor(pool, CeilDiv(num_columns, cut.block), workers, multiply);
   });

@@ -84,8 +84,7 @@ Pairs SortPairs(const MoeParams& call, int64_t first_token, int64_t num_tokens,
   return pairs;
 }
 
-// What the columns of all groups are cut into: a block of one of them is an item. The next item is
-// most likely the next one of the same worker, too.
+// What the columns of all groups are cut into: a block of one of them is an item.
 class Items {
  public:
   // matrix_rows: of the matrix of an expert, of whose first `columns` rows items are made.
@@ -101,9 +100,9 @@ class Items {
   // The columns of an item.
   int64_t Begin(int64_t item) const { return item % of_group_ * block_; }
   int64_t Count(int64_t item) const { return Clamp(columns_ - Begin(item), 0, block_); }
-  // The row of all matrices that it begins with; -1: there is no such item.
+  // The row of all matrices that it begins with; of no item -1.
   int64_t FirstRow(int64_t item) const {
-    return item < size() ? group(item).expert * matrix_rows_ + Begin(item) : -1;
+    return item < 0 ? -1 : group(item).expert * matrix_rows_ + Begin(item);
   }
 
  private:
@@ -291,7 +290,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
 
   const float limit = call.limit ? *call.limit : 0.0f;
   const Items gate_items(pairs.groups, 2 * call.inner, call.inner, gate_block);
-  ParallelFor(pool, gate_items.size(), workers, [&](int64_t item, int64_t worker) {
+  ParallelFor(pool, gate_items.size(), workers, [&](int64_t item, int64_t worker, int64_t next) {
     const Group& group = gate_items.group(item);
     float* const gate = sums + worker * sums_floats;
     float* const up = gate + gate_floats;
@@ -301,13 +300,13 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     const int64_t rows = most == 1 ? group.num_rows : PadLinearRows(group.num_rows);
     const int64_t begin = gate_items.Begin(item), count = gate_items.Count(item);
     const int64_t first = gate_items.FirstRow(item);  // of gate; that of up is `inner` behind
-    const int64_t next = gate_items.FirstRow(item + 1);
     const auto blocks = [&](int64_t is_up) {
       return LinearBlocksOf(call.gate_up_block_scale, 2 * group.expert + is_up, call.inner,
                             call.hidden, begin);
     };
     gate_up.Run(x, group.num_rows, first, count, first + call.inner, blocks(0), panel, gate);
-    gate_up.Run(x, group.num_rows, first + call.inner, count, next, blocks(1), panel, up);
+    gate_up.Run(x, group.num_rows, first + call.inner, count, gate_items.FirstRow(next), blocks(1),
+                panel, up);
     if (call.gate_up_scale) {
       const float* const scale = call.gate_up_scale + first;
       ScaleLinearSums(scale, group.num_rows, most, count, gate);
@@ -333,7 +332,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
              sums, sums_floats);
 
   const Items down_items(pairs.groups, call.hidden, call.hidden, down_block);
-  ParallelFor(pool, down_items.size(), workers, [&](int64_t item, int64_t worker) {
+  ParallelFor(pool, down_items.size(), workers, [&](int64_t item, int64_t worker, int64_t next) {
     const Group& group = down_items.group(item);
     float* const mine = sums + worker * sums_floats + 2 * gate_floats;
     float* const panel = sums + worker * sums_floats + own_floats;
@@ -343,7 +342,7 @@ void RunTurn(ffi::ThreadPool& pool, const MoeParams& call, const Matrix& gate_up
     const int64_t first = down_items.FirstRow(item);
     const LinearBlocks blocks =
         LinearBlocksOf(call.down_block_scale, group.expert, call.hidden, call.inner, begin);
-    down.Run(x, group.num_rows, first, count, down_items.FirstRow(item + 1), blocks, panel, mine);
+    down.Run(x, group.num_rows, first, count, down_items.FirstRow(next), blocks, panel, mine);
     if (call.down_scale) {
       ScaleLinearSums(call.down_scale + first, group.num_rows, most, count, mine);
     }
